@@ -1,0 +1,148 @@
+"""`resilientd`: one per host and run directory. Read this first.
+
+Launchers and trainers come through a unix socket (`link`, `service`), peers through TCP (`peers`). Each run id is a
+`Job` (`jobs`, `job`): its `Coordinator` talks to etcd, its `Replicator` moves captures, its `JobSlots` in the `Vault`
+hold them.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .jobs import Jobs
+from .link import listen
+from .memory import MemoryBudget
+from .notify import ServiceManager
+from .peers import PeerServer
+from .service import DaemonService
+from .settings import Settings
+from .vault import Vault, open_directory
+
+log = logging.getLogger(__name__)
+
+_HOUSEKEEPING_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DaemonOptions:
+    """How a daemon behaves.
+
+    Attributes:
+        settings: Its directories.
+        peer_addr: Address to listen on for peers, None for the one that each job advertises.
+        memory_limit_bytes: What all slots may take, None for the default of `MemoryBudget`.
+        idle_exit_s: Seconds without connections, jobs and slots after which it ends, 0 for never.
+        orphan_ttl_s: Seconds that slots are kept after the launcher that held them open is gone.
+    """
+
+    settings: Settings
+    peer_addr: str | None
+    memory_limit_bytes: int | None
+    idle_exit_s: float
+    orphan_ttl_s: float
+
+
+class Daemon:
+    """The daemon of one host: a task for each connection and each job, and one that fails takes no other with it."""
+
+    def __init__(self, options: DaemonOptions) -> None:
+        self._options = options
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM, SIGINT, or too long idle; slots stay for the next daemon.
+
+        Raises:
+            DaemonError: Another daemon serves this run directory, or a directory is not ours alone.
+        """
+        settings, manager = self._options.settings, ServiceManager(os.environ)
+        everybody = os.geteuid() == 0
+        open_directory(settings.run_dir, mode=0o711 if everybody else 0o700)
+        with holding(settings.lock_path):
+            open_directory(settings.shm_dir, mode=0o711 if everybody else 0o700)
+            vault = Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, self._options.memory_limit_bytes))
+            jobs = Jobs(vault, self._spawn, disks=[settings.run_dir])
+            jobs.scan()
+            peers = PeerServer(bind_addr=self._options.peer_addr, find_job=jobs.find, spawn=self._spawn)
+            service = DaemonService(jobs, peers)
+            async with asyncio.TaskGroup() as self._group:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+                server = await listen(settings.socket_path, service, self._spawn)
+                self._spawn(jobs.adopt())
+                self._spawn(self._keep_house(jobs, service))
+                log.info("resilientd (pid %d) serves %s, slots in %s", os.getpid(), settings.run_dir, settings.shm_dir)
+                self._spawn(manager.watch())
+                manager.ready()
+                await self._stopping.wait()
+                manager.stopping()
+                await jobs.persist()
+                server.close()
+                peers.close()
+                settings.socket_path.unlink(missing_ok=True)
+                for task in self._tasks:
+                    task.cancel()
+            log.info("resilientd (pid %d) ends", os.getpid())
+
+    async def _keep_house(self, jobs: Jobs, service: DaemonService) -> None:
+        """Collect orphans, and end the daemon when nobody has needed it for long enough."""
+        idle_since_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            await jobs.collect(self._options.orphan_ttl_s)
+            if not service.is_idle or not jobs.is_empty:
+                idle_since_s = time.monotonic()
+            elif 0 < self._options.idle_exit_s < time.monotonic() - idle_since_s:
+                log.info("idle for %.0f s", self._options.idle_exit_s)
+                self._stopping.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(_contained(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+@contextmanager
+def holding(lock_path: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, with our pid in it.
+
+    Raises:
+        DaemonError: Another process holds it.
+    """
+    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise DaemonError(
+                f"a daemon with pid {owner} already serves {lock_path.parent}; use it, stop it, or choose another "
+                f"--run-dir and --shm-dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+async def _contained(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:  # the boundary between tasks
+        log.exception("a task failed; the others go on")

@@ -1,0 +1,80 @@
+"""The command `resilientd`."""
+
+import asyncio
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .agent import Daemon, DaemonOptions
+from .options import directories
+from .settings import find_settings
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def _size_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size; write bytes or a number with K, M, G or T, as in 20G")
+    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@directories
+@click.option("--peer-addr", help="Address to listen on for peers; by default the one that each job advertises.")
+@click.option(
+    "--memory-limit",
+    type=_size_bytes,
+    metavar="SIZE",
+    help="What all slots may take; by default 80 % of tmpfs or memory.",
+)
+@click.option(
+    "--idle-exit", type=click.FloatRange(min=0), default=0.0, help="Seconds idle after which to end; 0: never."
+)
+@click.option(
+    "--orphan-ttl",
+    type=click.FloatRange(min=0),
+    default=900.0,
+    show_default=True,
+    help="Seconds that slots are kept after their launcher is gone.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="info",
+    show_default=True,
+    help="Least severity that is logged to stderr.",
+)
+def resilientd(
+    run_dir: Path | None,
+    shm_dir: Path | None,
+    peer_addr: str | None,
+    memory_limit: int | None,
+    idle_exit: float,
+    orphan_ttl: float,
+    log_level: str,
+) -> None:
+    """Keep checkpoints of this host's training jobs in shared memory, and replicas for its peers."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
+    )
+    options = DaemonOptions(
+        settings=find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir),
+        peer_addr=peer_addr,
+        memory_limit_bytes=memory_limit,
+        idle_exit_s=idle_exit,
+        orphan_ttl_s=orphan_ttl,
+    )
+    os.umask(0o077)
+    try:
+        asyncio.run(Daemon(options).run())
+    except (DaemonError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    except ExceptionGroup as group:
+        raise click.ClickException("; ".join(str(error) for error in group.exceptions)) from group

@@ -1,0 +1,306 @@
+"""One job's conversation with etcd: follow the round, report what is held, stand for election as its root."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .commit import report_held
+from .election import LEADER_KEY, Election
+from .etcd import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
+from .fields import Fields
+from .leased import LeasedKeys
+from .operator import make_operator
+from .persist import Persister
+from .persist_plan import REQUEST_KEY
+from .policy import RootPolicy
+from .quarantine import Quarantine
+from .root import RootAgent
+from .root_state import DECISIONS_KEY
+from .rounds import Round
+from .slots import JobSlots
+from .view import JobView
+
+log = logging.getLogger(__name__)
+
+_RENDEZVOUS = ("rdzv/job", "rdzv/round", "rdzv/quarantine/", "rdzv/done/")
+_LEASE_TTL_S = 5.0
+_RETRY_S = 0.5
+_GOODBYE_S = 1.0
+
+
+class Coordinator:
+    """Keeps a `JobView` up to date and etcd informed, for as long as `run` runs.
+
+    Training, captures and fetches go on while etcd is away; nothing is committed until it is back.
+
+    Args:
+        run_id: The job.
+        policy: How the root answers failures.
+        config: How to reach etcd.
+        address: Where peers reach this host's daemon.
+        view: Written from what etcd says.
+        slots: What this host holds.
+        on_incarnation: Awaited with the incarnation of the run id, before anything of that incarnation is seen.
+        on_round: Awaited with each new round; it makes the round the current one.
+        companions: Run with our connection to etcd beside our own tasks, until cancelled.
+        persister: Writes committed pairs to the persistent tier, None without one.
+
+    Attributes:
+        discard: Set when this host gives its replicas up, so that etcd forgets them too at the end.
+        leased: Further keys of this job that live as long as the daemon's lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        policy: RootPolicy,
+        config: EtcdConfig,
+        address: tuple[str, int],
+        view: JobView,
+        slots: JobSlots,
+        on_incarnation: Callable[[str], Awaitable[None]],
+        on_round: Callable[[Round], Awaitable[None]],
+        persister: Persister | None,
+        companions: Sequence[Callable[[Etcd], Coroutine[Any, Any, None]]] = (),
+    ) -> None:
+        self.discard = False
+        self._run_id = run_id
+        self._policy = policy
+        self._prefix = f"/resilient-run/{run_id}/"
+        self.leased = LeasedKeys(self._prefix, view, lambda: self._lease)
+        self._config = config
+        self._address = address
+        self._view = view
+        self._slots = slots
+        self._on_incarnation = on_incarnation
+        self._on_round = on_round
+        self._companions = companions
+        self._persister = persister
+        self._etcd: Etcd | None = None
+        self._lease: Lease | None = None
+        self._reporting = asyncio.Lock()
+        self._reported: dict[str, Any] | None = None
+        self._entries: dict[str, Entry] = {}
+
+    async def run(self) -> None:
+        """Run until cancelled.
+
+        Raises:
+            EtcdError: etcd refuses this job for good.
+            DaemonError: A key that everything depends on does not hold what it should.
+        """
+        etcd = self._etcd = await self._connect()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow(etcd, "rdzv/", self._rendezvous))
+                group.create_task(self._follow(etcd, "ckpt/watermark", self._watermark))
+                group.create_task(self._follow(etcd, "ckpt/hosts/", self._hosts))
+                group.create_task(self._register(etcd))
+                group.create_task(self._report(etcd))
+                group.create_task(self.leased.run(etcd))
+                group.create_task(self._follow(etcd, "root/", self._root))
+                group.create_task(Election(etcd, self._prefix, self._view, lambda: self._lease).run())
+                group.create_task(self._lead(etcd, group))
+                for companion in self._companions:
+                    group.create_task(companion(etcd))
+        finally:
+            await self._leave(etcd)
+
+    async def fence(self) -> bool:
+        """Report what is held now, and make every commit fail that was decided on an older report.
+
+        Must precede the overwriting of a replica that is not known to be committed: the root may be committing it.
+
+        Returns:
+            Whether that was done; if not, the replica must stay.
+        """
+        etcd, revision = self._etcd, self._view.watermark_revision
+        if etcd is None or revision is None:
+            return False
+        async with self._reporting:
+            report = report_held(self._slots.held())
+            guards = {self._key("ckpt/watermark"): revision}
+            puts = {self._held_key: report, self._key("ckpt/fence"): {"host": self._view.host}}
+            self._reported = None
+            try:
+                fenced = await etcd.commit(guards, puts)
+            except EtcdUnavailable:
+                return False
+            if fenced:
+                self._reported = report
+            return fenced
+
+    async def _connect(self) -> Etcd:
+        warned = False
+        while True:
+            try:
+                return await Etcd.connect(self._config)
+            except EtcdUnavailable as error:
+                if not warned:
+                    log.warning("%s; trying again until it answers", error)
+                    warned = True
+                await asyncio.sleep(_RETRY_S)
+
+    async def _leave(self, etcd: Etcd) -> None:
+        """Take back what only makes sense while this daemon serves the job; whatever fails here expires by itself."""
+        with contextlib.suppress(EtcdUnavailable, TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                if self._lease is not None:
+                    await self._lease.revoke()
+                if self.discard:
+                    await etcd.delete(self._held_key)
+        await etcd.close()
+
+    async def _follow(
+        self, etcd: Etcd, name: str, see: Callable[[Mapping[str, Entry | None]], Awaitable[None]]
+    ) -> None:
+        async with aclosing(etcd.changes(self._key(name))) as states:
+            async for changes in states:
+                await see({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+
+    async def _rendezvous(self, changes: Mapping[str, Entry | None]) -> None:
+        # Every generation brings news of every launcher, which is only for the launchers and the root.
+        changes = {key: entry for key, entry in changes.items() if key.startswith(_RENDEZVOUS)}
+        entries = self._entries
+        update(entries, changes)
+        job, found = entries.get("rdzv/job"), entries.get("rdzv/round")
+        if job is None or not changes:
+            return
+        fields = Fields(job.value, "rdzv/job")
+        await self._on_incarnation(fields.text("incarnation"))
+        self._view.token = fields.text("token")
+        self._view.quarantines = _quarantines(entries)
+        self._view.injection = job.value.get("injection") is True
+        if found is not None and (self._view.round is None or self._view.round.revision != found.revision):
+            await self._on_round(Round.parse(found.value, found.revision))
+        done = f"rdzv/done/{self._view.generation}/"
+        self._view.finishing = any(name.startswith(done) for name in entries)
+        self._view.notify()
+
+    async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
+        update(self._entries, changes)
+        entry = self._entries.get("ckpt/watermark")
+        pair = None if entry is None else Fields(entry.value, "ckpt/watermark").pair()
+        if self._persister is not None:
+            await self._persister.see(self._entries.get(REQUEST_KEY))
+        self._view.watermark, self._view.watermark_revision = pair, 0 if entry is None else entry.revision
+        self._view.notify()
+
+    async def _hosts(self, changes: Mapping[str, Entry | None]) -> None:
+        addresses, every = dict(self._view.addresses), dict(self._view.every_elsewhere)
+        for key, entry in changes.items():
+            host = key.removeprefix("ckpt/hosts/")
+            if entry is None:
+                addresses.pop(host, None)
+                every.pop(host, None)
+            elif host != self._view.host:
+                fields = Fields(entry.value, key)
+                addresses[host] = fields.text("addr"), fields.integer("port", low=1, high=65535)
+                every[host] = fields.integer("every", low=1)
+        self._view.addresses, self._view.every_elsewhere = addresses, every
+        self._view.notify()
+
+    async def _root(self, changes: Mapping[str, Entry | None]) -> None:
+        update(self._entries, changes)
+        leader, decisions = self._entries.get(LEADER_KEY), self._entries.get(DECISIONS_KEY)
+        self._view.leader = None if leader is None else Fields(leader.value, LEADER_KEY).text("host")
+        self._view.leader_revision = 0 if leader is None else leader.revision
+        self._view.decisions = () if decisions is None else tuple(decisions.value.get("decisions", ()))
+        self._view.notify()
+
+    async def _register(self, etcd: Etcd) -> None:
+        """Keep `ckpt/hosts/<host>` there; a new lease also means that etcd may have forgotten our report."""
+        while True:
+            try:
+                self._lease = await etcd.lease(_LEASE_TTL_S)
+                self._reported = None
+                while not self._lease.lost.is_set():
+                    await self._introduce(etcd, self._lease)
+            except EtcdLeaseLost:
+                continue
+            except EtcdUnavailable:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _introduce(self, etcd: Etcd, lease: Lease) -> None:
+        """Write what the others must know of this host, and return when that is another thing or the lease is lost."""
+        (addr, port), every = self._address, self._view.every_here
+        await etcd.put(
+            self._key(f"ckpt/hosts/{self._view.host}"), {"addr": addr, "port": port, "every": every}, lease=lease
+        )
+        self._view.notify()
+        lost = asyncio.ensure_future(lease.lost.wait())
+        other = asyncio.ensure_future(self._view.wait_for(lambda: self._view.every_here != every))
+        try:
+            await asyncio.wait([lost, other], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+            other.cancel()
+
+    async def _report(self, etcd: Etcd) -> None:
+        """Keep `ckpt/held/<host>` equal to what is held; at most one put is under way and the newest state wins."""
+        await self._slots.adopt()
+        outage = False
+        while True:
+            await self._view.wait_for(lambda: self._report_due() is not None)
+            try:
+                async with self._reporting:
+                    if (report := self._report_due()) is not None:
+                        self._reported = None
+                        await etcd.put(self._held_key, report)
+                        self._reported = report
+            except EtcdUnavailable as error:
+                if not outage:
+                    log.warning("%s; commits pause until etcd is back", error)
+                outage = True
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if outage:
+                log.info("etcd is back; commits go on")
+            outage = False
+
+    def _report_due(self) -> dict[str, Any] | None:
+        report = report_held(self._slots.held())
+        return None if report == self._reported else report
+
+    async def _lead(self, etcd: Etcd, requests: asyncio.TaskGroup) -> None:
+        """Be the root whenever this host is elected; `requests` runs what outlives that."""
+        while True:
+            await self._view.wait_for(lambda: self._view.is_root)
+            agent = RootAgent(
+                self._run_id,
+                etcd,
+                view=self._view,
+                slots=self._slots,
+                policy=self._policy,
+                operator=make_operator(self._policy, self._slots.record.uid),
+                group=requests,
+                also_commit=None if self._persister is None else self._persister.requested_with,
+            )
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(agent.run())
+                await self._view.wait_for(lambda: not self._view.is_root)
+                task.cancel()
+
+    @property
+    def _held_key(self) -> str:
+        return self._key(f"ckpt/held/{self._view.host}")
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+
+def _quarantines(entries: Mapping[str, Entry]) -> dict[str, Quarantine]:
+    found = {}
+    for key, entry in entries.items():
+        if key.startswith("rdzv/quarantine/"):
+            try:
+                found[key.removeprefix("rdzv/quarantine/")] = Quarantine.parse(entry.value)
+            except DaemonError as error:
+                log.error("%s counts as none: %s", key, error)
+    return found

@@ -1,0 +1,102 @@
+"""Where etcd is and how to get in: read from the command line, carried to the daemon as JSON."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+DEFAULT_PORT = 2379
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EtcdConfig:
+    """Endpoints ("host:port"), credentials and absolute paths of PEM files; TLS is used when any of these is given."""
+
+    endpoints: tuple[str, ...]
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    cacert: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise ValueError("no etcd endpoint given; use --rdzv-endpoint=host[:port][,host[:port]...]")
+        if (self.user is None) != (self.password is None):
+            raise ValueError(
+                "etcd needs both a user and a password; set RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD"
+            )
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("etcd needs both cert= and key=, or neither; see --rdzv-conf")
+        for path in (self.cacert, self.cert, self.key):
+            if path is not None and not os.path.isabs(path):
+                raise ValueError(f"the TLS file {path!r} must be given by an absolute path")
+
+    @classmethod
+    def parse(cls, endpoint: str, options: Mapping[str, str]) -> Self:
+        """Return the configuration of torch's `--rdzv-endpoint` and `--rdzv-conf`.
+
+        Args:
+            endpoint: `host[:port][,host[:port]...]`, port 2379 by default, IPv6 addresses in brackets.
+            options: May hold `user`, `password`, `cacert`, `cert` and `key`; user and password fall back to
+                RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD. Other options are left alone.
+
+        Raises:
+            ValueError: An endpoint has another form, or an option lacks its counterpart.
+        """
+        paths = {name: options.get(name) for name in ("cacert", "cert", "key")}
+        return cls(
+            endpoints=tuple(_endpoint(part.strip()) for part in endpoint.split(",") if part.strip()),
+            user=options.get("user") or os.environ.get("RESILIENT_ETCD_USER") or None,
+            password=options.get("password") or os.environ.get("RESILIENT_ETCD_PASSWORD") or None,
+            **{name: path and os.path.abspath(path) for name, path in paths.items()},
+        )
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """Return the configuration that `to_dict` gave.
+
+        Raises:
+            ValueError: A field is missing, unknown or of another type.
+        """
+        names = {"endpoints", "user", "password", "cacert", "cert", "key"}
+        if set(value) != names:
+            raise ValueError(f"etcd configuration has the fields {sorted(value)}, not {sorted(names)}")
+        endpoints = value["endpoints"]
+        if not isinstance(endpoints, list | tuple) or not all(isinstance(item, str) for item in endpoints):
+            raise ValueError(f"etcd endpoints are {endpoints!r}, not a list of strings")
+        texts = {name: value[name] for name in names - {"endpoints"}}
+        for name, text in texts.items():
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"etcd configuration field {name!r} is a {type(text).__name__}, not a string or null")
+        return cls(endpoints=tuple(_endpoint(item) for item in endpoints), **texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration, with its password, as a JSON object."""
+        return {**asdict(self), "endpoints": list(self.endpoints)}
+
+    @property
+    def tls(self) -> bool:
+        """Tell whether connections are encrypted."""
+        return self.cacert is not None or self.cert is not None
+
+    @property
+    def where(self) -> str:
+        """The endpoints for a message."""
+        return ",".join(self.endpoints)
+
+
+def _endpoint(text: str) -> str:
+    """Return "host:port" with the default port filled in."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(DEFAULT_PORT)
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or "/" in host or (":" in host and not bracketed) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"etcd endpoint {text!r} is not host[:port] (an IPv6 address goes in brackets, TLS is chosen by cacert=)"
+        )
+    return f"{host}:{port}"
+
+
+__all__ = ["DEFAULT_PORT", "EtcdConfig"]

@@ -1,0 +1,150 @@
+"""Checked access to the fields of a message or an etcd value that somebody else wrote."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from resilient_run.ckpt.errors import DaemonError
+
+T = TypeVar("T")
+MAX_INTEGER = 2**63 - 1
+MAX_TEXT_BYTES = 4096
+
+
+class Fields:
+    """The fields of one JSON object; every accessor checks type and range and names the field that is wrong.
+
+    Args:
+        values: The object.
+        what: What the object is, for the error text.
+    """
+
+    def __init__(self, values: Mapping[str, Any], what: str) -> None:
+        self._values = values
+        self._what = what
+
+    def integer(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> int:
+        """Return the integer field `name`.
+
+        Raises:
+            DaemonError: It is missing, no integer, or outside `low` … `high`.
+        """
+        value = self._values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self._wrong(name, f"an integer from {low} to {high}")
+        return value
+
+    def optional_integer(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> int | None:
+        """Return the integer field `name`, None when it is null or missing."""
+        return None if self._values.get(name) is None else self.integer(name, low, high)
+
+    def number(self, name: str, low: float = 0.0, high: float = 1e9) -> float:
+        """Return the field `name`, an integer or float.
+
+        Raises:
+            DaemonError: It is missing, no number, or outside `low` … `high`.
+        """
+        value = self._values.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise self._wrong(name, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def numbers(self, name: str, count: int, low: float = 0.0, high: float = 1e9) -> list[float]:
+        """Return the field `name`, an even number of at most `count` numbers.
+
+        Raises:
+            DaemonError: It is missing, no list, too long, or something in it is not such a number.
+        """
+        values = self._values.get(name)
+        if not isinstance(values, list) or len(values) > count or len(values) % 2:
+            raise self._wrong(name, f"an even number of at most {count} numbers")
+        return [Fields({name: value}, self._what).number(name, low, high) for value in values]
+
+    def text(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+        """Return the text field `name`, 1 to `max_bytes` bytes of printable UTF-8.
+
+        Raises:
+            DaemonError: It is missing, no text, empty, too long, or not printable.
+        """
+        value = self._values.get(name)
+        # A NUL or a lone surrogate is valid JSON, but not printable, and no file name, key or header can hold it.
+        if isinstance(value, str) and value and value.isprintable() and len(value.encode()) <= max_bytes:
+            return value
+        raise self._wrong(name, f"printable text of 1 to {max_bytes} bytes")
+
+    def optional_text(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+        """Return the text field `name`, "" when it is empty or missing."""
+        return self.text(name, max_bytes) if self._values.get(name, "") != "" else ""
+
+    def flag(self, name: str) -> bool:
+        """Return the boolean field `name`.
+
+        Raises:
+            DaemonError: It is missing or no boolean.
+        """
+        return self._of(name, bool, "true or false")
+
+    def object(self, name: str) -> dict[str, Any]:
+        """Return the field `name`, a JSON object.
+
+        Raises:
+            DaemonError: It is missing or no object.
+        """
+        return self._of(name, dict, "an object")
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        """Return the field `name`, a list of JSON objects.
+
+        Raises:
+            DaemonError: It is missing or no such list.
+        """
+        value = self._of(name, list, "a list of objects")
+        if not all(isinstance(item, dict) for item in value):
+            raise self._wrong(name, "a list of objects")
+        return value
+
+    def integers(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> list[int]:
+        """Return the field `name`, a list of integers.
+
+        Raises:
+            DaemonError: It is missing or no such list.
+        """
+        value = self._values.get(name)
+        if not isinstance(value, list) or not all(type(item) is int and low <= item <= high for item in value):
+            raise self._wrong(name, f"a list of integers from {low} to {high}")
+        return value
+
+    def binary(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+        """Return the bytes that the field `name` holds as base64, at most `max_bytes` of them.
+
+        Raises:
+            DaemonError: It is missing or no such text.
+        """
+        text = self.text(name, max_bytes=2 * max_bytes)
+        try:
+            value = base64.b64decode(text, validate=True)
+        except ValueError:
+            value = None
+        if value is None or len(value) > max_bytes:
+            raise self._wrong(name, f"at most {max_bytes} bytes as base64")
+        return value
+
+    def pair(self) -> tuple[int, int]:
+        """Return the fields `generation` (0 is an import) and `step`."""
+        return self.integer("generation"), self.integer("step")
+
+    def optional_pair(self, name: str) -> tuple[int, int] | None:
+        """Return the object `name` of a generation and a step, None when it is null or missing."""
+        if self._values.get(name) is None:
+            return None
+        return Fields(self.object(name), f"{self._what}, {name}").pair()
+
+    def _of(self, name: str, kind: type[T], wanted: str) -> T:
+        value = self._values.get(name)
+        if not isinstance(value, kind):
+            raise self._wrong(name, wanted)
+        return value
+
+    def _wrong(self, name: str, wanted: str) -> DaemonError:
+        got = repr(self._values[name])[:80] if name in self._values else "nothing"
+        return DaemonError(f"{self._what}: field '{name}' must be {wanted}, got {got}")

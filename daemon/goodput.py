@@ -1,0 +1,183 @@
+"""The goodput ledger: what each failure of a run cost, from the recovery events of its launchers (`--rr-events`).
+
+Every host writes one event for each failure. The job waits for its slowest host, so its phases are the failure's.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .fields import Fields
+
+PHASES = ("detect", "decide", "stop", "rendezvous", "spawn", "restore", "first_step")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What one failure cost the whole job.
+
+    Attributes:
+        run_id: The run.
+        generation: The generation that recovered it, 0 when none was formed.
+        kind: As in `rdzv/failure`.
+        cause: The sentence a person wants.
+        start_unix_s: When it happened.
+        complete: Training went on afterwards, before another failure.
+        phases_s: Phase → seconds on the slowest host, those that it went through.
+        down_s: Seconds without training, all phases together.
+        steps_lost: Completed steps that were trained again, None when nobody knows.
+        hosts: Names of the hosts that reported it.
+    """
+
+    run_id: str
+    generation: int
+    kind: str
+    cause: str
+    start_unix_s: float
+    complete: bool
+    phases_s: Mapping[str, float]
+    down_s: float
+    steps_lost: int | None
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> Self:
+        """Return the failure that these events of its hosts describe, at least one."""
+        events = list(events)
+        slowest = max(events, key=lambda event: event["total_s"])
+        lost = [event["steps_lost"] for event in events if event["steps_lost"] is not None]
+        return cls(
+            run_id=slowest["run_id"],
+            generation=slowest["generation"],
+            kind=slowest["kind"],
+            cause=slowest["cause"],
+            start_unix_s=slowest["unix_s"] - slowest["total_s"],
+            complete=all(event["complete"] for event in events),
+            phases_s=slowest["phases_s"],
+            down_s=slowest["total_s"],
+            steps_lost=max(lost, default=None),
+            hosts=tuple(sorted(event["host"] for event in events)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """The failures of one or more runs in order of time, and what they cost together.
+
+    Attributes:
+        failures: All of them.
+        step_s: Seconds of one training step, None when nobody said.
+        period_s: Seconds that the runs took altogether, None when nobody said.
+    """
+
+    failures: tuple[Failure, ...]
+    step_s: float | None = None
+    period_s: float | None = None
+
+    def lost_s(self, failure: Failure) -> float | None:
+        """Return the seconds of training that are done again, None when a number for it is missing."""
+        if failure.steps_lost == 0:
+            return 0.0
+        return None if self.step_s is None or failure.steps_lost is None else failure.steps_lost * self.step_s
+
+    def wasted_s(self, failure: Failure) -> float | None:
+        """Return the wasted time as Equation 6.1 counts it: the lost training and the retrieval, no other overhead."""
+        lost_s = self.lost_s(failure)
+        return None if lost_s is None else lost_s + failure.phases_s.get("restore", 0.0)
+
+    @property
+    def effective_ratio(self) -> float | None:
+        """Effective training time ratio (Section 6.7.3): the share of `period_s` that made lasting progress.
+
+        None when the period is not known, or steps were lost and the length of a step is not known.
+        """
+        lost_s = [self.lost_s(failure) for failure in self.failures if failure.steps_lost is not None]
+        if self.period_s is None or any(seconds is None for seconds in lost_s):
+            return None
+        cost_s = sum(failure.down_s for failure in self.failures) + sum(seconds or 0.0 for seconds in lost_s)
+        return max(0.0, 1 - cost_s / self.period_s)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the ledger as a JSON object."""
+        rows = [
+            {
+                "run_id": failure.run_id,
+                "generation": failure.generation,
+                "kind": failure.kind,
+                "cause": failure.cause,
+                "unix_s": round(failure.start_unix_s, 3),
+                "complete": failure.complete,
+                **{f"{phase}_s": failure.phases_s.get(phase) for phase in PHASES},
+                "down_s": failure.down_s,
+                "steps_lost": failure.steps_lost,
+                "lost_s": self.lost_s(failure),
+                "wasted_s": self.wasted_s(failure),
+                "hosts": list(failure.hosts),
+            }
+            for failure in self.failures
+        ]
+        return {
+            "failures": rows,
+            "count": len(rows),
+            "down_s": round(sum(failure.down_s for failure in self.failures), 4),
+            "steps_lost": sum(failure.steps_lost or 0 for failure in self.failures),
+            "step_s": self.step_s,
+            "period_s": self.period_s,
+            "effective_ratio": self.effective_ratio,
+        }
+
+
+def read_ledger(paths: Iterable[Path], *, step_s: float | None = None, period_s: float | None = None) -> Ledger:
+    """Return the ledger of the events in these files; one file for each host, or one for all.
+
+    Events of other kinds than "recovery" are left out.
+
+    Raises:
+        DaemonError: A file cannot be read, or a line of it is not an event; names file and line.
+    """
+    together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for path in paths:
+        for where, line in _lines(path):
+            event = _recovery(where, line)
+            if event is None:
+                continue
+            # Before a generation is formed its number is not known: such a failure stays the host's own.
+            key = (event["run_id"], event["generation"]) if event["generation"] else (where,)
+            together.setdefault(key, []).append(event)
+    failures = sorted(map(Failure.of, together.values()), key=lambda failure: failure.start_unix_s)
+    return Ledger(failures=tuple(failures), step_s=step_s, period_s=period_s)
+
+
+def _lines(path: Path) -> Iterable[tuple[str, str]]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DaemonError(f"cannot read events from {path}: {error}") from error
+    return [(f"{path}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _recovery(where: str, line: str) -> dict[str, Any] | None:
+    """Return the fields of a recovery event, None for another event."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DaemonError(f"{where}: not JSON ({error}); a launcher writes one JSON object per line") from error
+    if not isinstance(value, dict):
+        raise DaemonError(f"{where}: a JSON {type(value).__name__} and not an object; is it a file of --rr-events?")
+    fields = Fields(value, where)
+    if fields.text("event") != "recovery":
+        return None
+    return {
+        **{name: fields.text(name) for name in ("run_id", "host", "kind")},
+        "cause": str(value.get("cause", "")),
+        "generation": fields.integer("generation"),
+        "complete": fields.flag("complete"),
+        "steps_lost": fields.optional_integer("steps_lost"),
+        "unix_s": fields.number("unix_s", high=1e12),
+        "total_s": fields.number("total_s"),
+        "phases_s": {phase: fields.number(f"{phase}_s") for phase in PHASES if f"{phase}_s" in value},
+    }

@@ -1,0 +1,377 @@
+"""One job's life on this host, from the launcher's `open_job` until it is closed or nobody came back for it."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
+
+from .coordination import Coordinator
+from .etcd import Etcd, EtcdError
+from .inject import Injector
+from .inject_acts import Scene
+from .observer import Observer
+from .offer import Offer
+from .pacing import Pacer
+from .persist import Persister
+from .replication import Replicator
+from .rounds import Pair, Round, is_import, pair_message
+from .sessions import Sessions
+from .slots import JobSlots, SlotFile
+from .spec import JobSpec
+from .tier import Tier, TierError, call
+from .tier_fetch import TierSource
+from .view import JobView
+
+log = logging.getLogger(__name__)
+
+
+class Job:
+    """One job on this host.
+
+    Args:
+        spec: From the launcher.
+        slots: What is held of the job.
+        disks: Directories of this host that need room.
+
+    Attributes:
+        launcher_pid: The launcher that holds the job open, None while nobody does.
+        orphaned_s: Monotonic time since when nobody does.
+        failure: Why the job cannot go on, None while it can.
+        sessions: The trainers.
+    """
+
+    def __init__(self, spec: JobSpec, slots: JobSlots, disks: Sequence[Path] = ()) -> None:
+        self.spec = spec
+        self.slots = slots
+        self.view = JobView(host=spec.host, replicas=spec.replicas)
+        self.launcher_pid: int | None = None
+        self.orphaned_s = time.monotonic()
+        self.failure: str | None = None
+        self._notify_launcher: Callable[[dict[str, Any]], None] | None = None
+        self._group = asyncio.TaskGroup()
+        self._pacer = Pacer(spec.policy.replication, changed=self._every_changed)
+        policy = spec.policy.persist
+        self._tier: Tier | None = None
+        self._persister: Persister | None = None
+        tier_source: TierSource | None = None
+        if policy.target is not None:
+            self._tier = tier = Tier(policy.target, spec.run_id, level=policy.level)
+            self._persister = Persister(run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots)
+            tier_source = TierSource(tier, self.view, self._persister.refuse)
+        self._coordinator = Coordinator(
+            run_id=spec.run_id,
+            policy=spec.policy.root,
+            config=spec.etcd,
+            address=spec.address,
+            view=self.view,
+            slots=slots,
+            on_incarnation=self._on_incarnation,
+            on_round=self._on_round,
+            companions=[self._inject] + ([] if self._persister is None else [self._persister.run]),
+            persister=self._persister,
+        )
+        self._replicator = Replicator(
+            run_id=spec.run_id,
+            view=self.view,
+            slots=slots,
+            fence=self._coordinator.fence,
+            pacer=self._pacer,
+            in_flight=1 if spec.policy.replication.scheme == "no-pipeline" else spec.policy.replication.sub_buffers,
+            group=self._group,
+            tier=tier_source,
+        )
+        self._observer = Observer(
+            policy=spec.policy,
+            view=self.view,
+            keys=self._coordinator.leased,
+            tmpfs=slots.directory,
+            disks=disks,
+            ask_peer=self._replicator.ask,
+        )
+        self.sessions = Sessions(
+            spec=spec,
+            view=self.view,
+            slots=slots,
+            replicator=self._replicator,
+            pacer=self._pacer,
+            failure=lambda: self.failure,
+            event=self._event,
+            hang=self._observer.hang,
+        )
+
+    async def run(self) -> None:
+        """Live until cancelled.
+
+        Raises:
+            ExceptionGroup: Something in it failed for good.
+        """
+        try:
+            await self.slots.adopt()
+            async with self._group as group:
+                group.create_task(self._coordinator.run())
+                group.create_task(self._replicator.run())
+                group.create_task(self._follow_watermark())
+                group.create_task(self._observer.run())
+                group.create_task(self._follow_pace())
+        finally:
+            await self._replicator.abort()
+            await self._replicator.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Remember why `run` ended; whoever waits for the job hears it."""
+        self.failure = f"job {self.spec.run_id!r} failed on host {self.spec.host}: {_cause(error)}"
+        self.sessions.end()
+        self.view.notify()
+
+    def forget(self) -> None:
+        """Make etcd forget what this host holds when the job ends, because the slots go too."""
+        self._coordinator.discard = True
+
+    def open(self, pid: int, notify: Callable[[dict[str, Any]], None]) -> None:
+        """Let the launcher `pid` hold the job open and hear its events."""
+        self.launcher_pid = pid
+        self._notify_launcher = notify
+
+    def release(self) -> None:
+        """Begin to wait for a launcher to come back: the one that held the job open is gone."""
+        self.launcher_pid = None
+        self._notify_launcher = None
+        self.orphaned_s = time.monotonic()
+        self.slots.update_record(launcher_pid=None)
+
+    # What the peer server needs.
+
+    @property
+    def token(self) -> str | None:
+        """The secret that peers must show, None while it is not known."""
+        return self.view.token
+
+    async def find(self, rank: int, pair: Pair) -> SlotFile | None:
+        """Return the file that holds `pair` of `rank`, once the slots are verified."""
+        await self.slots.adopt()
+        return self.slots.find(rank, pair)
+
+    def offered(self, host: str, offer: Offer) -> None:
+        """Fetch what `host` offers, if it is ours to keep."""
+        if self.failure is None:
+            self._replicator.offered(host, offer)
+
+    def pacer(self, rank: int, pair: Pair) -> Pacer | None:
+        """Return what says when `pair` of `rank` may leave, None when that is at once: only new captures are paced."""
+        committed = self.view.committed
+        new = pair[0] == self.view.generation and (committed is None or pair > committed)
+        return self._pacer if self._pacer.is_on and new and rank in self.view.own_ranks else None
+
+    # What the launcher asks.
+
+    def status(self) -> dict[str, Any]:
+        """Return the answer to `job_status`.
+
+        Raises:
+            DaemonError: The job has failed.
+        """
+        self._check()
+        return {
+            "attached": self.slots.record.attached,
+            "watermark": pair_message(self.view.watermark),
+            "last_steps": self.sessions.last_steps,
+            "idle_s": self._observer.hang.idle_s,
+            "refused": self.sessions.refusals.get(self.view.generation),
+        }
+
+    async def settle(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until the newest capture that all own ranks hold is committed, up to `timeout_s`; return the watermark.
+
+        Raises:
+            DaemonError: The job has failed.
+        """
+        self._pacer.release()
+        if self.slots.refresh(self.view.own_ranks):
+            # A trainer died between the end of its capture and its word to us.
+            self.view.notify()
+            for rank in self.view.own_ranks:
+                self._replicator.offer(rank)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.view.wait_for(lambda: self.failure is not None or self._settled())
+        self._check()
+        return {"watermark": pair_message(self.view.watermark)}
+
+    async def persisted(self) -> dict[str, Any]:
+        """Return the pairs that are published in the persistent tier, oldest first; an import is before all others.
+
+        Raises:
+            DaemonError: The storage does not answer, or what is left is an import that cannot be read.
+        """
+        if self._tier is None:
+            return {"pairs": []}
+        try:
+            pairs = await call(self._tier, self._tier.published)
+            while pairs:
+                if is_import(pairs[-1]):
+                    await call(self._tier, self._tier.import_manifest, pairs[-1])
+                    break
+                try:
+                    await call(self._tier, self._tier.manifest, pairs[-1])
+                    break
+                except SlotError as error:
+                    log.error("generation %d step %d cannot be restored: %s", *pairs.pop(), error)
+        except (TierError, SlotError) as error:
+            raise DaemonError(str(error)) from error
+        return {"pairs": pairs}
+
+    # What the daemon asks before it ends.
+
+    @property
+    def persists(self) -> bool:
+        """Tell whether the newest committed step is to be written to the persistent tier before the job is left."""
+        return self._persister is not None and self.spec.policy.persist.grace_s > 0 and self.failure is None
+
+    async def persist(self) -> None:
+        """Write the newest committed step to the persistent tier, if it is not there, within the job's grace."""
+        if self._persister is None or not self.persists:
+            return
+        grace_s = self.spec.policy.persist.grace_s
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._persister.finish()
+        except TimeoutError:
+            log.warning("run %r: its last step was not persisted within %.0f s", self.spec.run_id, grace_s)
+
+    # What `resilientctl` asks.
+
+    def describe(self) -> dict[str, Any]:
+        """Return the job as `resilientctl status` shows it."""
+        return {
+            **describe_slots(self.slots),
+            "launcher_pid": self.launcher_pid,
+            "generation": self.view.generation,
+            "world_size": 0 if self.view.round is None else self.view.round.world_size,
+            "own_ranks": list(self.view.own_ranks),
+            "attached_ranks": self.sessions.ranks,
+            "watermark": pair_message(self.view.watermark),
+            "replication": self._pacer.describe(),
+            "failure": self.failure,
+            "observations": self._observer.describe(),
+            "root": {
+                "host": self.view.leader,
+                "quarantines": {host: found.to_value() for host, found in self.view.quarantines.items()},
+                "decisions": list(self.view.decisions),
+            },
+            "persist": None if self._persister is None else self._persister.describe(),
+        }
+
+    async def _on_incarnation(self, incarnation: str) -> None:
+        """Drop what another life of the run id left: its steps have nothing to do with this one's."""
+        known = self.slots.record.incarnation
+        if known is not None and known != incarnation:
+            log.info("run %r begins anew; removing the slots of its earlier life", self.spec.run_id)
+            await self._replicator.abort()
+            await self.slots.clear()
+            self.slots.update_record(attached=False)
+        self.slots.update_record(incarnation=incarnation)
+
+    async def _on_round(self, round_: Round) -> None:
+        """Make `round_` the current one: end its predecessor's trainers and fetches, clear dead slots, repair."""
+        await self._replicator.abort()
+        self.sessions.end(except_generation=round_.generation)
+        self._pacer.reset()
+        self.slots.clear_dead(round_)
+        self.view.round = round_
+        self.view.notify()
+        log.info(
+            "generation %d: ranks %s of %d here, restores %s",
+            round_.generation,
+            list(self.view.own_ranks),
+            round_.world_size,
+            round_.restore,
+        )
+        self._replicator.repair()
+
+    async def _inject(self, etcd: Etcd) -> None:
+        """Carry out faults that were ordered on purpose."""
+        scene = Scene(view=self.view, slots=self.slots, sessions=self.sessions, launcher_pid=lambda: self.launcher_pid)
+        await Injector(run_id=self.spec.run_id, scene=scene).run(etcd)
+
+    async def _follow_watermark(self) -> None:
+        """Push each new watermark to the trainers and let go of what nobody needs any more."""
+        pushed: Pair | None = None
+        while True:
+            await self.view.wait_for(lambda: self.view.watermark not in (None, pushed))  # noqa: B023
+            pushed = self.view.watermark
+            assert pushed is not None
+            self.sessions.notify({"op": "watermark", **(pair_message(pushed) or {})})
+            if pushed[0] == self.view.generation:
+                self.slots.trim(self.view.kept_ranks, pushed)
+
+    async def _follow_pace(self) -> None:
+        """Tell the trainers of how many steps one is to be captured, whenever the hosts agree on another number."""
+        told = 1
+        while True:
+            await self.view.wait_for(lambda: self.view.every != told)  # noqa: B023
+            told = self.view.every
+            self.sessions.notify({"op": "pace", "every": told})
+
+    def _every_changed(self) -> None:
+        self.view.every_here = self._pacer.every
+        self.view.notify()
+
+    def _settled(self) -> bool:
+        if not self.slots.adopted or not self.view.knows(1):
+            # A daemon that was just restarted does not know yet what it holds.
+            return False
+        held, own = self.slots.held(), self.view.own_ranks
+        common = set.intersection(*(held.get(rank, set()) for rank in own)) if own else set()
+        awaited = [pair for pair in common if pair[0] == self.view.generation]
+        return not awaited or (self.view.committed is not None and max(awaited) <= self.view.committed)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        if self._notify_launcher is not None:
+            message = {"monotonic_s": time.monotonic(), "source": None, "seconds": None, "step": None, **fields}
+            self._notify_launcher(
+                {
+                    "op": "event",
+                    "event": event,
+                    "run_id": self.spec.run_id,
+                    "generation": self.view.generation,
+                    **message,
+                }
+            )
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise DaemonError(self.failure)
+
+
+def describe_slots(slots: JobSlots) -> dict[str, Any]:
+    """Return what is held of a job, whether it is open or not."""
+    files = [file.describe() for file in slots.files()]
+    return {
+        "run_id": slots.record.run_id,
+        "host": slots.record.host,
+        "replicas": slots.record.replicas,
+        "uid": slots.record.uid,
+        "directory": str(slots.directory),
+        "bytes": sum(file["bytes"] for file in files),
+        "slots": files,
+    }
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first message of what really went wrong inside of exception groups."""
+    leaf = next(_leaves(error))
+    known = isinstance(leaf, CheckpointError | EtcdError)
+    return str(leaf) if known else f"{type(leaf).__name__}: {leaf} (see the daemon's log)"
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error

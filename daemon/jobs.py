@@ -1,0 +1,182 @@
+"""The jobs of this host: opened, failed apart from each other, closed, and collected when nobody comes back."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .job import Job, describe_slots
+from .record import JobRecord
+from .slots import JobSlots
+from .spec import JobSpec
+from .vault import Vault
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.02
+
+
+class Jobs:
+    """Every job of this host by run id, and what dead ones left.
+
+    Args:
+        vault: Their slots.
+        spawn: Runs a coroutine as a task that the daemon cancels at its end.
+        disks: Directories of this host that need room.
+    """
+
+    def __init__(self, vault: Vault, spawn: Callable[..., asyncio.Task[None]], *, disks: Sequence[Path] = ()) -> None:
+        self._vault = vault
+        self._disks = tuple(disks)
+        self._spawn = spawn
+        self._jobs: dict[str, Job] = {}
+        self._tasks: dict[Job, asyncio.Task[None]] = {}
+        self._left: dict[str, tuple[JobSlots, float]] = {}
+        self._changing = asyncio.Lock()
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether this host has no job and no slots."""
+        return not self._jobs and not self._left
+
+    def find(self, run_id: str) -> Job | None:
+        """Return the job of `run_id`, None when it was not opened since this daemon started."""
+        return self._jobs.get(run_id)
+
+    async def find_opened(self, run_id: str, timeout_s: float) -> Job | None:
+        """Return the job of `run_id`, waiting up to `timeout_s` for its launcher to open it; None when none did."""
+        deadline_s = time.monotonic() + timeout_s
+        while (job := self.find(run_id)) is None and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return job
+
+    def scan(self) -> None:
+        """Find what an earlier daemon left; `adopt` takes it over."""
+        now_s = time.monotonic()
+        self._left = {slots.record.run_id: (slots, now_s) for slots in self._vault.scan()}
+
+    async def adopt(self) -> None:
+        """Take over and verify what `scan` found; launchers may open these jobs meanwhile."""
+        for slots, _ in list(self._left.values()):
+            await slots.adopt()
+            log.info("adopted run %r: holds %s", slots.record.run_id, slots.held())
+
+    async def open(self, spec: JobSpec, *, uid: int, pid: int, notify: Callable[[dict[str, Any]], None]) -> Job:
+        """Return the job that `spec` describes, now held open by the launcher `pid`; what it left is found again.
+
+        Raises:
+            DaemonError: Another live launcher holds it open, or the run id is another user's.
+        """
+        async with self._changing:
+            job = self._jobs.get(spec.run_id)
+            if job is not None and job.launcher_pid not in (None, pid) and psutil.pid_exists(job.launcher_pid):
+                raise DaemonError(
+                    f"run id {spec.run_id!r} already has a live launcher on host {job.spec.host}: pid "
+                    f"{job.launcher_pid}; choose another run id (--rdzv-id), or another RESILIENT_HOST_ID and "
+                    f"RESILIENT_RUN_DIR for a second host on one machine"
+                )
+            record = JobRecord(
+                run_id=spec.run_id,
+                host=spec.host,
+                incarnation=None,
+                uid=uid,
+                replicas=spec.replicas,
+                attached=False,
+                launcher_pid=pid,
+            )
+            slots = self._vault.open(record)
+            self._left.pop(spec.run_id, None)
+            if job is None or job.spec != spec or job.failure is not None:
+                if job is not None:
+                    await self._stop(job)
+                job = self._jobs[spec.run_id] = Job(spec, slots, self._disks)
+                self._tasks[job] = self._spawn(self._run(job))
+            job.open(pid, notify)
+            return job
+
+    async def close(self, job: Job, *, discard: bool) -> None:
+        """End `job`; with `discard` its slots go at once, else they wait for a launcher as orphans do.
+
+        A job with a persistent tier stays until its last step is there, as if its launcher had died.
+        """
+        async with self._changing:
+            if self._jobs.get(job.spec.run_id) is not job:
+                return
+            if discard:
+                await self._discard(job)
+                return
+            if job.persists:
+                job.release()
+                self._spawn(job.persist())
+                return
+            await self._stop(job)
+            job.slots.update_record(launcher_pid=None)
+            self._left[job.spec.run_id] = (job.slots, time.monotonic())
+
+    async def persist(self) -> None:
+        """Let every job that has a persistent tier write its newest committed step there: the daemon is to end."""
+        await asyncio.gather(*(job.persist() for job in list(self._jobs.values())))
+
+    async def collect(self, orphan_ttl_s: float) -> None:
+        """Remove what nobody has come back for in `orphan_ttl_s`."""
+        before_s = time.monotonic() - orphan_ttl_s
+        async with self._changing:
+            for job in list(self._jobs.values()):
+                if job.launcher_pid is None and job.orphaned_s < before_s:
+                    log.info("no launcher came back for run %r; removing its slots", job.spec.run_id)
+                    await self._discard(job)
+            for run_id, (slots, since_s) in list(self._left.items()):
+                if since_s < before_s:
+                    log.info("no launcher came back for run %r; removing its slots", run_id)
+                    del self._left[run_id]
+                    await self._vault.remove(slots)
+
+    async def collect_garbage(self, may_see: Callable[[int], bool]) -> dict[str, Any]:
+        """Remove every job of visible users that no live launcher holds open, and return what was removed."""
+        removed, freed_bytes = [], 0
+        async with self._changing:
+            for job in list(self._jobs.values()):
+                if job.launcher_pid is None and may_see(job.slots.record.uid):
+                    removed.append(job.spec.run_id)
+                    freed_bytes += await self._discard(job)
+            for run_id, (slots, _) in list(self._left.items()):
+                if not slots.record.is_open and may_see(slots.record.uid):
+                    removed.append(run_id)
+                    del self._left[run_id]
+                    freed_bytes += await self._vault.remove(slots)
+        return {"removed": removed, "freed_bytes": freed_bytes}
+
+    def describe(self, may_see: Callable[[int], bool]) -> list[dict[str, Any]]:
+        """Return every job of visible users, open or left, for `resilientctl status`."""
+        open_jobs = [job.describe() for job in self._jobs.values() if may_see(job.slots.record.uid)]
+        left = [describe_slots(slots) for slots, _ in self._left.values() if may_see(slots.record.uid)]
+        return open_jobs + left
+
+    def totals(self) -> dict[str, int]:
+        """Return what all slots together take and may take."""
+        budget = self._vault.budget
+        return {"used_bytes": budget.used_bytes, "limit_bytes": budget.limit_bytes}
+
+    async def _discard(self, job: Job) -> int:
+        job.forget()
+        await self._stop(job)
+        return await self._vault.remove(job.slots)
+
+    async def _stop(self, job: Job) -> None:
+        del self._jobs[job.spec.run_id]
+        task = self._tasks.pop(job)
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await job.run()
+        except Exception as error:  # the boundary between jobs
+            log.exception("job %r failed", job.spec.run_id)
+            job.fail(error)

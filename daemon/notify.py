@@ -1,0 +1,51 @@
+"""What the daemon tells systemd, if that started it: ready, alive, stopping (sd_notify(3), sd_watchdog_enabled(3))."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+
+class ServiceManager:
+    """The service manager that started this process; every call does nothing when none did.
+
+    Args:
+        environ: Usually `os.environ`, with `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` as systemd sets them.
+
+    Attributes:
+        watchdog_s: Seconds without a sign of life after which the manager restarts us, None when it does not watch.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._address = environ.get("NOTIFY_SOCKET", "")
+        microseconds = environ.get("WATCHDOG_USEC", "")
+        for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(microseconds) / 1e6 if microseconds.isdecimal() and int(microseconds) and for_us else None
+
+    def ready(self) -> None:
+        """Say that the daemon serves."""
+        self._send("READY=1")
+
+    def stopping(self) -> None:
+        """Say that the daemon ends, and means to."""
+        self._send("STOPPING=1")
+
+    async def watch(self) -> None:
+        """Send a sign of life twice in every watchdog interval, from the event loop: a stuck loop sends none."""
+        while self._address and self.watchdog_s is not None:
+            self._send("WATCHDOG=1")
+            await asyncio.sleep(self.watchdog_s / 2)
+
+    def _send(self, state: str) -> None:
+        if not self._address:
+            return
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as notifier:
+                notifier.sendto(state.encode(), address)
+        except OSError as error:
+            # Whoever does not listen to its own service has no claim to stop it.
+            log.warning("cannot send %s to the service manager at %s: %s", state, self._address, error)

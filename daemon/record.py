@@ -1,0 +1,73 @@
+"""What is written down beside a job's slots, so that the next daemon can adopt them."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .fields import Fields
+
+_RECORD_NAME = "job.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """What `job.json` beside the slots says, enough to adopt them; no secrets.
+
+    Attributes:
+        run_id: The run that the slots belong to.
+        host: Name of this host in that run.
+        incarnation: Life of the run id that made the slots, None until it is known.
+        uid: User who runs the job.
+        replicas: Copies of each checkpoint.
+        attached: A Checkpointer was seen in this incarnation.
+        launcher_pid: The launcher that holds the job open, None once it is gone.
+    """
+
+    run_id: str
+    host: str
+    incarnation: str | None
+    uid: int
+    replicas: int
+    attached: bool
+    launcher_pid: int | None
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether a live launcher holds the job open, as far as anybody wrote down."""
+        return self.launcher_pid is not None and psutil.pid_exists(self.launcher_pid)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Return the record in `directory`.
+
+        Raises:
+            DaemonError: There is none, or it is damaged.
+        """
+        path = directory / _RECORD_NAME
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise DaemonError(f"cannot read {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise DaemonError(f"{path} is not a JSON object")
+        fields = Fields(values, str(path))
+        return cls(
+            run_id=fields.text("run_id"),
+            host=fields.text("host"),
+            incarnation=None if values.get("incarnation") is None else fields.text("incarnation"),
+            uid=fields.integer("uid"),
+            replicas=fields.integer("replicas", low=1),
+            attached=fields.flag("attached"),
+            launcher_pid=fields.optional_integer("launcher_pid"),
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write the record into `directory`, all or nothing."""
+        path = directory / f"{_RECORD_NAME}.new"
+        path.write_text(json.dumps(asdict(self)))
+        path.rename(directory / _RECORD_NAME)

@@ -1,0 +1,148 @@
+"""The root's view of a run, brought up to date key by key: a change costs the same however many hosts there are."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from resilient_run.ckpt.errors import DaemonError
+
+from .commit import Tally, parse_held
+from .etcd import Entry
+from .fields import Fields
+from .observation import parse_observations
+from .persist_plan import PUBLISHED_KEY, parse_published
+from .quarantine import Quarantine
+from .root_view import Failure, RootView
+from .rounds import Pair, Round
+
+DECISIONS_KEY = "root/decisions"
+FAILURES_KEY = "root/failures"
+
+
+class RootState:
+    """What the keys of a run say, each parsed once for each value that it has.
+
+    Args:
+        host: The root's own host. Its report counts for nothing in `tally`: the root knows better what it holds.
+        replicas: Copies of each checkpoint.
+
+    Attributes:
+        tally: How many replicas of each pair the hosts of the round hold, None before the first round.
+        ignored: Key → why it counts as nothing.
+    """
+
+    def __init__(self, host: str, replicas: int) -> None:
+        self.tally: Tally | None = None
+        self.ignored: dict[str, str] = {}
+        self._host = host
+        self._replicas = replicas
+        self._revisions: dict[str, int] = {}
+        self._parsed: dict[str, Any] = {}
+        self._folders: dict[str, dict[str, Any]] = {folder: {} for folder in _FOLDERS}
+        self._view: RootView | None = None
+
+    def apply(self, changes: Mapping[str, Entry | None]) -> None:
+        """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more.
+
+        Raises:
+            DaemonError: The round or the watermark, on which everything depends, does not have its form.
+        """
+        self._view = None
+        for key, entry in changes.items():
+            self.ignored.pop(key, None)
+            self._revisions.pop(key, None)
+            if entry is not None:
+                self._revisions[key] = entry.revision
+            folder, _, name = key.rpartition("/")
+            if key in _KEYS:
+                self._put(self._parsed, key, key, entry, _KEYS[key])
+            elif folder in _FOLDERS:
+                self._put(self._folders[folder], name, key, entry, _FOLDERS[folder])
+            if folder == "ckpt/held":
+                self._count(name)
+        if "rdzv/round" in changes:
+            self._count_anew()
+
+    @property
+    def watermark(self) -> Pair | None:
+        """The newest committed pair."""
+        watermark: Pair | None = self._parsed.get("ckpt/watermark")
+        return watermark
+
+    def revision(self, key: str) -> int:
+        """Return the revision of the last change of `key`, 0 while there is no such key."""
+        return self._revisions.get(key, 0)
+
+    @property
+    def view(self) -> RootView:
+        """All of it, as it is at this moment."""
+        if self._view is None:
+            found, folders = self._parsed, self._folders
+            self._view = RootView(
+                host=self._host,
+                round=found.get("rdzv/round"),
+                members=dict(folders["rdzv/members"]),
+                daemons=frozenset(folders["ckpt/hosts"]),
+                held=dict(folders["ckpt/held"]),
+                watermark=self.watermark,
+                persisted=found.get(PUBLISHED_KEY, ()),
+                failures={failure.generation: failure for failure in folders["rdzv/failure"].values()},
+                history=found.get(FAILURES_KEY, ()),
+                observations=dict(sorted(folders["obs"].items())),
+                quarantines=dict(folders["rdzv/quarantine"]),
+                decisions=found.get(DECISIONS_KEY, ()),
+                closed="rdzv/closed" in found,
+                revisions=dict(self._revisions),
+            )
+        return self._view
+
+    def _put(
+        self, values: dict[str, Any], name: str, key: str, entry: Entry | None, parse: Callable[[str, Entry], Any]
+    ) -> None:
+        values.pop(name, None)
+        if entry is None:
+            return
+        try:
+            values[name] = parse(key, entry)
+        except DaemonError as error:
+            if key in ("rdzv/round", "ckpt/watermark"):
+                raise
+            self.ignored[key] = str(error)
+
+    def _count(self, host: str) -> None:
+        if self.tally is not None and host != self._host:
+            self.tally.see(host, self._folders["ckpt/held"].get(host, {}))
+
+    def _count_anew(self) -> None:
+        round_: Round | None = self._parsed.get("rdzv/round")
+        held = {host: held for host, held in self._folders["ckpt/held"].items() if host != self._host}
+        self.tally = None if round_ is None else Tally(round_, self._replicas, held)
+
+
+def _failure(key: str, entry: Entry) -> Failure:
+    generation = key.rpartition("/")[2]
+    if not generation.isdecimal():
+        raise DaemonError(f"{key}: its last part must be the number of a generation")
+    return Failure.parse(int(generation), entry.value)
+
+
+def _history(key: str, entry: Entry) -> tuple[Failure, ...]:
+    items = Fields(entry.value, key).objects("failures")
+    return tuple(Failure.parse(Fields(item, key).integer("generation"), item) for item in items)
+
+
+_KEYS: Mapping[str, Callable[[str, Entry], Any]] = {
+    "rdzv/round": lambda _, entry: Round.parse(entry.value, entry.revision),
+    "rdzv/closed": lambda _, entry: entry.value,
+    "ckpt/watermark": lambda key, entry: Fields(entry.value, key).pair(),
+    PUBLISHED_KEY: lambda _, entry: parse_published(entry.value),
+    FAILURES_KEY: _history,
+    DECISIONS_KEY: lambda key, entry: tuple(Fields(entry.value, key).objects("decisions")),
+}
+_FOLDERS: Mapping[str, Callable[[str, Entry], Any]] = {
+    "rdzv/members": lambda key, entry: Fields(entry.value, key).integer("ready"),
+    "rdzv/failure": _failure,
+    "rdzv/quarantine": lambda _, entry: Quarantine.parse(entry.value),
+    "ckpt/hosts": lambda _, entry: entry.value,
+    "ckpt/held": lambda _, entry: parse_held(entry.value),
+    "obs": lambda _, entry: parse_observations(entry.value),
+}

@@ -1,0 +1,121 @@
+"""Rounds: which hosts form a generation, which ranks they run, and which replicas each of them must hold."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.import_manifest import IMPORT_GENERATION
+from resilient_run.ckpt.placement import replica_hosts
+
+from .fields import Fields
+
+Pair = tuple[int, int]
+"""(generation, step) of a capture. Pairs of one run are ordered: a later generation starts behind what it restored."""
+
+CLOSED_TTL_S = 10
+"""How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
+
+
+def is_import(pair: Pair | None) -> bool:
+    """Tell whether `pair` was imported: it lies in the persistent tier, and no memory ever holds it."""
+    return pair is not None and pair[0] == IMPORT_GENERATION
+
+
+def pair_message(pair: Pair | None) -> dict[str, int] | None:
+    """Return `pair` as it is written in messages."""
+    return None if pair is None else {"generation": pair[0], "step": pair[1]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One generation of the worker group, as `rdzv/round` describes it.
+
+    Attributes:
+        generation: 1-based number.
+        hosts: Host names by group rank.
+        nprocs: Number of ranks on each of `hosts`.
+        labels: Failure domain of each of `hosts`, empty when no host has one.
+        restore: The pair that this generation starts from, None for the beginning.
+        revision: etcd revision of the round, which guards commits.
+    """
+
+    generation: int
+    hosts: tuple[str, ...]
+    nprocs: tuple[int, ...]
+    restore: Pair | None
+    revision: int
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], revision: int) -> Self:
+        """Return the round in the etcd value `value`.
+
+        Raises:
+            DaemonError: The value is not a round.
+        """
+        fields = Fields(value, "rdzv/round")
+        members = [Fields(member, "rdzv/round, members") for member in fields.objects("members")]
+        hosts = tuple(member.text("host") for member in members)
+        if not hosts or len(set(hosts)) != len(hosts):
+            raise DaemonError(f"rdzv/round: field 'members' must name at least one host and each once, got {hosts}")
+        labels = tuple(member.optional_text("label") for member in members)
+        return cls(
+            generation=fields.integer("generation", low=1),
+            hosts=hosts,
+            nprocs=tuple(member.integer("nproc", low=1, high=1 << 16) for member in members),
+            labels=labels if any(labels) else (),
+            restore=fields.optional_pair("restore"),
+            revision=revision,
+        )
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(self.nprocs)
+
+    def __contains__(self, host: str) -> bool:
+        """Tell whether `host` is a member."""
+        return host in self._group_ranks
+
+    def ranks(self, host: str) -> range:
+        """Return the ranks that run on `host`, none when it is no member."""
+        index = self._group_ranks.get(host)
+        return range(0) if index is None else self._ranks_at(index)
+
+    def keepers(self, replicas: int) -> tuple[tuple[str, ...], ...]:
+        """Return for each host, by group rank, those that must hold the replicas of its ranks, itself first."""
+        if replicas not in self._keepers:
+            plan = replica_hosts(len(self.hosts), replicas, self.labels or None)
+            self._keepers[replicas] = tuple(tuple(self.hosts[index] for index in keepers) for keepers in plan)
+        return self._keepers[replicas]
+
+    def holders(self, rank: int, replicas: int) -> tuple[str, ...]:
+        """Return the hosts that must hold `rank`'s replicas, the one that runs it first; none for an unknown rank."""
+        if not 0 <= rank < self.world_size:
+            return ()
+        return self.keepers(replicas)[bisect_right(self._ends, rank)]
+
+    def kept(self, host: str, replicas: int) -> tuple[int, ...]:
+        """Return the ranks whose replicas `host` must hold, its own first."""
+        owners = [index for index, keepers in enumerate(self.keepers(replicas)) if host in keepers]
+        ordered = sorted(owners, key=lambda owner: self.hosts[owner] != host)
+        return tuple(rank for owner in ordered for rank in self._ranks_at(owner))
+
+    @cached_property
+    def _keepers(self) -> dict[int, tuple[tuple[str, ...], ...]]:
+        return {}
+
+    @cached_property
+    def _group_ranks(self) -> dict[str, int]:
+        return {host: index for index, host in enumerate(self.hosts)}
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.nprocs))
+
+    def _ranks_at(self, index: int) -> range:
+        return range(self._ends[index] - self.nprocs[index], self._ends[index])

@@ -1,0 +1,203 @@
+"""What launchers, trainers and `resilientctl` may ask of the daemon through its unix socket."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.idle import MAX_SPANS, IdleProfile
+from resilient_run.ckpt.slot import MAX_RUN_ID_BYTES
+
+from .etcd import EtcdConfig
+from .fields import Fields
+from .job import Job
+from .jobs import Jobs
+from .link import Connection
+from .peers import PeerServer
+from .policy import Policy
+from .slots import Geometry
+from .spec import JobSpec
+from .tier import Tier
+from .trainer import Trainer
+
+_MAX_REPLICAS = 64
+_MAX_NPROC = 1 << 10
+_MAX_SETTLE_S = 3600.0
+_MAX_TEXT_BYTES = 1 << 16
+_OPEN_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Session:
+    job: Job
+    trainer: Trainer
+
+
+class DaemonService:
+    """Answers the messages of docs/protocol.md.
+
+    Args:
+        jobs: The jobs of this host.
+        peers: Listens for peers on the address of each job.
+    """
+
+    def __init__(self, jobs: Jobs, peers: PeerServer) -> None:
+        self._jobs = jobs
+        self._peers = peers
+        self._launchers: dict[Connection, Job] = {}
+        self._sessions: dict[Connection, _Session] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no launcher and no trainer is connected."""
+        return not self._launchers and not self._sessions
+
+    async def handle(self, connection: Connection, op: str, fields: Fields) -> dict[str, Any]:
+        """Return the answer to `op`.
+
+        Raises:
+            CheckpointError: The request is refused.
+        """
+        match op:
+            case "open_job":
+                return await self._open_job(connection, fields)
+            case "job_status":
+                return self._launched(connection, fields).status()
+            case "settle":
+                return await self._launched(connection, fields).settle(fields.number("timeout_s", high=_MAX_SETTLE_S))
+            case "persisted":
+                return await self._launched(connection, fields).persisted()
+            case "close_job":
+                return await self._close_job(connection, fields)
+            case "attach":
+                return await self._attach(connection, fields)
+            case "allocate":
+                return await self._session(connection).trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
+            case "restore":
+                return await self._session(connection).trainer.restore()
+            case "give_up":
+                return await self._session(connection).trainer.give_up(fields.text("path"), fields.pair())
+            case "allocate_replica":
+                return await self._session(connection).trainer.allocate_replica(fields.binary("header"))
+            case "received":
+                self._session(connection).trainer.received(fields.text("path"))
+            case "dropped":
+                self._session(connection).trainer.dropped(fields.text("path"))
+            case "link":
+                session = self._session(connection)
+                session.job.sessions.measured(session.trainer, fields.number("bytes_per_s", low=1.0, high=1e15))
+            case "connected":
+                self._session(connection).trainer.connected(fields.integers("ranks"))
+            case "restored":
+                self._session(connection).trainer.restored(fields.integer("step"), fields.number("seconds"))
+            case "complete":
+                generation, step = fields.pair()
+                self._session(connection).trainer.complete(fields.text("path"), generation, step)
+            case "progress":
+                session = self._session(connection)
+                session.job.sessions.progress(session.trainer, fields.integer("step"))
+            case "schedule":
+                session = self._session(connection)
+                profile = {
+                    "iteration_s": fields.number("iteration_s", low=1e-6),
+                    "collectives": fields.integer("collectives"),
+                    "spans": fields.numbers("spans", count=2 * MAX_SPANS),
+                }
+                session.job.sessions.profiled(session.trainer, IdleProfile.from_message(profile))
+            case "iteration":
+                session = self._session(connection)
+                session.job.sessions.iteration(session.trainer, fields.integer("step"), fields.number("monotonic_s"))
+            case "refused":
+                session = self._session(connection)
+                session.job.sessions.refused(session.trainer, fields.text("message", max_bytes=_MAX_TEXT_BYTES))
+            case "status":
+                return {"pid": os.getpid(), "jobs": self._jobs.describe(connection.may_see), **self._jobs.totals()}
+            case "gc":
+                return await self._jobs.collect_garbage(connection.may_see)
+            case _:
+                raise DaemonError(f"field 'op' names no operation of this daemon: {op!r}")
+        return {}
+
+    def gone(self, connection: Connection) -> None:
+        """End what the connection held open."""
+        session = self._sessions.pop(connection, None)
+        if session is not None:
+            session.job.sessions.detach(session.trainer)
+        job = self._launchers.pop(connection, None)
+        if job is not None and job not in self._launchers.values():
+            job.release()
+
+    async def _open_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
+        run_id, addr = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.text("addr")
+        try:
+            etcd = EtcdConfig.from_dict(fields.object("etcd"))
+        except ValueError as error:
+            raise DaemonError(f"open_job: field 'etcd': {error}") from error
+        policy = Policy.parse(fields.object("policy"))
+        _check_persist(policy, run_id, connection.uid)
+        address = await self._peers.listen(addr)
+        spec = JobSpec(
+            run_id=run_id,
+            host=fields.text("host"),
+            replicas=fields.integer("replicas", low=1, high=_MAX_REPLICAS),
+            nproc=fields.integer("nproc", low=1, high=_MAX_NPROC),
+            etcd=etcd,
+            address=address,
+            memory_limit_bytes=fields.optional_integer("memory_limit_bytes"),
+            policy=policy,
+        )
+        for other, job in list(self._launchers.items()):
+            if job.spec.run_id == run_id and other is not connection and other.pid == connection.pid:
+                # The same launcher has come back before its old connection was seen to break.
+                del self._launchers[other]
+                other.close()
+        job = await self._jobs.open(spec, uid=connection.uid, pid=connection.pid, notify=connection.notify)
+        self._launchers[connection] = job
+        return {"pid": os.getpid(), "peer_addr": address[0], "peer_port": address[1]}
+
+    async def _close_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
+        job, discard = self._launched(connection, fields), fields.flag("discard")
+        del self._launchers[connection]
+        await self._jobs.close(job, discard=discard)
+        return {}
+
+    async def _attach(self, connection: Connection, fields: Fields) -> dict[str, Any]:
+        if connection in self._sessions:
+            raise DaemonError(f"pid {connection.pid} is attached already; a trainer attaches once per connection")
+        # Workers and the daemon start at the same time; a worker may be here first.
+        job = await self._jobs.find_opened(fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), _OPEN_TIMEOUT_S)
+        if job is None or not connection.may_see(job.slots.record.uid):
+            raise DaemonError("attach: field 'run_id' names no job that a launcher holds open here")
+        trainer, answer = await job.sessions.attach(fields, connection.notify, connection.close)
+        self._sessions[connection] = _Session(job=job, trainer=trainer)
+        return answer
+
+    def _launched(self, connection: Connection, fields: Fields) -> Job:
+        job, run_id = self._launchers.get(connection), fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES)
+        if job is None or job.spec.run_id != run_id:
+            raise DaemonError(f"this connection holds no job {run_id!r} open; send open_job first")
+        return job
+
+    def _session(self, connection: Connection) -> _Session:
+        session = self._sessions.get(connection)
+        if session is None:
+            raise DaemonError("this connection is no trainer's; send attach first")
+        return session
+
+
+def _check_persist(policy: Policy, run_id: str, uid: int) -> None:
+    """Check that a job of user `uid` may have its persistent tier.
+
+    Raises:
+        DaemonError: It may not, or the target cannot be used.
+    """
+    target = policy.persist.target
+    if target is None:
+        return
+    if uid != os.geteuid():
+        # Otherwise any user could let this daemon write wherever it may.
+        raise DaemonError(
+            f"persist.target: this daemon runs as uid {os.geteuid()} and writes with that user's rights, so it does "
+            f"not persist a job of uid {uid}; start a resilientd of that user (another RESILIENT_RUN_DIR)"
+        )
+    Tier(target, run_id).check()

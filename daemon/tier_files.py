@@ -1,0 +1,76 @@
+"""Files in the persistent tier's storage: written aside and renamed on a file system, put whole on an object store."""
+
+import contextlib
+import os
+from typing import Any
+
+
+class FileWriter:
+    """Writes one new file, which has its name once `finish` has returned.
+
+    Object stores show an object when it is complete. On a local (or mounted) file system the file is written under
+    another name, flushed to the disk, and renamed.
+
+    Args:
+        fs: An fsspec file system.
+        path: The file; one of that name is replaced.
+    """
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._aside = f"{path}.part" if is_local(fs) else path
+        self._file: Any = fs.open(self._aside, "wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Complete the file and give it its name."""
+        if self._aside == self._path:
+            self._file.close()
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self._path)
+
+    def abandon(self) -> None:
+        """Give up what was written so far."""
+        with contextlib.suppress(OSError):
+            # A full disk refuses what is still buffered, too.
+            self._file.close()
+        if self._fs.exists(self._aside):
+            self._fs.rm_file(self._aside)
+
+
+def write_small(fs: Any, path: str, data: bytes) -> None:
+    """Write a whole file so that nobody ever sees a part of it; on a file system it is durable then."""
+    if not is_local(fs):
+        fs.pipe_file(path, data)
+        return
+    writer = FileWriter(fs, path)
+    try:
+        writer.write(data)
+        writer.finish()
+    except OSError:
+        writer.abandon()
+        raise
+    fsync_directory(os.path.dirname(path))
+
+
+def is_local(fs: Any) -> bool:
+    """Tell whether `fs` is a file system of this machine, where a rename replaces a file at once."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(fs, LocalFileSystem)
+
+
+def fsync_directory(path: str) -> None:
+    """Make the names in the directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

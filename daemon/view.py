@@ -1,0 +1,110 @@
+"""What a host knows of one job's coordination, shared by the tasks that learn it and those that act on it."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .quarantine import Quarantine
+from .rounds import Pair, Round
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class JobView:
+    """The job as this host sees it; whoever changes it, or the slots, calls `notify`.
+
+    Attributes:
+        host: Name of this host in the job.
+        replicas: Copies of each checkpoint, m.
+        round: The current generation, None until one is known.
+        finishing: All workers of some host have succeeded in it.
+        watermark: The newest committed pair, None until there is one.
+        watermark_revision: etcd revision of the watermark, 0 while the key does not exist, None until it was read.
+        token: Secret that peers must show, None until it is known.
+        injection: Whether the job was started with faults allowed.
+        addresses: Host → address and port of its daemon, this one excluded.
+        leader: The host that is elected root, None while none is.
+        leader_revision: etcd revision of that election, 0 while there is no root, None until it was read.
+        decisions: What roots decided, as `root/decisions` has it, oldest first.
+        quarantines: Hosts that launchers avoid, and until when.
+        every_here: Of how many steps this host can send one checkpoint (`Pacer.every`).
+        every_elsewhere: Host → the same of the others.
+    """
+
+    host: str
+    replicas: int
+    round: Round | None = None
+    finishing: bool = False
+    watermark: Pair | None = None
+    watermark_revision: int | None = None
+    token: str | None = None
+    injection: bool = False
+    addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
+    leader: str | None = None
+    leader_revision: int | None = None
+    decisions: tuple[dict[str, Any], ...] = ()
+    quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+    every_here: int = 1
+    every_elsewhere: dict[str, int] = field(default_factory=dict)
+    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation, 0 before the first."""
+        return 0 if self.round is None else self.round.generation
+
+    @property
+    def committed(self) -> Pair | None:
+        """The newest pair known to be committed: the watermark of this generation, before that what it restores.
+
+        A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
+        """
+        if self.round is None or (self.watermark is not None and self.watermark[0] >= self.round.generation):
+            return self.watermark
+        return self.round.restore
+
+    @property
+    def every(self) -> int:
+        """Of how many steps every host can send one checkpoint: all ranks must capture the same ones."""
+        hosts = () if self.round is None else self.round.hosts
+        return max([self.every_here, *(self.every_elsewhere.get(host, 1) for host in hosts)])
+
+    @property
+    def is_root(self) -> bool:
+        """Tell whether this host is the elected root and still in the round, and so moves the watermark."""
+        return self.leader == self.host and self.is_member
+
+    @property
+    def is_member(self) -> bool:
+        """Tell whether this host is in the current round."""
+        return self.round is not None and self.host in self.round
+
+    @property
+    def own_ranks(self) -> range:
+        """The ranks that run on this host."""
+        return range(0) if self.round is None else self.round.ranks(self.host)
+
+    @property
+    def kept_ranks(self) -> tuple[int, ...]:
+        """The ranks whose replicas this host must hold, its own first."""
+        return () if self.round is None else self.round.kept(self.host, self.replicas)
+
+    def knows(self, generation: int) -> bool:
+        """Tell whether `generation`, or a later one, and the watermark have been read."""
+        return self.generation >= generation and self.watermark_revision is not None
+
+    def notify(self) -> None:
+        """Wake everybody whose condition holds now."""
+        for waiter, condition in list(self._waiting.items()):
+            if not waiter.done() and condition():
+                waiter.set_result(None)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is checked now and within every `notify`."""
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting[waiter] = condition
+            try:
+                await waiter
+            finally:
+                del self._waiting[waiter]
