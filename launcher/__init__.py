@@ -1,0 +1,1 @@
+"""The `resilient-run` command: torch's launcher, an etcd v3 rendezvous, warm workers, the link to the daemon."""

@@ -1,0 +1,328 @@
+"""torch's elastic agent with recovery: a failure is broadcast at once; one that memory can undo costs no restart."""
+
+import logging
+import os
+import select
+import signal
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from resilient_run.ckpt.errors import CheckpointError
+
+from .config import RunConfig
+from .daemon_link import DaemonLink, JobRequest
+from .rendezvous import EtcdRendezvous
+from .rounds import Failure
+from .timeline import Timeline
+from .warm import WorkerStarter
+
+log = logging.getLogger(__name__)
+
+_SETTLE_S = 0.5
+_KILL_WAIT_S = 30
+_PERSISTED_S = 150.0
+
+ORDERED_KINDS = frozenset({"hang", "unhealthy", "operator", "memory_lost"})
+"""Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
+
+
+def make_agent(*args: Any, run_config: RunConfig, starter: WorkerStarter, **kwargs: Any) -> LocalElasticAgent:
+    """Return the agent for a worker spec: ours for the etcd v3 rendezvous, torch's own for any other backend."""
+    spec = kwargs["spec"] if "spec" in kwargs else args[0]
+    if isinstance(spec.rdzv_handler, EtcdRendezvous):
+        return ResilientAgent(*args, run_config=run_config, starter=starter, **kwargs)
+    return LocalElasticAgent(*args, **kwargs)
+
+
+class ResilientAgent(LocalElasticAgent):
+    """`LocalElasticAgent` over an `EtcdRendezvous` and the host daemon.
+
+    Differences to torch's agent: it wakes at a worker's exit and at a broadcast failure instead of polling; a failure
+    of a run whose workers use a `Checkpointer` is recovered without using up `--max-restarts` as long as steps get
+    committed in between; workers that finished wait for the others, so that a late failure can still be recovered.
+    """
+
+    def __init__(self, *args: Any, run_config: RunConfig, starter: WorkerStarter, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spec = self._worker_group.spec
+        assert isinstance(spec.rdzv_handler, EtcdRendezvous), "make_agent chooses the agent by the handler"
+        self._config = run_config
+        self._starter = starter
+        self._rdzv = spec.rdzv_handler
+        self._rdzv.describe(
+            spec.local_world_size,
+            spec.role,
+            injection=run_config.allow_injection,
+            persisted=self._persisted,
+        )
+        # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.
+        self._interval_s = spec.monitor_interval
+        spec.monitor_interval = 0.0
+        self._timeline = Timeline(
+            run_id=self._rdzv.get_run_id(),
+            host=self._rdzv.host,
+            events_path=run_config.events_path,
+            publish=self._rdzv.report_recovery if run_config.allow_injection else None,
+        )
+        self._link = DaemonLink(
+            run_dir=run_config.run_dir,
+            shm_dir=run_config.shm_dir,
+            job=JobRequest(
+                run_id=self._rdzv.get_run_id(),
+                host=self._rdzv.host,
+                replicas=run_config.replicas,
+                nproc=spec.local_world_size,
+                etcd=self._rdzv.etcd_config.to_dict(),
+                addr=self._rdzv.addr,
+                memory_limit_bytes=run_config.memory_limit_bytes,
+                policy=run_config.policy.to_dict(),
+            ),
+            on_event=self._timeline.on_event,
+        )
+        self._finished: RunResult | None = None
+        self._decided_generation = 0
+        self._decision = False
+        self._stalled = 0
+        self._recovered_at: dict[str, int] | None = None
+        self._verdict = ""
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
+        self._link.start()
+        discard = self._config.ephemeral
+        try:
+            result: RunResult | None = super().run(role)
+            if result is None:
+                result = RunResult(state=WorkerState.SUCCEEDED)
+            else:
+                self._rdzv.close(_reason(result) + self._verdict, failed=result.is_failed())
+            discard = discard or not result.is_failed()
+            return result
+        finally:
+            self._timeline.close()
+            self._rdzv.leave()
+            self._link.close(discard=discard)
+
+    def _persisted(self) -> list[list[int]]:
+        """Return the pairs of this run id in its persistent tier, oldest first.
+
+        Raises:
+            RendezvousStateError: The tier cannot be read, so nobody knows whether to start from the beginning.
+        """
+        if self._config.policy.persist.target is None:
+            return []
+        try:
+            self._link.wait_open()
+            pairs: list[list[int]] = self._link.request("persisted", answer_within_s=_PERSISTED_S)["pairs"]
+        except CheckpointError as error:
+            raise RendezvousStateError(
+                f"cannot tell what run {self._rdzv.get_run_id()!r} has persisted: {error}; make the target of "
+                "--rr-persist readable, or start without it"
+            ) from error
+        return pairs
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._expect_workers()
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                break
+            except (DistNetworkError, DistStoreError) as error:
+                # The host of this generation's store may be lost before every rank is assigned.
+                if self._rdzv.failure is None:
+                    raise
+                log.warning("generation %d broke while it was formed: %s", self._rdzv.generation, error)
+        if self._rdzv.stood_by:
+            self._timeline.abandon()
+        self._timeline.mark("rendezvous")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._finished = None
+        os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
+        os.environ["RESILIENT_RUN_ID"] = self._rdzv.get_run_id()
+        os.environ["RESILIENT_GENERATION"] = str(self._rdzv.generation)
+        self._timeline.spawned(
+            generation=self._rdzv.generation, ranks={worker.global_rank for worker in worker_group.workers}
+        )
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        # When a worker fails, torch closes the context by itself, and would give its siblings 30 s.
+        context: Any = self._pcontext
+        context.close = partial(_close, context.close, self._config.stop_timeout_s)
+        # Only now: a daemon that is just starting takes as long as a worker's first imports.
+        self._link.wait_open()
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait_for_change()
+        if self._finished is not None:
+            return self._succeeded(self._finished)
+        failure = self._rdzv.failure
+        if failure is None:
+            self._broadcast_exit(worker_group)
+        elif self._is_told(failure):
+            ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
+            if not ordered or self._recoverable(failure.message):
+                # `num_nodes_waiting` now makes the loop stop and restart these workers.
+                return RunResult(state=WorkerState.HEALTHY)
+            log.error("generation %d is broken for good: %s", self._rdzv.generation, failure.message)
+            # Dead workers are a failure that torch's loop counts and reports.
+            self._shutdown(signal.SIGKILL, timeout=_KILL_WAIT_S)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED:
+            return self._succeeded(result)
+        if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY} and self._recoverable():
+            # torch's loop takes one attempt off; one more of both keeps TORCHELASTIC_RESTART_COUNT counting.
+            worker_group.spec.max_restarts += 1
+            self._remaining_restarts += 1
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        failure = self._rdzv.failure
+        if failure is not None and self._is_told(failure):
+            detect_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
+            last_step, idle_s = self._progress()
+            if failure.kind == "hang":
+                # Whoever wrote the failure knows when it was seen; that nothing had moved began before.
+                detect_s = max(detect_s, idle_s)
+            self._timeline.begin(kind=failure.kind, cause=failure.message, detect_s=detect_s, last_step=last_step)
+            self._timeline.mark("decide")
+            log.warning("generation %d is broken: %s; restarting workers", self._rdzv.generation, failure.message)
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
+        """Stop workers whose state is worthless; at once in a hang, because a stopped process ignores SIGTERM."""
+        failure = self._rdzv.failure
+        if failure is not None and failure.kind == "hang":
+            self._shutdown(signal.SIGKILL, timeout=_KILL_WAIT_S)
+        else:
+            self._shutdown(timeout=self._config.stop_timeout_s)
+        self._settle()
+        self._timeline.mark("stop")
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: success is only reported once every host's workers have succeeded."""
+
+    def _wait_for_change(self) -> None:
+        """Sleep for the monitor interval, less when a worker exits or the rendezvous changes."""
+        with ExitStack() as stack:
+            poller = select.poll()
+            poller.register(self._rdzv.changed_fd, select.POLLIN)
+            pids = self._pcontext.pids().values() if self._pcontext and self._finished is None else ()
+            for pid in pids:
+                try:
+                    descriptor = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    return
+                stack.callback(os.close, descriptor)
+                poller.register(descriptor, select.POLLIN)
+            poller.poll(self._interval_s * 1000)
+        self._rdzv.clear_changed()
+
+    def _broadcast_exit(self, worker_group: WorkerGroup) -> None:
+        """Tell every host of a failed local worker before torch's agent takes its time to stop its siblings."""
+        if not isinstance(self._pcontext, SubprocessContext):
+            return
+        for local_rank, handler in self._pcontext.subprocess_handlers.items():
+            exitcode, pid = handler.proc.poll(), handler.proc.pid
+            if exitcode:
+                rank = worker_group.workers[local_rank].global_rank
+                message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
+                self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=self._progress()[0])
+                self._recoverable(message)
+                self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
+                self._timeline.mark("decide")
+                return
+
+    def _succeeded(self, result: RunResult) -> RunResult:
+        """Report success once; until every host has, the group counts as healthy and can still be restarted."""
+        if self._finished is None:
+            self._finished = result
+            self._rdzv.report_done()
+        if self._rdzv.all_done():
+            return result
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _recoverable(self, cause: str = "a worker failed") -> bool:
+        """Decide, once per generation, whether memory can undo its failure: it holds the run and makes progress.
+
+        The root stops a run that keeps failing in the same way; this rule also sees failures that differ, and works
+        without a root.
+        """
+        if self._decided_generation == self._rdzv.generation:
+            return self._decision
+        self._decided_generation = self._rdzv.generation
+        self._decision = False
+        try:
+            status = self._link.request("job_status")
+        except CheckpointError as error:
+            log.warning("cannot recover from memory: %s", error)
+            return False
+        if status["refused"] is not None:
+            log.error("the script cannot take the state that is held for it: %s", status["refused"])
+            return False
+        if not status["attached"]:
+            return False
+        self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
+        self._recovered_at = status["watermark"]
+        self._decision = self._stalled <= self._config.policy.root.stalled_recoveries
+        if not self._decision:
+            step = 0 if self._recovered_at is None else self._recovered_at["step"]
+            self._verdict = f"; {self._stalled - 1} recoveries in a row committed nothing after step {step}"
+            log.error("%s%s: no restart cures this", cause, self._verdict)
+        return self._decision
+
+    def _expect_workers(self) -> None:
+        """Let a host that waits for its place, as a standby does, be as warm as one whose workers restart."""
+        spec = self._worker_group.spec
+        if isinstance(spec.entrypoint, str) and not any("${local_rank}" in str(arg) for arg in spec.args):
+            # What torch's agent adds to every worker's environment and does not call TORCHELASTIC_.
+            async_errors = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+            self._starter.expect((spec.entrypoint, *map(str, spec.args)), {**os.environ, **async_errors})
+
+    def _is_told(self, failure: Failure) -> bool:
+        """Tell whether this host learned of `failure` from others, not from a worker of its own that exited."""
+        return failure.host != self._rdzv.host or failure.kind != "worker_exit"
+
+    def _progress(self) -> tuple[int, float]:
+        """Return the newest step that a local rank announced, 0 when none did, and how long there was none since."""
+        try:
+            status = self._link.request("job_status", answer_within_s=2.0)
+        except CheckpointError:
+            return 0, 0.0
+        return max(status["last_steps"].values(), default=0), status["idle_s"] or 0.0
+
+    def _settle(self) -> None:
+        """Give captures that are complete but not yet committed their chance before the next round fixes its step."""
+        try:
+            self._link.request("settle", timeout_s=_SETTLE_S)
+        except CheckpointError as error:
+            log.warning("could not wait for the last commit: %s", error)
+
+
+def _close(close: Any, grace_s: int, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+    """Close a process context as torch does, with our grace where torch does not ask for another."""
+    close(death_sig, grace_s if timeout is None else timeout)
+
+
+def _died(exitcode: int) -> str:
+    if exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"exited with code {exitcode}"
+
+
+def _reason(result: RunResult) -> str:
+    if not result.is_failed():
+        return "the training script succeeded on every host"
+    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+    return f"rank {rank} (pid {failure.pid}) {_died(failure.exitcode)}"
+
+
+__all__ = ["ResilientAgent", "make_agent"]

@@ -1,0 +1,246 @@
+"""``resilient-run``: torchrun's command line, read by torch's own parser, and a few options of ours (``--rr-*``)."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+from torch.distributed import run as torchrun
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.run import parse_min_max_nnodes
+
+from resilient_run import __version__
+
+from .api import installed
+from .config import RunConfig, options
+from .etcd_server import EmbeddedEtcd, EtcdServerError
+
+log = logging.getLogger(__name__)
+
+BACKEND = "etcd-v3"
+"""The rendezvous backend that recovery needs."""
+
+
+@record
+def main(args: Sequence[str] | None = None) -> None:
+    """Run ``resilient-run``; arguments, exceptions and exit codes are those of ``torch.distributed.run.main``."""
+    command = ResilientRun()
+    try:
+        with (
+            _logging_to_stderr(),
+            command.make_context("resilient-run", list(sys.argv[1:] if args is None else args)) as context,
+        ):
+            command.invoke(context)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+
+
+@contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """Show our messages beside torch's, from the level that torch's launcher takes from LOGLEVEL."""
+    logger = logging.getLogger("resilient_run")
+    level = logger.level
+    logger.setLevel(os.environ.get("LOGLEVEL", "WARNING"))
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("resilient-run: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class ResilientRun(click.Command):
+    """The command. torch's parser reads the line; our options in it go on to click.
+
+    After `parse_args`, ``context.obj`` is the namespace of torch's parser and ``context.params`` has our options.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("resilient-run", params=options(), add_help_option=False)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Split `args`; everything from the script on is the script's.
+
+        Raises:
+            click.UsageError: What torch's parser or one of our options refuses.
+        """
+        ours: list[str] = []
+        parser = self.torch_parser(ctx, ours)
+        ctx.obj = parser.parse_args(args)
+        return super().parse_args(ctx, ours)
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Run the job."""
+        run(ctx.obj, RunConfig.from_params(ctx.params))
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return what follows the command's name in the usage line."""
+        return ["[OPTIONS]", "TRAINING_SCRIPT", "[ARGS]..."]
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the command does."""
+        formatter.write_paragraph()
+        formatter.write_text(
+            "Start TRAINING_SCRIPT as torchrun does. A script that uses resilient_run.Checkpointer continues after a "
+            "failure from checkpoints in memory, with at most one step lost."
+        )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write torch's options, then ours."""
+        with formatter.section("Options of torchrun"):
+            formatter.write_dl([_help_record(action) for action in torchrun.get_args_parser()._actions])
+        with formatter.section("Options of resilient-run"):
+            records = [record for param in self.params if (record := param.get_help_record(ctx))]
+            formatter.write_dl([*records, ("--rr-version", "Show the version and exit.")])
+
+    def torch_parser(self, ctx: click.Context, ours: list[str]) -> argparse.ArgumentParser:
+        """Return torch's parser with our options, whose occurrences it appends to `ours`."""
+        parser = torchrun.get_args_parser()
+        parser.prog = ctx.info_name or parser.prog
+        # All of ours begin with --rr-, which no abbreviation of an option of torch's does.
+        for option in self.params:
+            assert isinstance(option, click.Option)
+            for name in (*option.opts, *option.secondary_opts):
+                parser.add_argument(name, action=_Forward, to=ours, nargs=0 if option.is_flag else None)
+        parser.add_argument("--rr-version", action="version", version=f"resilient-run {__version__}")
+        parser.print_help = lambda file=None: click.echo(ctx.get_help())  # type: ignore[method-assign]
+        parser.error = partial(_usage_error, ctx)  # type: ignore[method-assign]
+        return parser
+
+
+def run(args: argparse.Namespace, config: RunConfig) -> None:
+    """Run the job that `args`, parsed by torch's parser, describe.
+
+    Raises:
+        click.ClickException: A single-node run needs an etcd, and there is none.
+        ChildFailedError: A worker failed, and restarting did not help.
+    """
+    with _prepared(args, config):
+        torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
+    """Provide what the job needs beside torch; where torch would choose the rendezvous, choose ours in `args`."""
+    if not config.enabled:
+        yield
+        return
+    # Read by the rendezvous, which torch makes from its own options.
+    os.environ["RESILIENT_HOST_ID"], os.environ["RESILIENT_LABEL"] = config.host_id, config.label
+    with _signals_unwind(args.signals_to_handle):
+        if _is_single_node(args):
+            with _embedded_etcd() as endpoint, installed(replace(config, ephemeral=True)):
+                args.rdzv_backend, args.rdzv_endpoint = BACKEND, endpoint
+                if args.standalone or args.rdzv_id == "none":
+                    args.rdzv_id = str(uuid.uuid4())
+                args.standalone = False
+                yield
+        else:
+            if args.rdzv_backend != BACKEND:
+                log.warning(
+                    "rendezvous backend %s: this run keeps no checkpoints in memory; for them use "
+                    "--rdzv-backend=%s --rdzv-endpoint=<etcd host:port>",
+                    args.rdzv_backend,
+                    BACKEND,
+                )
+            if args.rdzv_backend == "c10d":
+                # torch's store outlives a restart of the workers, which then read keys of their predecessors.
+                os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+            with installed(config):
+                yield
+
+
+def _is_single_node(args: argparse.Namespace) -> bool:
+    """Tell whether torch would choose the rendezvous: the rule in `torch.distributed.run.run`."""
+    if args.standalone:
+        return True
+    unspecified = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    return unspecified and parse_min_max_nnodes(args.nnodes)[1] == 1
+
+
+@contextmanager
+def _embedded_etcd() -> Iterator[str]:
+    try:
+        with EmbeddedEtcd() as etcd:
+            yield etcd.endpoint
+    except EtcdServerError as error:
+        raise click.ClickException(f"{error}; or run without recovery: --rr-off") from error
+
+
+class _EarlySignal(SignalException):
+    """A signal that came before torch's agent handles signals, that is, before there are workers."""
+
+
+@contextmanager
+def _signals_unwind(names: str) -> Iterator[None]:
+    """Let the signals `names` that end a process at once unwind the block first, then end it all the same.
+
+    Once workers exist, torch's own handlers take over.
+    """
+
+    def unwind(number: int, frame: FrameType | None) -> NoReturn:
+        raise _EarlySignal(f"got signal {number} before any worker was started", signal.Signals(number))
+
+    numbers = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    handled = [number for number in numbers if number and signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in handled:
+            signal.signal(number, unwind)
+    except ValueError:
+        handled = []  # Only the main thread may; elsewhere signals are its business.
+    try:
+        yield
+    except _EarlySignal as early:
+        signal.signal(early.sigval, signal.SIG_DFL)
+        signal.raise_signal(early.sigval)
+    finally:
+        for number in handled:
+            if signal.getsignal(number) is unwind:
+                signal.signal(number, signal.SIG_DFL)
+
+
+class _Forward(argparse.Action):
+    """Append the option as click spells it to a list; leave the namespace alone."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, to: list[str], nargs: int | None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=nargs, default=argparse.SUPPRESS)
+        self._to = to
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        name = self.option_strings[0]
+        self._to.append(name if self.nargs == 0 else f"{name}={values}")
+
+
+def _usage_error(ctx: click.Context, message: str) -> NoReturn:
+    raise click.UsageError(message, ctx)
+
+
+def _help_record(action: argparse.Action) -> tuple[str, str]:
+    """Return the two columns that describe one of torch's options."""
+    name = ", ".join(action.option_strings) or action.dest.upper()
+    if action.option_strings and action.nargs != 0:
+        name += f" [{'|'.join(action.choices)}]" if action.choices else f" {action.dest.upper()}"
+    text = (action.help or "").replace("%%", "%")
+    if isinstance(action, (env, check_env)):
+        text += f"  [env var: PET_{action.dest.upper()}]"
+    return name, text

@@ -1,0 +1,245 @@
+"""`RunConfig`: everything about a run that torch's own options do not say, resolved in one place."""
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import click
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.policy import Policy
+from resilient_run.daemon.settings import find_settings
+
+_SOCKET_PATH_MAX_BYTES = 107
+_UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How one launcher runs its part of a job.
+
+    Attributes:
+        run_dir: Directory of the daemon's socket, lock and log.
+        shm_dir: tmpfs directory of the slots.
+        host_id: Stable name of this host.
+        label: Failure domain of this host (rack, switch), "" when unknown.
+        replicas: Hosts that keep each rank's state, its own included (m in Gemini, section 6.4).
+        memory_limit_bytes: What the slots of this host may take; None leaves it to the daemon.
+        warm_workers: Fork workers from a process that has torch imported.
+        events_path: JSON Lines file that recovery events are appended to, or None.
+        stop_timeout_s: Grace between SIGTERM and SIGKILL for workers whose generation is broken.
+        enabled: False runs as torchrun does, without daemon and etcd.
+        policy: How the job is watched, replicated, persisted and recovered (`--rr-config`).
+        allow_injection: `resilient-inject` may act on this run.
+        ephemeral: Nobody can ask for this run again, so its slots are of no use after it.
+    """
+
+    run_dir: Path
+    shm_dir: Path
+    host_id: str
+    label: str = ""
+    replicas: int = 2
+    memory_limit_bytes: int | None = None
+    warm_workers: bool = True
+    events_path: Path | None = None
+    stop_timeout_s: int = 5
+    enabled: bool = True
+    policy: Policy = field(default_factory=Policy)
+    allow_injection: bool = False
+    ephemeral: bool = False
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """Return the configuration that the values of `options` by parameter name describe.
+
+        Raises:
+            click.BadParameter: The run directory does not fit in a socket address.
+        """
+        settings = find_settings(os.environ, run_dir=params["rr_run_dir"], shm_dir=params["rr_shm_dir"])
+        if len(os.fsencode(settings.socket_path)) > _SOCKET_PATH_MAX_BYTES:
+            raise click.BadParameter(
+                f"{settings.run_dir} is too long for the socket in it: choose a path of at most "
+                f"{_SOCKET_PATH_MAX_BYTES - len(settings.socket_path.name) - 1} bytes",
+                param_hint="--rr-run-dir",
+            )
+        return cls(
+            run_dir=settings.run_dir,
+            shm_dir=settings.shm_dir,
+            host_id=params["rr_host_id"],
+            label=params["rr_label"],
+            replicas=params["rr_replicas"],
+            memory_limit_bytes=params["rr_memory"],
+            warm_workers=params["rr_warm_workers"],
+            events_path=params["rr_events"],
+            stop_timeout_s=params["rr_stop_timeout"],
+            enabled=not params["rr_off"],
+            policy=_with_persist_target(params["rr_config"], params["rr_persist"]),
+            allow_injection=params["rr_allow_injection"],
+        )
+
+    @classmethod
+    def from_environ(cls) -> Self:
+        """Return the configuration of a run without a command line: environment, then defaults.
+
+        Raises:
+            click.UsageError: A variable has a value that its option would not take.
+        """
+        command = click.Command("resilient-run", params=options(), add_help_option=False)
+        return cls.from_params(command.make_context("resilient-run", []).params)
+
+
+def options() -> list[click.Parameter]:
+    """Return our command-line options; torch's are `torch.distributed.run.get_args_parser`'s."""
+    return [
+        click.Option(
+            ["--rr-run-dir"],
+            type=click.Path(file_okay=False, path_type=Path),
+            envvar="RESILIENT_RUN_DIR",
+            help="Directory of the daemon's socket. Default: /run/resilientd when a daemon listens there, else "
+            "$XDG_RUNTIME_DIR/resilient-run, else /tmp/resilient-run-<uid>.",
+        ),
+        click.Option(
+            ["--rr-shm-dir"],
+            type=click.Path(file_okay=False, path_type=Path),
+            envvar="RESILIENT_SHM_DIR",
+            help="tmpfs directory of the checkpoints, for a daemon that this command starts. "
+            "Default: /dev/shm/resilient-run-<uid>.",
+        ),
+        click.Option(
+            ["--rr-host-id"],
+            metavar="NAME",
+            callback=_check_host_id,
+            envvar="RESILIENT_HOST_ID",
+            default=socket.gethostname,
+            help="Stable name of this host, distinct for each host of the job. Default: the host name.",
+        ),
+        click.Option(
+            ["--rr-label"],
+            metavar="NAME",
+            callback=_check_label,
+            envvar="RESILIENT_LABEL",
+            default="",
+            help="Failure domain of this host, for example its rack: hosts with one label may be lost together, so "
+            "replicas go to hosts with others. Default: none.",
+        ),
+        click.Option(
+            ["--rr-replicas"],
+            type=click.IntRange(min=1),
+            envvar="RESILIENT_REPLICAS",
+            default=2,
+            show_default=True,
+            help="Hosts that hold each rank's checkpoint, its own host included.",
+        ),
+        click.Option(
+            ["--rr-memory"],
+            metavar="SIZE",
+            callback=_parse_size,
+            envvar="RESILIENT_MEMORY",
+            help="Memory that this host may spend on checkpoints, as 8G or 512MiB. Default: the daemon's limit.",
+        ),
+        click.Option(
+            ["--rr-warm-workers/--rr-no-warm-workers"],
+            envvar="RESILIENT_WARM_WORKERS",
+            default=True,
+            show_default=True,
+            help="Fork workers from a process that has already imported torch.",
+        ),
+        click.Option(
+            ["--rr-events"],
+            type=click.Path(dir_okay=False, writable=True, resolve_path=True, path_type=Path),
+            callback=_check_directory,
+            envvar="RESILIENT_EVENTS",
+            help="Append recovery events to this file, one JSON object per line.",
+        ),
+        click.Option(
+            ["--rr-stop-timeout"],
+            metavar="SECONDS",
+            type=click.IntRange(min=1),
+            envvar="RESILIENT_STOP_TIMEOUT",
+            default=5,
+            show_default=True,
+            help="Grace after a failure between SIGTERM and SIGKILL for the workers that are left; those of a hang are "
+            "killed at once.",
+        ),
+        click.Option(
+            ["--rr-config"],
+            type=click.Path(dir_okay=False, exists=True, path_type=Path),
+            callback=_read_policy,
+            envvar="RESILIENT_CONFIG",
+            help="Configuration file (TOML) of detection, replication, persistence and recovery: docs/operations.md.",
+        ),
+        click.Option(
+            ["--rr-allow-injection"],
+            is_flag=True,
+            envvar="RESILIENT_ALLOW_INJECTION",
+            help="Let resilient-inject break this run on purpose; every launcher of a run must say the same.",
+        ),
+        click.Option(
+            ["--rr-persist"],
+            metavar="URL",
+            envvar="RESILIENT_PERSIST",
+            help="Directory or fsspec URL that every host reaches: committed steps are also written there. Short for "
+            "persist.target in the configuration file.",
+        ),
+        click.Option(
+            ["--rr-off"],
+            is_flag=True,
+            envvar="RESILIENT_OFF",
+            help="Run exactly as torchrun: no daemon, no etcd, no recovery from memory.",
+        ),
+    ]
+
+
+def _check_label(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    return value and _check_host_id(ctx, param, value)
+
+
+def _check_host_id(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._:-]+", value):
+        raise click.BadParameter(f"{value!r} must consist of letters, digits and the characters . _ : -", ctx, param)
+    return value
+
+
+def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes that `value` means; K, KB and KiB are all 1024 bytes."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    size_bytes = int(float(match[1]) * _UNIT_BYTES[match[2].upper()]) if match else 0
+    if size_bytes <= 0:
+        raise click.BadParameter(
+            f"{value!r} is not a size: write a positive number and K, M, G or T, as 8G or 512MiB", ctx, param
+        )
+    return size_bytes
+
+
+def _read_policy(ctx: click.Context, param: click.Parameter, value: Path | None) -> Policy:
+    """Return the policy in the configuration file `value`."""
+    if value is None:
+        return Policy()
+    try:
+        return Policy.parse(tomllib.loads(value.read_text()))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DaemonError) as error:
+        raise click.BadParameter(f"{value}: {error}", ctx, param) from error
+
+
+def _with_persist_target(policy: Policy, target: str | None) -> Policy:
+    """Return `policy` with `target`, if given, as its persistent tier; a path is made absolute."""
+    target = target or policy.persist.target
+    if target is not None and "://" not in target and "::" not in target:
+        target = str(Path(target).absolute())
+    try:
+        return Policy.parse({**policy.to_dict(), "persist": {**policy.to_dict()["persist"], "target": target}})
+    except DaemonError as error:
+        raise click.BadParameter(str(error), param_hint="--rr-persist") from error
+
+
+def _check_directory(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"{value.parent} is not a directory: create it, or choose another file", ctx, param)
+    return value

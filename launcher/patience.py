@@ -1,0 +1,60 @@
+"""How long a launcher waits: the options in `--rdzv-conf`, and deadlines made from them."""
+
+import time
+from dataclasses import dataclass
+from typing import Self
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """The options in `--rdzv-conf` that say how long to wait, seconds."""
+
+    join_timeout_s: float
+    last_call_s: float
+    lease_ttl_s: float
+
+    @classmethod
+    def from_params(cls, params: RendezvousParameters) -> Self:
+        """Return the options; torch's own `timeout` stands in for `join_timeout`.
+
+        Raises:
+            ValueError: An option is not a positive number.
+        """
+        return cls(
+            join_timeout_s=_seconds(params, "join_timeout", _seconds(params, "timeout", 600.0)),
+            last_call_s=_seconds(params, "last_call_timeout", 30.0),
+            lease_ttl_s=_seconds(params, "lease_ttl", 5.0),
+        )
+
+
+class Deadline:
+    """When patience of `patience_s` seconds ends, on the monotonic clock."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to wait anew."""
+        self.at_s = time.monotonic() + self.patience_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, less than 0 after the end."""
+        return self.at_s - time.monotonic()
+
+
+def _seconds(params: RendezvousParameters, name: str, default: float) -> float:
+    text = params.get(name, default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{name}={text} in --rdzv-conf is not a positive number of seconds")
+    return seconds
+
+
+__all__ = ["Deadline", "Patience"]

@@ -1,0 +1,175 @@
+"""Where the seconds of a recovery went: one JSON event and one human line per recovery and host.
+
+The phases follow each other on one host's monotonic clock:
+
+| phase | from → to |
+|---|---|
+| detect | the failure (of a hang: the last progress) → this host knows (0 for an own worker, whose exit wakes it) |
+| decide | known → recover, restart or give up is decided and broadcast |
+| stop | decided → this host's workers are gone and the last capture is committed |
+| rendezvous | stopped → the next generation is formed |
+| spawn | formed → every local worker has attached (fork, the script's own imports, process group, model) |
+| restore | attached → every local worker has its state back |
+| first_step | restored → every local worker has completed a step |
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resilient_run.daemon.goodput import PHASES
+
+log = logging.getLogger(__name__)
+
+_WORKER_PHASE = {"attached": "spawn", "restored": "restore", "first_step": "first_step"}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Recovery:
+    cause: str
+    kind: str
+    last_step: int
+    start_s: float
+    ends_s: dict[str, float] = field(default_factory=dict)
+    generation: int = 0
+    restored_step: int | None = None
+    sources: set[str] = field(default_factory=set)
+    waiting: dict[str, set[int]] = field(default_factory=dict)
+
+
+class Timeline:
+    """Collects the marks of the recovery under way and reports it when every local rank has completed a step.
+
+    Args:
+        run_id: Named in every event.
+        host: Named in every event.
+        events_path: JSON Lines file that events are appended to, or None.
+        publish: Hears every event as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        host: str,
+        events_path: Path | None,
+        publish: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._host = host
+        self._events_path = events_path
+        self._publish = publish
+        self._lock = threading.Lock()
+        self._recovery: _Recovery | None = None
+
+    def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int) -> None:
+        """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first."""
+        with self._lock:
+            if self._recovery is not None:
+                self._report(self._recovery, complete=False)
+            now = time.monotonic()
+            self._recovery = _Recovery(kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s)
+            self._recovery.ends_s["detect"] = now
+
+    def mark(self, phase: str) -> None:
+        """The launcher's `phase` (decide, stop, rendezvous) of the current recovery ends now."""
+        with self._lock:
+            if self._recovery is not None:
+                self._recovery.ends_s[phase] = time.monotonic()
+
+    def spawned(self, *, generation: int, ranks: set[int]) -> None:
+        """Workers with these global ranks were started for `generation`; their own events end the later phases."""
+        with self._lock:
+            if self._recovery is not None:
+                self._recovery.generation = generation
+                self._recovery.waiting = {event: set(ranks) for event in _WORKER_PHASE}
+
+    def on_event(self, message: dict[str, Any]) -> None:
+        """Take a trainer event that the daemon forwarded (`attached`, `restored`, `first_step`)."""
+        with self._lock:
+            recovery, event = self._recovery, message.get("event")
+            if recovery is None or message.get("generation") != recovery.generation or event not in _WORKER_PHASE:
+                return
+            if event == "restored":
+                recovery.restored_step = message.get("step")
+                recovery.sources.add(str(message.get("source")))
+            waiting = recovery.waiting.get(event, set())
+            waiting.discard(int(message["rank"]))
+            if waiting:
+                return
+            recovery.ends_s[_WORKER_PHASE[event]] = time.monotonic()
+            if event == "first_step":
+                self._report(recovery, complete=True)
+                self._recovery = None
+
+    def abandon(self) -> None:
+        """Forget the recovery under way: the others made it without this host, which stood by meanwhile."""
+        with self._lock:
+            self._recovery = None
+
+    def close(self) -> None:
+        """Report a recovery that never came to its first step (for example because no step was left to do)."""
+        with self._lock:
+            if self._recovery is not None:
+                self._report(self._recovery, complete=False)
+                self._recovery = None
+
+    def _report(self, recovery: _Recovery, *, complete: bool) -> None:
+        durations, previous_s = {}, recovery.start_s
+        for phase in PHASES:
+            if phase in recovery.ends_s:
+                durations[f"{phase}_s"] = round(recovery.ends_s[phase] - previous_s, 4)
+                previous_s = recovery.ends_s[phase]
+        steps_lost = None if recovery.restored_step is None else max(0, recovery.last_step - recovery.restored_step)
+        event = {
+            "event": "recovery",
+            "unix_s": round(time.time(), 3),
+            "run_id": self._run_id,
+            "host": self._host,
+            "generation": recovery.generation,
+            "kind": recovery.kind,
+            "cause": recovery.cause,
+            "complete": complete,
+            "restored_step": recovery.restored_step,
+            "sources": sorted(recovery.sources),
+            "steps_lost": steps_lost,
+            **durations,
+            "total_s": round(previous_s - recovery.start_s, 4),
+        }
+        if self._events_path is not None:
+            _append(self._events_path, event)
+        if self._publish is not None:
+            self._publish(event)
+        log.warning("%s", _line(event))
+
+
+def _append(path: Path, event: dict[str, Any]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, json.dumps(event).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+_WHERE = {"local": "local memory", "peer": "peer memory", "persisted": "the persistent tier", "imported": "an import"}
+
+
+def _line(event: dict[str, Any]) -> str:
+    phases = " + ".join(
+        f"{phase.replace('_', ' ')} {event[f'{phase}_s']:.2f}" for phase in PHASES if f"{phase}_s" in event
+    )
+    if not event["complete"]:
+        return f"recovery interrupted after {event['total_s']:.2f} s ({event['cause']}): {phases}"
+    where = f"step {event['restored_step']} from {' and '.join(_WHERE.get(name, name) for name in event['sources'])}"
+    if event["restored_step"] is None:
+        where = "from the beginning"
+    elif not event["restored_step"]:
+        where = "step 0 (nothing was committed yet)"
+    lost = "" if event["steps_lost"] is None else f", {event['steps_lost']} step(s) lost"
+    return f"recovered in {event['total_s']:.2f} s ({event['cause']}): {where}{lost}; {phases}"

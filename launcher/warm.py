@@ -1,0 +1,324 @@
+"""Workers start warm: forked from a `zygote` that has torch imported, when that equals a cold start in all but time.
+
+The agent starts workers through `torch.distributed.elastic.multiprocessing.api.get_subprocess_handler`; `warm_workers`
+replaces it while a run lasts. A command or an environment that a fork could not imitate exactly starts cold, and the
+log says why. Warm or cold, a worker is a child of the launcher and is killed with it.
+"""
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.elastic.multiprocessing import api as torch_multiprocessing
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+    get_subprocess_handler,
+)
+
+from . import zygote
+from .prctl import adopting_orphans, death_with_parent
+from .rebind import rebound
+
+log = logging.getLogger(__name__)
+
+_PREPARE_AFTER_S = 1.0
+_START_TIMEOUT_S = 60.0
+_FORK_TIMEOUT_S = 20.0
+_MAX_PACKET_BYTES = 1 << 16
+
+_PER_WORKER = re.compile(
+    r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES"
+    r"|(TORCHELASTIC|RESILIENT)_.*"
+)
+"""Variables that the agent sets for each worker and that nothing reads while torch is imported."""
+
+_LOAD_TIME = re.compile(
+    rb"""["'](LD|MALLOC|G?OMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR|PYTORCH|TORCH(?!ELASTIC|_NCCL)[A-Z]*)_[A-Z_]+["']"""
+)
+"""Names, quoted in a script, of variables that only have an effect when set before torch is imported."""
+
+
+class ColdStart(Exception):
+    """This worker cannot be forked from a zygote; the message says why."""
+
+
+@contextmanager
+def warm_workers(*, enabled: bool = True) -> Iterator["WorkerStarter"]:
+    """Let torch's agent restart workers warm, and bind them to this process's life, while the block runs.
+
+    The first workers start cold, as soon as under torchrun; the zygote for the next ones is prepared meanwhile. Whoever
+    waits for its first workers can have it prepared earlier with the `expect` of what is yielded.
+
+    Enter it on the thread that runs the agent: that thread's end kills the workers.
+
+    Args:
+        enabled: False starts every worker cold, still bound to this process.
+    """
+    starter = WorkerStarter(warm=enabled, prepare_after_s=_PREPARE_AFTER_S)
+    handler = partial(_Handler, starter)
+    with rebound(torch_multiprocessing, "get_subprocess_handler", get_subprocess_handler, handler):
+        try:
+            yield starter
+        finally:
+            starter.close()
+
+
+class _Handler(SubprocessHandler):
+    """torch's handle of one worker, with our way to start it."""
+
+    def __init__(self, starter: "WorkerStarter", **kwargs: Any) -> None:
+        self._starter = starter
+        super().__init__(**kwargs)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        return self._starter.start(args, env, self._stdout, self._stderr)
+
+
+class WarmProcess(subprocess.Popen[bytes]):
+    """`Popen` of a child that a zygote made: it differs from any other in nothing but its creation."""
+
+    def __init__(self, args: Sequence[str], pid: int) -> None:
+        self._warm_pid = pid
+        super().__init__(args)
+
+    def _execute_child(self, *_: object) -> None:
+        self.pid = self._warm_pid
+        self._child_created = True
+
+
+class WorkerStarter:
+    """Decides between warm and cold for each worker of a run, and owns the run's zygote.
+
+    Args:
+        warm: False starts every worker cold.
+        prepare_after_s: How long after the first start a zygote is prepared in the background, until which workers
+            start cold; None makes it at the first start, which waits for it.
+    """
+
+    def __init__(self, *, warm: bool, prepare_after_s: float | None = None) -> None:
+        self._refusal = None if warm else "warm start is switched off"
+        self._prepare_after_s = prepare_after_s
+        self._preparing: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._zygote: Zygote | None = None
+        self._bind = death_with_parent(os.getpid())
+
+    def start(
+        self, args: Sequence[str], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None
+    ) -> "subprocess.Popen[bytes]":
+        """Return the running worker, leader of its own session."""
+        try:
+            streams = [0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
+            pid = self._zygote_for(args, env).fork(env, streams)
+        except ColdStart as reason:
+            log.info("cold start of %s: %s", args[0], reason)
+            return subprocess.Popen(
+                args, env=env, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=self._bind
+            )
+        return WarmProcess(args, pid)
+
+    def expect(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        """Prepare for workers that will be started with `args` and, but for what differs by worker, `env`."""
+        if self._refusal is None and self._prepare_after_s is not None and self._preparing is None:
+            self._preparing = threading.Thread(target=self._prepare, args=(args, env), name="zygote", daemon=True)
+            self._preparing.start()
+
+    def close(self) -> None:
+        """End the zygote; its workers go on."""
+        self._closing.set()
+        if self._zygote is not None:
+            self._zygote.kill()
+        if self._preparing is not None:
+            self._preparing.join()
+        self._discard()
+
+    def _discard(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
+    def _zygote_for(self, args: Sequence[str], env: Mapping[str, str]) -> "Zygote":
+        if self._refusal is not None:
+            raise ColdStart(self._refusal)
+        self.expect(args, env)
+        with self._lock:
+            if self._zygote is not None and not self._zygote.alive():
+                log.warning("the zygote (pid %d) died; starting another", self._zygote.pid)
+                self._discard()
+            elif self._zygote is None and self._preparing is not None:
+                raise ColdStart("the zygote is not prepared yet")
+            if self._zygote is None:
+                self._make_zygote(args, env)
+            assert self._zygote is not None
+            self._zygote.check(args, env)
+            return self._zygote
+
+    def _prepare(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        if not self._closing.wait(self._prepare_after_s):
+            with self._lock:
+                try:
+                    self._make_zygote(args, env)
+                except ColdStart as reason:
+                    log.info("workers will restart cold: %s", reason)
+        # The kernel would kill the zygote with the thread that started it.
+        self._closing.wait()
+
+    def _make_zygote(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        try:
+            _check_command(args)
+            self._zygote = Zygote(args, env, self._bind)
+            self._zygote.wait_ready()
+            log.info("the zygote is ready (pid %d)", self._zygote.pid)
+        except ColdStart as reason:
+            # What this run's command is refused for once, it would be refused for at every start.
+            self._refusal = str(reason)
+            self._discard()
+            raise
+
+
+class Zygote:
+    """The launcher's side of one zygote process (see `zygote.py`).
+
+    Args:
+        args: Command line of a worker; the zygote can start workers with exactly this one.
+        env: Environment of a worker; the others may differ in what torch's agent sets for each worker.
+        bind: Called in the new process, to bind it to this one's life.
+
+    Raises:
+        ColdStart: An interpreter started with `env` would not reach the zygote's code.
+    """
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], bind: Any) -> None:
+        self._args = tuple(args)
+        self._env = dict(env)
+        self._cwd = os.getcwd()
+        self._hook_dir = tempfile.TemporaryDirectory(prefix="resilient-run-zygote-")
+        hook = Path(self._hook_dir.name, "sitecustomize.py")
+        hook.symlink_to(zygote.__file__)
+        path = [self._hook_dir.name, *filter(None, [env.get("PYTHONPATH")])]
+        hooked = {**env, "PYTHONPATH": os.pathsep.join(path)}
+        # Were the hook not reached, the zygote would run the training script: ask a harmless interpreter first.
+        probe = subprocess.run([sys.executable, "-u", "-c", ""], env={**hooked, zygote.PROBE: "1"}, check=False)
+        if probe.returncode != zygote.PROBE_EXIT_CODE:
+            self._hook_dir.cleanup()
+            raise ColdStart("another sitecustomize comes before the zygote's")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                self._args,
+                env={**hooked, zygote.CONTROL_FD: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                preexec_fn=bind,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the zygote."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Tell whether the zygote process runs."""
+        return self._process.poll() is None
+
+    def wait_ready(self) -> None:
+        """Block until torch is imported.
+
+        Raises:
+            ColdStart: The zygote refuses this command, failed, or took longer than 60 s.
+        """
+        try:
+            _receive(self._control, _START_TIMEOUT_S)
+        except OSError as error:
+            raise ColdStart(f"torch is not imported after {_START_TIMEOUT_S:.0f} s: {error}") from error
+        self._hook_dir.cleanup()
+
+    def check(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        """Raise `ColdStart` when a fork would not be what `args` in `env` starts here and now."""
+        if tuple(args) != self._args:
+            raise ColdStart("the command line differs from the one that the zygote was started with")
+        if os.getcwd() != self._cwd:
+            raise ColdStart(f"the working directory was {self._cwd} when the zygote was started")
+        for name in sorted(env.keys() | self._env.keys()):
+            if env.get(name) != self._env.get(name) and not _PER_WORKER.fullmatch(name):
+                raise ColdStart(f"environment variable {name} has changed since the zygote was started")
+
+    def fork(self, env: Mapping[str, str], streams: Sequence[int]) -> int:
+        """Return the pid of a new child of this process that runs the command, with `streams` as descriptors 0 to 2.
+
+        Raises:
+            ColdStart: The zygote died, or could not fork.
+        """
+        request = {
+            "set": {name: value for name, value in env.items() if self._env.get(name) != value},
+            "unset": sorted(self._env.keys() - env.keys()),
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            try:
+                with adopting_orphans():
+                    socket.send_fds(self._control, [json.dumps(request).encode()], [*streams, theirs.fileno()])
+                    theirs.close()
+                    pid = int(_receive(ours, _FORK_TIMEOUT_S)["pid"])
+                ours.send(b"!")
+            except OSError as error:
+                self._process.kill()
+                raise ColdStart(f"cannot reach the zygote, or adopt its fork: {error}") from error
+        return pid
+
+    def kill(self) -> None:
+        """Kill the zygote, which also ends a wait for it."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill the zygote and forget it."""
+        self.kill()
+        self._process.wait()
+        self._control.close()
+        self._hook_dir.cleanup()
+
+
+def _receive(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """Return what a zygote, or its fork, says next; raise `ColdStart` when that is no, `OSError` when it is late."""
+    sock.settimeout(timeout_s)
+    packet = sock.recv(_MAX_PACKET_BYTES)
+    if not packet:
+        raise ColdStart("the zygote, or its fork, failed")
+    answer: dict[str, Any] = json.loads(packet)
+    if "refused" in answer:
+        raise ColdStart(answer["refused"])
+    return answer
+
+
+def _check_command(args: Sequence[str]) -> None:
+    """Raise `ColdStart` unless `args` is ``python -u [-m] program …`` whose program may find torch imported already."""
+    if args[0] != sys.executable:
+        raise ColdStart(f"the workers' program is not {sys.executable}")
+    match args[1:4]:
+        case ["-u", "-m", module, *_]:
+            path = Path(*module.split("."))
+            sources = [path.with_suffix(".py"), path / "__main__.py"]
+        case ["-u", script, *_] if not script.startswith("-"):
+            sources = [Path(script), Path(script, "__main__.py")]
+        case _:
+            raise ColdStart("the interpreter has options other than -u and -m")
+    for source in sources:
+        if source.is_file() and (name := _LOAD_TIME.search(source.read_bytes())):
+            raise ColdStart(f"{source} names {name[0].decode()}, which takes effect before torch is imported")
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError as error:
+            raise ColdStart(f"standard stream {descriptor} is closed") from error
