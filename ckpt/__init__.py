@@ -1,0 +1,1 @@
+"""Checkpoints: slot format, placement, wire format (torch-free) and the trainer-side `Checkpointer`."""

@@ -1,0 +1,387 @@
+"""Captures behind training: one thread that copies each step's state into a slot, as soon as a slot is free.
+
+Training waits for one thing only: for a copy under way, before the optimizer changes what is being read. A capture that
+has not begun by then, because the watermark lags or the daemon is away, is skipped and counted.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final, Literal
+
+import torch
+
+from .copying import CapturePlan, Copier, CudaEvents, Staged
+from .env import TrainerEnv
+from .errors import CheckpointError, DaemonError
+from .link import Link
+from .manifest import Node, encode
+from .slot import plan_layout
+from .slots import MappedSlot, SlotPair, Version
+from .state import TrainingState
+from .stats import CaptureStats
+
+_ALLOCATE_S: Final = 300.0
+_GIVE_UP_S: Final = 30.0
+_log = logging.getLogger(__name__)
+
+
+class _Phase(IntEnum):
+    PENDING = 0  # waits for a slot; training may cancel it
+    COPYING = 1  # reads live tensors; training must not change them
+    RELEASED = 2  # live tensors may change, behind the job's events
+    COPIED = 3  # the staging memory may be reused
+    COMPLETE = 4
+    SKIPPED = 5
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Job:
+    step: int
+    node: Node
+    plan: CapturePlan
+    staged: Staged
+    phase: _Phase = _Phase.PENDING
+    target: MappedSlot | None = None
+    events: CudaEvents = field(default_factory=list)
+
+
+class Capturer:
+    """Captures the states that are submitted to it; made for one generation of one rank.
+
+    Attributes:
+        stats: What it cost; written by the training thread and the capture thread, read by anybody.
+    """
+
+    def __init__(self, env: TrainerEnv, *, topology: int) -> None:
+        """Prepare; `start` begins."""
+        self.stats = CaptureStats()
+        self._env = env
+        self._topology = topology
+        self._slots = SlotPair(env)
+        self._copier = Copier()
+        self._changed = threading.Condition()
+        self._watermark: Version | None = None
+        self._job: _Job | None = None
+        self._idle = False
+        self._closing = False
+        self._preferred_offset = 0
+        self._kept: _Job | None = None  # the last one for which a capture was asked to be given up
+        self._stale = True  # the slots must be asked for, again after each attachment
+        self._refused: CapturePlan | None = None
+        self._failure: CheckpointError | None = None
+        self._plan: CapturePlan | None = None
+        self._volatile: set[str] = set()
+        self._on_complete: Callable[[str, Version], None] = lambda path, version: None
+        self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
+
+    @property
+    def watermark(self) -> Version | None:
+        """The newest committed generation and step that this rank heard of."""
+        return self._watermark
+
+    def meets(self, step: int) -> bool:
+        """Tell whether `step` is one that ranks which had to give a capture up have agreed to capture."""
+        with self._changed:
+            return self._slots.meets(step, self._watermark)
+
+    def on_attached(self, watermark: Version | None) -> None:
+        """Take the news of an attachment: slots may be other files now, and may have room again."""
+        with self._changed:
+            self._stale = True
+            self._refused = None
+            if watermark is not None:
+                self._watermark = max(watermark, self._watermark or watermark)
+            self._changed.notify_all()
+
+    def on_watermark(self, generation: int, step: int) -> None:
+        """Take the news of a commit; the watermark never goes back."""
+        with self._changed:
+            self._watermark = max((generation, step), self._watermark or (0, 0))
+            self._changed.notify_all()
+
+    def prefer(self, payload_offset: int) -> None:
+        """Ask for slots with this payload offset if it leaves room enough: the daemon has one that it can keep."""
+        self._preferred_offset = payload_offset
+
+    def start(self, link: Link, on_complete: Callable[[str, Version], None] | None = None) -> None:
+        """Begin to capture, with slots from the daemon behind `link`.
+
+        Args:
+            link: To the daemon.
+            on_complete: Called in the capture thread with the path and version of each complete capture.
+        """
+        self._link = link
+        self._on_complete = on_complete or self._on_complete
+        self._thread.start()
+
+    def submit(self, step: int, state: TrainingState) -> None:
+        """Begin the capture of `state` after `step` steps; what only an optimizer changes is copied later.
+
+        Raises:
+            StateError: The state holds something that cannot be captured.
+            CheckpointError: The daemon refused the memory for the first capture.
+        """
+        self.release()
+        self._raise_failure()
+        flat = state.flatten()
+        if self._plan is None or not self._plan.matches(flat):
+            self._plan = CapturePlan(flat, state.owned_storages(), self._volatile)
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
+        job = _Job(step=step, node=flat.node, plan=self._plan, staged=self._plan.stage(flat))
+        with self._changed:
+            self._job = job
+            if self._idle and not self._must_allocate(job):
+                # Claimed at once, so that a training step shorter than a thread switch is captured all the same.
+                self._claim(job)
+            self._changed.notify_all()
+            if not self._slots.slots:
+                # Every rank waits once for its memory, so that all of them begin with the capture of the same step.
+                self._changed.wait_for(
+                    lambda: job.phase is not _Phase.PENDING or job.plan is self._refused, _ALLOCATE_S
+                )
+        self._raise_failure()
+
+    def release(self) -> None:
+        """Return when live tensors may be changed: wait for a copy under way, give up one that has not begun."""
+        with self._changed:
+            job = self._job
+            if job is None:
+                return
+            if job.phase is _Phase.PENDING:
+                self._skip(job)
+            self._changed.wait_for(lambda: job.phase >= _Phase.RELEASED)
+        for device, event in job.events:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the newest submitted step is captured, waiting up to `timeout_s` for it.
+
+        Raises:
+            CheckpointError: The daemon refused the memory for the first capture.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._job is None or self._job.phase >= _Phase.COMPLETE, timeout_s
+            )
+            captured = self._job is not None and self._job.phase is _Phase.COMPLETE
+        self._raise_failure()
+        return captured
+
+    def wait_decided(self, timeout_s: float) -> bool:
+        """Return whether the newest submitted step is committed, or was not captured, within `timeout_s`."""
+        with self._changed:
+            job = self._job
+            return job is None or self._changed.wait_for(
+                lambda: (
+                    job.phase is _Phase.SKIPPED
+                    or (self._watermark is not None and self._watermark >= (self._env.generation, job.step))
+                ),
+                timeout_s,
+            )
+
+    def close(self) -> None:
+        """Let a copy under way end, and give up a waiting one; then close the link and unmap the slots."""
+        with self._changed:
+            self._closing = True
+            job = self._job
+            if job is not None:
+                if job.phase is _Phase.PENDING:
+                    self._skip(job)
+                self._changed.wait_for(lambda: job.phase >= _Phase.COMPLETE)
+            self._changed.notify_all()
+        self._link.close()
+        self._thread.join()
+        self._slots.close()
+
+    def _raise_failure(self) -> None:
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (action := self._next_action()) is None:
+                    self._idle = True
+                    self._changed.wait()
+                    self._idle = False
+                job = self._job
+            if action == "stop" or job is None:
+                return
+            try:
+                with _device(job.plan):
+                    if action == "allocate":
+                        self._allocate(job)
+                    elif action == "give up":
+                        self._give_up(job)
+                    else:
+                        self._capture(job)
+            except Exception:  # noqa: BLE001 - the boundary of this thread: training goes on without the capture
+                _log.exception("the capture of step %d failed", job.step)
+                with self._changed:
+                    self._refused = job.plan if action == "allocate" else self._refused
+                    self._skip(job)
+
+    def _next_action(self) -> Literal["stop", "allocate", "give up", "copy"] | None:
+        job = self._job
+        if job is None:
+            return "stop" if self._closing else None
+        if job.phase is _Phase.PENDING and not self._must_allocate(job):
+            self._claim(job)
+        if job.phase is _Phase.COPYING:
+            return "copy"
+        if self._closing:
+            return "stop"
+        # Slots in use are asked for again at once, so that the daemon hears what they hold; the first ones on demand.
+        wanted = job.phase is _Phase.PENDING or self._slots.slots
+        if wanted and self._must_allocate(job):
+            return "allocate"
+        if job.phase is _Phase.PENDING and self._slots.to_give_up(job.step, self._watermark) and job is not self._kept:
+            return "give up"
+        return None
+
+    def _must_allocate(self, job: _Job) -> bool:
+        fits = self._slots.fits(0, job.plan.layout.payload_bytes)
+        return job.plan is not self._refused and (self._stale or not fits)
+
+    def _claim(self, job: _Job) -> None:
+        if self._slots.fits(0, job.plan.layout.payload_bytes):
+            job.target = self._slots.free(job.step, self._watermark)
+        if job.target is not None:
+            job.phase = _Phase.COPYING
+
+    def _skip(self, job: _Job) -> None:
+        if job.phase < _Phase.COMPLETE:
+            job.phase = _Phase.SKIPPED
+            self.stats.skipped += 1
+        self._changed.notify_all()
+
+    def _allocate(self, job: _Job) -> None:
+        manifest_bytes = len(encode(job.plan.tensors, job.node))
+        payload_bytes = job.plan.layout.payload_bytes
+        if self._slots.fits(manifest_bytes, payload_bytes):
+            first = self._slots.slots[0].slot
+            payload_offset, capacity_bytes = first.payload_offset, first.capacity_bytes
+        else:
+            payload_offset, capacity_bytes = plan_layout(
+                manifest_bytes, payload_bytes, preferred_offset=self._preferred_offset
+            )
+        with self._changed:
+            self._stale = False
+        try:
+            answer = self._link.request(
+                "allocate", timeout_s=_ALLOCATE_S, capacity_bytes=capacity_bytes, payload_offset=payload_offset
+            )
+            slots = self._slots.map(answer["paths"], pin=bool(job.plan.devices))
+        except (CheckpointError, OSError) as error:
+            self._refuse(job, error)
+            return
+        with self._changed:
+            self._slots.use(slots)
+        for mapped in slots:
+            if mapped.held is not None and mapped.held[0] == self._env.generation:
+                # The daemon may have missed it while it was away.
+                self._announce(mapped)
+
+    def _give_up(self, job: _Job) -> None:
+        mapped = self._slots.to_give_up(job.step, self._watermark)
+        if mapped is None or mapped.held is None:
+            return
+        generation, step = mapped.held
+        self._kept = job
+        try:
+            answer = self._link.request(
+                "give_up", timeout_s=_GIVE_UP_S, path=str(mapped.slot.path), generation=generation, step=step
+            )
+        except CheckpointError as error:
+            _log.info("the capture of step %d is kept: %s", step, error)
+            return
+        if answer["given_up"]:
+            with self._changed:
+                self._slots.given_up(mapped)
+
+    def _refuse(self, job: _Job, error: CheckpointError | OSError) -> None:
+        with self._changed:
+            self._refused = job.plan
+            if not self._slots.slots:
+                self._failure = error if isinstance(error, CheckpointError) else DaemonError(str(error))
+            self._changed.notify_all()
+            if self._closing:
+                return
+        _log.error("no slots of the size that captures need now (%s); captures are skipped", error)
+
+    def _capture(self, job: _Job) -> None:
+        target, plan = job.target, job.plan
+        assert target is not None
+        started_s = time.monotonic()
+        manifest = encode(plan.tensors, job.node)
+        if not self._slots.fits(len(manifest), plan.layout.payload_bytes):
+            with self._changed:
+                self._stale = True
+                self._skip(job)
+            return
+        target.held = None
+        target.slot.begin()
+        checksums = self._copier.copy(
+            plan,
+            job.staged,
+            target,
+            on_released=lambda events: self._advance(job, _Phase.RELEASED, events),
+            on_copied=lambda: self._advance(job, _Phase.COPIED, job.events),
+        )
+        torn = plan.changed(job.staged)
+        if torn:
+            self._discard(job, torn)
+            return
+        target.slot.publish(
+            run_id=self._env.run_id,
+            topology=self._topology,
+            rank=self._env.rank,
+            world_size=self._env.world_size,
+            generation=self._env.generation,
+            step=job.step,
+            payload_bytes=plan.layout.payload_bytes,
+            manifest=manifest,
+            checksums=checksums,
+        )
+        target.held = (self._env.generation, job.step)
+        self._announce(target)
+        self.stats.captures += 1
+        self.stats.bytes += plan.layout.payload_bytes
+        self.stats.capture_s += time.monotonic() - started_s
+        self._advance(job, _Phase.COMPLETE, job.events)
+
+    def _discard(self, job: _Job, torn: list[str]) -> None:
+        _log.warning(
+            "step %d was not captured: %s changed between step() and the optimizer's next step; "
+            "from now on it is copied inside step()",
+            job.step,
+            ", ".join(torn[:5]),
+        )
+        with self._changed:
+            self._volatile.update(torn)
+            self._plan = None
+            self._skip(job)
+
+    def _announce(self, mapped: MappedSlot) -> None:
+        assert mapped.held is not None
+        generation, step = mapped.held
+        self._link.notify("complete", path=str(mapped.slot.path), generation=generation, step=step)
+        self._on_complete(str(mapped.slot.path), mapped.held)
+
+    def _advance(self, job: _Job, phase: _Phase, events: CudaEvents) -> None:
+        with self._changed:
+            job.phase, job.events = phase, events
+            self._changed.notify_all()
+
+
+def _device(plan: CapturePlan) -> contextlib.AbstractContextManager[object]:
+    # A new thread would otherwise make a CUDA context on the first device of the host.
+    return torch.cuda.device(plan.devices[0]) if plan.devices else contextlib.nullcontext()

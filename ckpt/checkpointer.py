@@ -1,0 +1,315 @@
+"""The trainer's side of resilient-run, in three calls: `Checkpointer(…)`, `restore()`, and `step()` after each step."""
+
+import atexit
+import os
+import time
+import warnings
+from typing import Any, Final, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .capture import Capturer
+from .edge import EdgeConfig
+from .env import TrainerEnv
+from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
+from .exchange import Exchange, ExchangeStats
+from .gate import Gate
+from .import_manifest import IMPORT_GENERATION
+from .injected import Injected
+from .link import Link
+from .manifest import parse
+from .pace import Pace
+from .slot import Slot, SlotHeader
+from .slots import Version
+from .state import TrainingState
+from .stats import CaptureStats
+from .wire import Message
+
+_ATTACH_S: Final = 120.0
+_RESTORE_S: Final = 1800.0
+
+
+class Checkpointer:
+    """Keeps the training state of this rank in the memory of its hosts, after every step, behind training.
+
+    Example:
+        ```
+        with Checkpointer(model=model, optimizer=optimizer, epoch=0) as ckpt:
+            for n in range(ckpt.restore(), steps):
+                train_one_step()
+                ckpt.step(n + 1)
+        ```
+
+    Between `step()` and the next step of a registered optimizer its parameters must only be read; everything else may
+    change at any time. Without a daemon (plain `python` or `torchrun`) nothing is kept, and a warning says so.
+
+    Attributes:
+        values: The plain values that were registered: part of every capture, updated by `restore()`.
+    """
+
+    def __init__(self, *, rng: bool = True, **objects: Any) -> None:
+        """Attach to the daemon of this host.
+
+        Args:
+            rng: Whether the random number generators of Python, numpy and torch are part of the state.
+            objects: By name, objects with `state_dict` and `load_state_dict`, and plain values (numbers, strings,
+                tensors, arrays, and containers of them).
+
+        Raises:
+            StateError: The state holds something that cannot be captured.
+            MemoryBudgetError: Two captures of this state do not fit in the memory budget of the host.
+            DaemonError: The daemon refused, or this is not the first generation and there is no daemon.
+        """
+        self._state = TrainingState(objects, rng=rng)
+        self._step = 0
+        self._plan: Version | None = None
+        self._restored = False
+        self._pid = os.getpid()
+        self._env = TrainerEnv.from_environ(os.environ)
+        self._link: Link | None = None
+        self._capturer: Capturer | None = None
+        self._exchange: Exchange | None = None
+        self._pace: Pace | None = None
+        self._topology = 0
+        self._injected = Injected()
+        if self._env is None:
+            warnings.warn(
+                "no checkpoints are kept: this process was not started by resilient-run. "
+                "Start it with `resilient-run` in place of `torchrun` or `python`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            self._attach(self._env)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The plain values, by name; assign items to change them."""
+        return self._state.values
+
+    @property
+    def stats(self) -> CaptureStats:
+        """What captures cost so far."""
+        return CaptureStats() if self._capturer is None else self._capturer.stats
+
+    @property
+    def exchange_stats(self) -> ExchangeStats:
+        """What this trainer moved for replication so far; nothing while daemons do it."""
+        return ExchangeStats() if self._exchange is None else self._exchange.stats
+
+    @property
+    def every(self) -> int:
+        """Of how many steps one is captured: 1, unless the network is not idle long enough for that."""
+        return 1 if self._pace is None else self._pace.every
+
+    @property
+    def watermark(self) -> Version | None:
+        """The newest committed generation and step, or None."""
+        return None if self._capturer is None else self._capturer.watermark
+
+    def restore(self) -> int:
+        """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
+
+        Raises:
+            StateError: The registered objects do not fit (nothing was loaded), or steps were made already.
+            TopologyError: It was made by another world size or device mesh; nothing was loaded.
+            RestoreError: No verified copy of it is left.
+            SlotError: It is an import, and damaged.
+        """
+        if self._step:
+            raise StateError(f"restore() after step({self._step}): call it once, before the first step")
+        if self._link is None or self._capturer is None or self._plan is None:
+            return 0
+        started_s = time.monotonic()
+        try:
+            if self._plan[0] == IMPORT_GENERATION:
+                self._load_import(self._link.request("restore", timeout_s=_RESTORE_S)["path"])
+            else:
+                self._load_slot(self._link.request("restore", timeout_s=_RESTORE_S)["path"], self._capturer)
+        except CheckpointError as error:
+            if isinstance(error, StateError | TopologyError) or self._plan[0] == IMPORT_GENERATION:
+                # No restart cures this one: the launcher shall not try.
+                self._link.notify("refused", message=str(error))
+            raise
+        self._restored = True
+        self._step = self._plan[1]
+        self._link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
+        return self._step
+
+    def step(self, n: int | None = None) -> None:
+        """Say that `n` steps are completed (default: one more than before), and begin to capture the state.
+
+        Raises:
+            ValueError: `n` is not greater than before.
+            StateError: There is a checkpoint and `restore()` was not called, or the state cannot be captured.
+            MemoryBudgetError: The first capture does not fit in the memory budget of the host.
+            InjectedFault: `resilient-inject` ordered it.
+        """
+        self._injected.strike()
+        started_s = time.monotonic()
+        n = self._step + 1 if n is None else n
+        if n <= self._step:
+            raise ValueError(f"step({n}) after step({self._step}): completed steps must increase")
+        if self._plan is not None and not self._restored:
+            raise StateError(f"step({n}) before restore(): this run continues from step {self._plan[1]}")
+        self._step = n
+        if self._link is None or self._capturer is None or self._pace is None or os.getpid() != self._pid:
+            return
+        self._pace.enter()
+        self._link.notify("progress", step=n)
+        if self._pace.captures(n):
+            self._capturer.submit(n, self._state)
+        self._pace.leave(n)
+        if self._exchange is not None:
+            self._exchange.begins(n)
+        self._capturer.stats.stall_s += time.monotonic() - started_s
+
+    def wait(self, timeout_s: float = 60.0) -> bool:
+        """Return whether the last step is captured on this host, waiting up to `timeout_s` for it.
+
+        Raises:
+            MemoryBudgetError: The first capture does not fit in the memory budget of the host.
+        """
+        if self._capturer is None or os.getpid() != self._pid:
+            return False
+        return self._capturer.wait(timeout_s)
+
+    def close(self) -> None:
+        """Let a capture under way end, and detach; also done at the end of the process. A second call does nothing."""
+        if self._capturer is None or os.getpid() != self._pid:
+            return
+        self._hook.remove()
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._pace is not None:
+            self._pace.close()
+        self._capturer.close()
+        atexit.unregister(self.close)
+        self._link = None
+
+    def __enter__(self) -> Self:
+        """Return this object."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
+
+    def _attach(self, env: TrainerEnv) -> None:
+        self._topology = self._state.topology(env.world_size)
+        capturer = Capturer(env, topology=self._topology)
+        link = Link(
+            env,
+            topology=self._topology,
+            estimate_bytes=self._state.estimate_bytes(),
+            on_attached=lambda answer: self._on_attached(link, capturer, answer),
+            on_watermark=capturer.on_watermark,
+            on_fault=self._injected.order,
+            on_message=self._on_message,
+        )
+        try:
+            answer = link.open(_ATTACH_S)
+        except OSError as error:
+            if env.generation > 1:
+                # Other ranks may restore; starting from scratch beside them would be silently wrong.
+                raise DaemonError(f"no daemon at {env.socket} ({error}): is resilientd running?") from error
+            warnings.warn(
+                f"no checkpoints are kept: no daemon at {env.socket} ({error}). "
+                "Start resilientd, or let resilient-run start one",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+        self._plan = _version(answer.get("restore"))
+        self._link = link
+        self._capturer = capturer
+        self._exchange = self._begin_exchange(env, link, answer)
+        capturer.start(link, on_complete=None if self._exchange is None else self._exchange.offer)
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        atexit.register(self.close)
+
+    def _begin_exchange(self, env: TrainerEnv, link: Link, answer: Message) -> Exchange | None:
+        routes, settings = answer.get("routes"), answer.get("replication")
+        if not routes or not settings:
+            return None
+        config = EdgeConfig(
+            sub_buffers=1 if settings["scheme"] == "no-pipeline" else settings["sub_buffers"],
+            sub_buffer_bytes=settings["sub_buffer_bytes"],
+            device=self._state.device(),
+        )
+        assert self._pace is not None, "it is made at the attachment"
+        gate = Gate(settings, self._pace, measured=lambda rate: link.notify("link", bytes_per_s=rate))
+        exchange = Exchange(env, link, routes=routes, config=config, gate=gate)
+        exchange.start()
+        return exchange
+
+    def _on_attached(self, link: Link, capturer: Capturer, answer: Message) -> None:
+        capturer.on_attached(_newest(answer))
+        if self._pace is None:
+            self._pace = Pace(answer["replication"], link, capturer)
+        else:
+            self._pace.on_attached(answer["replication"])
+        if self._exchange is not None:
+            self._exchange.attached()
+
+    def _on_message(self, message: Message) -> None:
+        if self._pace is not None:
+            self._pace.on_message(message)
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._capturer is None or os.getpid() != self._pid:
+            return
+        if any(optimizer is mine for mine in self._state.optimizers):
+            started_s = time.monotonic()
+            self._capturer.release()
+            self._capturer.stats.stall_s += time.monotonic() - started_s
+
+    def _load_slot(self, path: str, capturer: Capturer) -> None:
+        slot = Slot.open(path, writable=True)
+        try:
+            self._load(slot)
+            capturer.prefer(slot.payload_offset)
+        finally:
+            slot.close()
+
+    def _load_import(self, url: str) -> None:
+        # Few runs begin with one, and those that do not shall not wait for this.
+        from .import_loader import load_import
+        from .imported import Imported
+
+        assert self._env is not None
+        assert self._plan is not None
+        imported = Imported(url, run_id=self._env.run_id, step=self._plan[1])
+        fresh = load_import(self._state, imported, rank=self._env.rank, world_size=self._env.world_size)
+        if fresh and self._env.rank == 0:
+            warnings.warn(fresh, RuntimeWarning, stacklevel=3)
+
+    def _load(self, slot: Slot) -> None:
+        header = slot.header()
+        self._check(header)
+        manifest = parse(slot.manifest(), header.payload_bytes)
+        whole = torch.frombuffer(slot.buffer, dtype=torch.uint8)
+        self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
+
+    def _check(self, header: SlotHeader) -> None:
+        assert self._env is not None
+        found = (header.run_id, header.rank, header.generation, header.step)
+        planned = (self._env.run_id, self._env.rank, *(self._plan or ()))
+        if found != planned:
+            raise RestoreError(f"the daemon gave the slot of {found}, planned is {planned}")
+        if header.topology != self._topology:
+            raise TopologyError(
+                f"the checkpoint of step {header.step} was made by {header.world_size} ranks with topology "
+                f"{header.topology:#x}, this run has {self._env.world_size} ranks with {self._topology:#x}: "
+                "start as many workers with the same mesh as before, or start a new run id"
+            )
+
+
+def _version(value: Message | None) -> Version | None:
+    return None if value is None else (value["generation"], value["step"])
+
+
+def _newest(answer: Message) -> Version | None:
+    known = [version for name in ("restore", "watermark") if (version := _version(answer.get(name)))]
+    return max(known, default=None)

@@ -1,0 +1,43 @@
+"""Errors of the checkpoint layer. Each message names the value at fault and what to do about it."""
+
+
+class CheckpointError(Exception):
+    """Base of every error that `resilient_run.ckpt` raises on purpose."""
+
+
+class WireError(CheckpointError):
+    """A peer sent bytes that are not a message of this protocol; the connection cannot be used further."""
+
+
+class SlotError(CheckpointError):
+    """A slot cannot be read: torn, corrupt, or not a slot of this format version."""
+
+
+class StateError(CheckpointError):
+    """State that cannot be captured or restored: an unsupported type, or changed names, shapes or dtypes."""
+
+
+class TopologyError(CheckpointError):
+    """A checkpoint was made by another topology (world size or device mesh) than the one that asks for it."""
+
+
+class MemoryBudgetError(CheckpointError):
+    """The slots that a job needs do not fit in the host's memory budget."""
+
+
+class RestoreError(CheckpointError):
+    """The planned step exists, but no verified copy of it can be had."""
+
+
+class InjectedFault(CheckpointError):
+    """Somebody let this step fail on purpose, with `resilient-inject`."""
+
+
+class DaemonError(CheckpointError):
+    """The daemon refused a request for a reason that has no error class of its own."""
+
+
+BY_NAME: dict[str, type[CheckpointError]] = {
+    cls.__name__: cls for cls in (SlotError, StateError, TopologyError, MemoryBudgetError, RestoreError, DaemonError)
+}
+"""Errors that travel over the trainer link by name and are raised again on the other side."""

@@ -1,0 +1,262 @@
+"""Which checkpoint bytes travel in which idle span of the training network (Gemini, Algorithm 6.2).
+
+As printed the algorithm has three slips, which are put right here: what remains of a span shrinks by the time of the
+chunk just placed, not by that of what is left to place; a size below one byte ends the span (else the loop does not
+end); and the startup time is paid once per chunk.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .idle import IdleProfile, Span
+
+SHORTEST_ITERATION_S: Final = 0.1
+"""In shorter iterations nothing is scheduled: a late checkpoint would cost more than the traffic does."""
+
+_BURST_S: Final = 0.005
+_SMALLEST_BURST_BYTES: Final = 64 << 10
+
+STALL: Final = 1.5
+STALL_S: Final = 0.5
+"""An iteration that lasts so many times and seconds longer than a typical one has stalled: nothing is saved for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferCost:
+    """What it takes to send a chunk: f(s) = alpha + s / B.
+
+    Attributes:
+        startup_s: alpha, paid once per chunk.
+        bytes_per_s: B.
+    """
+
+    startup_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: int) -> float:
+        """Return f(size)."""
+        return self.startup_s + size_bytes / self.bytes_per_s
+
+    def burst_bytes(self, limit_bytes: int) -> int:
+        """Return the largest chunk, up to `limit_bytes`, that hardly holds up a collective which comes early."""
+        return min(limit_bytes, max(_SMALLEST_BURST_BYTES, math.floor(_BURST_S * self.bytes_per_s)))
+
+    def chunk_bytes(self, remaining_s: float, *, buffer_bytes: int, remaining_bytes: int) -> int:
+        """Return the size of the next chunk in a span that has `remaining_s` left, 0 when none fits in it."""
+        if remaining_s < self.seconds(buffer_bytes):
+            buffer_bytes = math.floor(max(0.0, (remaining_s - self.startup_s) * self.bytes_per_s))
+        return min(buffer_bytes, remaining_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """One transfer.
+
+    Attributes:
+        span: Index of the idle span that it is sent in.
+        replica: Which copy it belongs to, from 0.
+        offset: Where in the checkpoint it begins.
+        size_bytes: How long it is.
+    """
+
+    span: int
+    replica: int
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How the replicas of one checkpoint are sent.
+
+    Attributes:
+        spans: The idle spans of `every` iterations in a row, as offsets from the start of the first.
+        chunks: What is sent in them, in order; the last span takes what the others have no room for.
+        every: A checkpoint is sent every so many iterations.
+        paced: Whether anything is gained by waiting for the spans; if not, everything is sent at once.
+        used_s: Seconds of idle network that the chunks take.
+        late_bytes: What did not fit in the spans, and prolongs the last one.
+    """
+
+    spans: tuple[Span, ...]
+    chunks: tuple[Chunk, ...]
+    every: int
+    paced: bool
+    used_s: float
+    late_bytes: int
+
+
+def partition(
+    spans: Sequence[Span],
+    *,
+    checkpoint_bytes: int,
+    copies: int,
+    buffer_bytes: int,
+    cost: TransferCost,
+    variance: float,
+    endless: bool = True,
+) -> list[Chunk]:
+    """Place the chunks of `copies` checkpoints in `spans` (Algorithm 6.2).
+
+    Args:
+        spans: The idle spans T, in order; at least one.
+        checkpoint_bytes: Size C of one checkpoint.
+        copies: Checkpoints to send, m - 1.
+        buffer_bytes: The largest chunk, R / p.
+        cost: The time f(s) of a chunk.
+        variance: mu: the part of each span that is used, because spans vary.
+        endless: Whether the last span is as long as it takes; if not, what does not fit is left out.
+    """
+    chunks: list[Chunk] = []
+    replica, offset = 0, 0
+    if not checkpoint_bytes or not copies:
+        return chunks
+    for index, span in enumerate(spans):
+        last = endless and index == len(spans) - 1
+        remaining_s = math.inf if last else variance * span.length_s
+        while size_bytes := cost.chunk_bytes(
+            remaining_s, buffer_bytes=buffer_bytes, remaining_bytes=checkpoint_bytes - offset
+        ):
+            chunks.append(Chunk(span=index, replica=replica, offset=offset, size_bytes=size_bytes))
+            remaining_s -= cost.seconds(size_bytes)
+            offset += size_bytes
+            if offset == checkpoint_bytes:
+                replica, offset = replica + 1, 0
+                if replica == copies:
+                    return chunks
+    return chunks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What may leave now.
+
+    Attributes:
+        remaining_s: How long the network is ours yet, infinity for no limit, 0 for not now.
+        wait_s: When to ask again where that is not enough.
+        why: In words.
+    """
+
+    remaining_s: float
+    wait_s: float
+    why: str
+
+
+def window(profile: IdleProfile, *, offset_s: float, iterations: int, every: int, variance: float) -> Window:
+    """Return what a checkpoint may use of the network now.
+
+    Args:
+        profile: A typical iteration.
+        offset_s: Time since the present one began.
+        iterations: How many have begun since the one in which the checkpoint was made.
+        every: How many the checkpoint may take.
+        variance: mu, the part of each span that is used.
+    """
+    if iterations >= every:
+        return Window(remaining_s=math.inf, wait_s=0.0, why="late: its iterations are over")
+    stalled_s = STALL * profile.iteration_s + STALL_S
+    if offset_s >= stalled_s:
+        return Window(remaining_s=math.inf, wait_s=0.0, why="training stalls")
+    last = iterations == every - 1
+    for index, span in enumerate(profile.spans):
+        # The middle of the span: the collective before it may end late as well as the next one may begin early.
+        begin_s = span.start_s + (1 - variance) / 2 * span.length_s
+        if offset_s < begin_s:
+            return Window(remaining_s=0.0, wait_s=begin_s - offset_s, why=f"before span {index}")
+        if last and index == len(profile.spans) - 1:
+            return Window(remaining_s=math.inf, wait_s=0.0, why=f"in span {index}, the last")
+        end_s = begin_s + variance * span.length_s
+        if offset_s < end_s:
+            return Window(remaining_s=end_s - offset_s, wait_s=end_s - offset_s, why=f"in span {index}")
+    return Window(remaining_s=0.0, wait_s=stalled_s - offset_s, why="after the last span")
+
+
+def plan(
+    profile: IdleProfile,
+    *,
+    checkpoint_bytes: int,
+    copies: int,
+    buffer_bytes: int,
+    cost: TransferCost,
+    variance: float,
+    max_every: int,
+    ready_s: float = 0.0,
+) -> tuple[Schedule, str]:
+    """Decide how often a checkpoint is sent and when its chunks travel, and say why.
+
+    A checkpoint is sent in every iteration if its replicas fit in the idle spans of one; else over as many iterations
+    as they need, but at most `max_every`; what does not fit even there is sent in the last span and prolongs it.
+
+    Args:
+        profile: A typical iteration.
+        checkpoint_bytes: Size of one checkpoint.
+        copies: Checkpoints to send, m - 1.
+        buffer_bytes: The largest chunk.
+        cost: The time of a chunk.
+        variance: mu, the part of each span that is used.
+        max_every: How many iterations one checkpoint may take.
+        ready_s: When in its first iteration the checkpoint is there to be sent.
+    """
+    total_bytes = checkpoint_bytes * copies
+    short = profile.iteration_s < SHORTEST_ITERATION_S
+    if short or not total_bytes:
+        why = f"iterations of {profile.iteration_s:.3f} s are short" if short else "there is no peer to send to"
+        return Schedule(spans=(), chunks=(), every=1, paced=False, used_s=0.0, late_bytes=0), f"sent at once: {why}"
+    every, spans, fitting, placed_bytes = 1, _unrolled(profile, 1, ready_s), list[Chunk](), 0
+    for every in range(1, max_every + 1):
+        spans = _unrolled(profile, every, ready_s)
+        fitting = partition(
+            spans,
+            checkpoint_bytes=checkpoint_bytes,
+            copies=copies,
+            buffer_bytes=buffer_bytes,
+            cost=cost,
+            variance=variance,
+            endless=False,
+        )
+        placed_bytes = sum(chunk.size_bytes for chunk in fitting)
+        if placed_bytes == total_bytes:
+            break
+    chunks = partition(
+        spans,
+        checkpoint_bytes=checkpoint_bytes,
+        copies=copies,
+        buffer_bytes=buffer_bytes,
+        cost=cost,
+        variance=variance,
+    )
+    made = Schedule(
+        spans=spans,
+        chunks=tuple(chunks),
+        every=every,
+        paced=True,
+        used_s=sum(cost.seconds(chunk.size_bytes) for chunk in fitting),
+        late_bytes=total_bytes - placed_bytes,
+    )
+    return made, _reason(made, profile, total_bytes, cost)
+
+
+def _reason(made: Schedule, profile: IdleProfile, total_bytes: int, cost: TransferCost) -> str:
+    idle = (
+        f"{total_bytes} bytes at {cost.bytes_per_s / 1e6:.1f} MB/s; the network is idle for "
+        f"{profile.idle_s:.3f} of {profile.iteration_s:.3f} s"
+    )
+    if made.late_bytes:
+        return f"{idle}: too little even for {made.every} iterations, {made.late_bytes} bytes go into the last span"
+    if made.every > 1:
+        return f"{idle}: one checkpoint takes {made.every} iterations, so one of {made.every} steps is captured"
+    return f"{idle}, and {made.used_s:.3f} s of it are used"
+
+
+def _unrolled(profile: IdleProfile, every: int, ready_s: float) -> tuple[Span, ...]:
+    """Return the idle spans of `every` iterations after `ready_s`, at least an empty one at their end."""
+    spans = []
+    for iteration in range(every):
+        for span in profile.spans:
+            start_s = iteration * profile.iteration_s + span.start_s
+            lost_s = min(max(0.0, ready_s - start_s), span.length_s)
+            spans.append(Span(start_s=start_s + lost_s, length_s=span.length_s - lost_s))
+    # A network that is never idle still has an end of the iteration to send at.
+    return tuple(spans) or (Span(start_s=every * profile.iteration_s, length_s=0.0),)

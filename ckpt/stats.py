@@ -1,0 +1,22 @@
+"""What captures cost the training, for whoever looks at `Checkpointer.stats`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptureStats:
+    """What captures cost so far.
+
+    Attributes:
+        stall_s: Seconds that the training thread spent in `step()` and waiting before optimizer steps.
+        capture_s: Seconds that the capture thread spent copying and hashing.
+        captures: Complete captures.
+        skipped: Steps that were not captured.
+        bytes: Payload bytes of all complete captures.
+    """
+
+    stall_s: float = 0.0
+    capture_s: float = 0.0
+    captures: int = 0
+    skipped: int = 0
+    bytes: int = 0

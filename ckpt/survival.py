@@ -1,0 +1,101 @@
+"""How likely memory survives when k hosts are lost at once (Gemini, Section 6.4): counted, bounded, sampled."""
+
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from math import comb
+
+from .placement import Placement
+
+
+def survival(plan: Placement, failures: int) -> Fraction:
+    """Return the probability that every checkpoint is left when `failures` hosts are lost, all sets equally likely.
+
+    Exact for any N, m and k, by counting the losses that are harmless and not by trying each.
+
+    Raises:
+        ValueError: More hosts are lost than there are, or less than none.
+    """
+    hosts = _check(plan, failures)
+    groups = sum(len(group) == plan.replicas for group in plan.groups)
+    ring = hosts - groups * plan.replicas
+    harmless = sum(
+        _harmless_in_ring(ring, plan.replicas, lost) * _harmless_in_groups(groups, plan.replicas, failures - lost)
+        for lost in range(min(ring, failures) + 1)
+        if failures - lost <= groups * plan.replicas
+    )
+    return Fraction(harmless, comb(hosts, failures))
+
+
+def union_bound(plan: Placement, failures: int) -> Fraction:
+    """Return Corollary 6.1's lower bound of `survival`, for any placement: sets that lose two checkpoints count twice.
+
+    It is exact while fewer than 2m hosts of a group placement are lost.
+
+    Raises:
+        ValueError: More hosts are lost than there are, or less than none.
+    """
+    hosts = _check(plan, failures)
+    if failures < plan.replicas:
+        return Fraction(1)
+    fatal = len({frozenset(keepers) for keepers in plan.keepers()})
+    chance = Fraction(fatal * comb(hosts - plan.replicas, failures - plan.replicas), comb(hosts, failures))
+    return max(Fraction(0), 1 - chance)
+
+
+def sampled_survival(plan: Placement, failures: int, *, samples: int, rng: random.Random) -> float:
+    """Return the share of `samples` random losses of `failures` hosts that leave every checkpoint somewhere.
+
+    Raises:
+        ValueError: More hosts are lost than there are, or less than none.
+    """
+    hosts = range(_check(plan, failures))
+    keepers = plan.keepers()
+    survived = 0
+    for _ in range(samples):
+        lost = set(rng.sample(hosts, failures))
+        # A checkpoint whose own host lives is safe, so only those of lost hosts are looked at.
+        survived += not any(lost.issuperset(keepers[host]) for host in lost)
+    return survived / samples
+
+
+def fatal_domains(plan: Placement, labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the labels of the domains that take the last copy of a checkpoint with them when they are lost whole."""
+    inside = ({labels[host] for host in keepers} for keepers in plan.keepers())
+    return tuple(sorted({label for domains in inside if len(domains) == 1 for label in domains}))
+
+
+def _check(plan: Placement, failures: int) -> int:
+    """Return the number of hosts."""
+    hosts = sum(map(len, plan.groups))
+    if not 0 <= failures <= hosts:
+        raise ValueError(f"{failures} of {hosts} hosts cannot be lost: give a number from 0 to {hosts}")
+    return hosts
+
+
+def _harmless_in_groups(groups: int, replicas: int, lost: int) -> int:
+    """Return how many sets of `lost` hosts take no group of `replicas` hosts whole, by inclusion and exclusion."""
+    return sum(
+        _sign(whole) * comb(groups, whole) * comb(replicas * (groups - whole), lost - replicas * whole)
+        for whole in range(lost // replicas + 1)
+    )
+
+
+def _harmless_in_ring(size: int, replicas: int, lost: int) -> int:
+    """Return how many sets of `lost` hosts of a ring have no `replicas` hosts in a row.
+
+    The hosts left are borders of `size - lost` runs of lost hosts, each shorter than m. Such runs are counted by
+    inclusion and exclusion for each host of the ring as the first border; each border is the first once.
+    """
+    borders = size - lost
+    if not borders:
+        return int(not size)
+    runs = sum(
+        _sign(i) * comb(borders, i) * comb(size - 1 - replicas * i, borders - 1)
+        for i in range(min(borders, (size - 1) // replicas) + 1)
+    )
+    return size * runs // borders
+
+
+def _sign(count: int) -> int:
+    return -1 if count & 1 else 1
