@@ -1,0 +1,1 @@
+"""Gradient communication: sparse and compressed collectives, and planners that say when they pay."""

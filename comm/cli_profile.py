@@ -1,0 +1,168 @@
+"""`resilient-comm profile`: what compression and communication cost on a job's own ranks, as a system file."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from .compressor import Compressor
+from .compressors import NAMES, named
+from .errors import CommError, FileError
+from .fabric import Fabric, make_fabric
+from .fields import read_object
+from .probe import PROBED, CoderPoints, link_of, probe_coder, probe_link, probe_messages
+from .transport import Transport
+from .tree import Routine
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.option("--compressor", type=click.Choice(NAMES), default="topk", show_default=True, help="Which one.")
+@click.option(
+    "--density",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of the elements that topk, dgc and randomk send.",
+)
+@click.option(
+    "--form",
+    type=click.Choice(["cupcake", "espresso"]),
+    default="cupcake",
+    show_default=True,
+    help="For which planners: one network and one device, or links and devices apart.",
+)
+@click.option("--model", "model_path", type=_FILE, help="Model file of BackwardProfiler: takes forward_s from it.")
+@click.option(
+    "--ranks-per-host", type=click.IntRange(1), help="Consecutive ranks of a host; LOCAL_WORLD_SIZE if not given."
+)
+@click.option(
+    "--largest-mib",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Sizes go from 16 KiB to this, times 4.",
+)
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Samples of each time.")
+@click.option("--out", type=_FILE, required=True, help="Rank 0 writes the system file here.")
+def profile(
+    compressor: str,
+    density: float,
+    form: str,
+    model_path: Path | None,
+    ranks_per_host: int | None,
+    largest_mib: int,
+    repeats: int,
+    out: Path,
+) -> None:
+    """Measure compression and collectives on the ranks of a job, and write the system file for `plan`.
+
+    Run it as the job is run: `resilient-run … --no-python resilient-comm profile --out system.json`. When gradients
+    become ready is measured in the training script, by `resilient_run.comm.profiler.BackwardProfiler`.
+    """
+    if "RANK" not in os.environ:
+        raise click.UsageError("profile runs on the ranks of a job: torchrun … --no-python resilient-comm profile …")
+    try:
+        forward_s = 0.0 if model_path is None else _forward_s(model_path)
+        document = _measure(compressor, density, form, forward_s, ranks_per_host, largest_mib << 20, repeats)
+    except FileError as error:
+        raise click.UsageError(str(error)) from error
+    except CommError as error:
+        raise click.ClickException(str(error)) from error
+    if os.environ["RANK"] == "0":
+        try:
+            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {out}: {error}") from error
+        click.echo(f"wrote {out}")
+
+
+def _forward_s(path: Path) -> float:
+    fields = read_object(path)
+    if "forward_s" not in fields:
+        raise fields.wrong("forward_s", "take a file that BackwardProfiler wrote, or leave out --model")
+    return fields.number("forward_s", "the seconds of the forward pass")
+
+
+def _measure(
+    name: str, density: float, form: str, forward_s: float, ranks_per_host: int | None, largest_bytes: int, repeats: int
+) -> dict[str, Any]:
+    """Return the system file's document; all ranks measure together."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        fabric = make_fabric(range(dist.get_world_size()), ranks_per_host=per_host, device=device)
+        sizes = [16 << 10]
+        while sizes[-1] < largest_bytes:
+            sizes.append(min(4 * sizes[-1], largest_bytes))
+        compressor = named(name, density=density)
+        coders = {"gpu": probe_coder(compressor, sizes, device=device, repeats=repeats)}
+        if form == "espresso":
+            if device.type == "cuda":
+                coders["cpu"] = probe_coder(compressor, sizes, device="cpu", repeats=repeats)
+            costs = _espresso(fabric, coders, name, sizes, repeats)
+        else:
+            costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)
+        return {"version": 1, "forward_s": forward_s, "bytes_per_element": 4, **costs}
+    finally:
+        dist.destroy_process_group()
+
+
+def _cupcake(
+    fabric: Fabric, compressor: Compressor, coder: CoderPoints, sizes: Sequence[int], repeats: int
+) -> dict[str, Any]:
+    flat = fabric.flat
+    once = zip(coder.decompress, coder.accumulate, strict=True)
+    messages = 1 if compressor.summed_as(torch.float32) is not None else flat.size
+    return {
+        "compress": _table(sizes, coder.compress),
+        "communicate": _table(sizes, probe_messages(flat, compressor, sizes, repeats=repeats)),
+        "decompress": _table(sizes, [first + (messages - 1) * more for first, more in once]),
+        "communicate_dense": _table(sizes, probe_link(flat, Routine.ALL_REDUCE, sizes, repeats=repeats)),
+    }
+
+
+def _espresso(
+    fabric: Fabric, coders: Mapping[str, CoderPoints], name: str, sizes: Sequence[int], repeats: int
+) -> dict[str, Any]:
+    def link(transport: Transport) -> dict[str, Any]:
+        if transport.size == 1:
+            return {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
+        points = {routine: probe_link(transport, routine, sizes, repeats=repeats) for routine in PROBED}
+        costs = link_of(points, sizes, transport.size)
+        first, *others = PROBED
+        return {**costs[first].fields(), "routines": {str(routine): costs[routine].fields() for routine in others}}
+
+    return {
+        "hosts": fabric.inter.size,
+        "gpus_per_host": fabric.intra.size,
+        "intra": link(fabric.intra),
+        "inter": link(fabric.inter),
+        "compressors": {
+            name: {
+                "ratio": coders["gpu"].ratio,
+                **{
+                    device: {
+                        "compress": _table(sizes, coder.compress),
+                        "decompress": _table(sizes, coder.decompress),
+                        "accumulate": _table(sizes, coder.accumulate),
+                    }
+                    for device, coder in coders.items()
+                },
+            }
+        },
+    }
+
+
+def _table(sizes: Sequence[int], seconds: Sequence[float]) -> dict[str, Any]:
+    return {"sizes_bytes": list(sizes), "seconds": list(seconds)}

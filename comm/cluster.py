@@ -1,0 +1,161 @@
+"""What Espresso knows of a training job: hosts and links, and what a compressor does to size and time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .curve import Affine, Curve, read_curve
+from .fields import Fields, read_object
+from .tree import Device, Routine
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A network between the participants of a collective.
+
+    Attributes:
+        cost: Seconds of one round with another participant, and of each byte that one adapter sends or receives.
+        routines: The same, measured, for collectives that differ from it.
+    """
+
+    cost: Affine
+    routines: Mapping[Routine, Affine] = field(default_factory=dict)
+
+    def of(self, routine: Routine) -> Affine:
+        """Return the cost of a collective."""
+        return self.routines.get(routine, self.cost)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coder:
+    """What a compressor takes on one device, over the bytes of the dense tensor.
+
+    Attributes:
+        compress: Compression.
+        decompress: Decompression of one payload.
+        accumulate: Decompression of each further payload of the same elements onto the sum.
+    """
+
+    compress: Curve
+    decompress: Curve
+    accumulate: Curve
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compressor:
+    """A compression algorithm on this cluster.
+
+    Attributes:
+        name: What it is called.
+        ratio: Compressed bytes for each dense byte.
+        coders: The devices that can run it. On CPUs all workers of a host do at the same time.
+        batched: One call handles all pieces of a tensor that go different ways, and all payloads that are summed; else
+            each takes a call, as in the run-time here.
+    """
+
+    name: str
+    ratio: float
+    coders: Mapping[Device, Coder]
+    batched: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """A training job's hardware and its compressor.
+
+    Attributes:
+        hosts: n; each has one adapter, which its GPUs share.
+        gpus_per_host: k.
+        intra: The links in a host, of each GPU.
+        inter: The links between hosts, of each adapter.
+        compressor: What compresses gradients.
+        forward_s: The forward pass and what else precedes the backward pass, seconds.
+        bytes_per_element: Size of an element before compression.
+        links_overlap: The run-time has a queue for each link, not one for both (`timeline`).
+    """
+
+    hosts: int
+    gpus_per_host: int
+    intra: Link
+    inter: Link
+    compressor: Compressor
+    forward_s: float = 0.0
+    bytes_per_element: float = 4.0
+    links_overlap: bool = False
+
+
+def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
+    """Return the cluster of a JSON file, whose form docs/comm.md gives.
+
+    Args:
+        path: The file.
+        compressor: Which of the compressors in it; not needed when there is one.
+
+    Raises:
+        FileError: The file is no such description, or has no such compressor.
+    """
+    fields = read_object(path)
+    fields.version(VERSION)
+    coders = fields.object("compressors", "the compressors by name")
+    names = coders.keys()
+    if compressor is None and len(names) == 1:
+        (compressor,) = names
+    if compressor not in names:
+        raise fields.wrong("compressors", f"there is no {compressor!r} in it; choose one of {', '.join(names)}")
+    what = f"what {compressor} costs"
+    cluster = Cluster(
+        hosts=fields.integer("hosts", "the number of hosts", minimum=1),
+        gpus_per_host=fields.integer("gpus_per_host", "the number of GPUs of a host", minimum=1),
+        intra=_link(fields.object("intra", "the links in a host")),
+        inter=_link(fields.object("inter", "the links between hosts")),
+        compressor=_compressor(str(compressor), coders.object(str(compressor), what)),
+        forward_s=fields.number("forward_s", "the seconds of the forward pass"),
+        bytes_per_element=fields.number("bytes_per_element", "the bytes of an element of a gradient", positive=True),
+        links_overlap="links_overlap" in fields and fields.flag("links_overlap", "whether each link has its queue"),
+    )
+    fields.close()
+    return cluster
+
+
+def _link(fields: Fields) -> Link:
+    routines: dict[Routine, Affine] = {}
+    if "routines" in fields:
+        measured = fields.object("routines", "the collectives that differ, by name")
+        for name in sorted(measured.keys()):
+            if name not in set(Routine):
+                raise fields.wrong("routines", f"no collective {name!r}; there are {', '.join(Routine)}")
+            routines[Routine(name)] = _affine(measured.object(name, "what it costs"))
+    return Link(cost=_affine(fields), routines=routines)
+
+
+def _affine(fields: Fields) -> Affine:
+    alpha_s = fields.number("alpha_s", "the seconds of one round")
+    beta_s_per_byte = fields.number("beta_s_per_byte", "the seconds of each byte")
+    fields.close()
+    return Affine(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+
+
+def _compressor(name: str, fields: Fields) -> Compressor:
+    coders = {device: _coder(fields.object(device, "what it costs there")) for device in Device if device in fields}
+    if not coders:
+        raise fields.wrong(Device.GPU, "say what it costs on at least one device")
+    ratio = fields.number("ratio", "the compressed bytes for each dense byte", positive=True)
+    batched = "batched" in fields and fields.flag("batched", "whether one call handles all pieces of a tensor")
+    fields.close()
+    return Compressor(name=name, ratio=ratio, coders=coders, batched=batched)
+
+
+def _coder(fields: Fields) -> Coder:
+    def curve(key: str) -> Curve:
+        return read_curve(fields.object(key, "seconds over dense bytes"))
+
+    decompress = curve("decompress")
+    coder = Coder(
+        compress=curve("compress"),
+        decompress=decompress,
+        accumulate=curve("accumulate") if "accumulate" in fields else decompress,
+    )
+    fields.close()
+    return coder

@@ -1,0 +1,88 @@
+"""How long an operation takes as a function of the bytes it works on: affine, or measured points."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .fields import Fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Affine:
+    """`alpha_s + beta_s_per_byte * x` seconds for x bytes."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __call__(self, size_bytes: float) -> float:
+        """Return the seconds that one operation on `size_bytes` takes."""
+        return self.alpha_s + self.beta_s_per_byte * size_bytes
+
+    def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds for each of many sizes."""
+        return self.alpha_s + self.beta_s_per_byte * sizes_bytes
+
+    def fields(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {"alpha_s": self.alpha_s, "beta_s_per_byte": self.beta_s_per_byte}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Measured points, joined by lines: constant below the first, the last line goes on (never down) above the last."""
+
+    sizes_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, size_bytes: float) -> float:
+        """Return the seconds that one operation on `size_bytes` takes."""
+        above = bisect_right(self.sizes_bytes, size_bytes)
+        if above == 0 or len(self.seconds) == 1:
+            return self.seconds[0]
+        upper = min(above, len(self.seconds) - 1)
+        slope = (self.seconds[upper] - self.seconds[upper - 1]) / (
+            self.sizes_bytes[upper] - self.sizes_bytes[upper - 1]
+        )
+        if above == len(self.seconds):
+            return self.seconds[-1] + max(0.0, slope) * (size_bytes - self.sizes_bytes[-1])
+        return self.seconds[upper - 1] + slope * (size_bytes - self.sizes_bytes[upper - 1])
+
+    def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds for each of many sizes."""
+        inside = np.interp(sizes_bytes, self.sizes_bytes, self.seconds)
+        beyond = np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
+        last = self.sizes_bytes[-1]
+        slope = self(last + 1.0) - self(last)
+        return np.asarray(inside + slope * beyond, dtype=np.float64)
+
+    def fields(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {"sizes_bytes": list(self.sizes_bytes), "seconds": list(self.seconds)}
+
+
+Curve = Affine | Table
+FREE = Affine(alpha_s=0.0, beta_s_per_byte=0.0)
+
+
+def read_curve(fields: Fields) -> Curve:
+    """Return the curve of `{"alpha_s", "beta_s_per_byte"}` or `{"sizes_bytes", "seconds"}`.
+
+    Raises:
+        FileError: Neither, or wrong values.
+    """
+    if "sizes_bytes" in fields or "seconds" in fields:
+        sizes_bytes = fields.numbers("sizes_bytes", "bytes")
+        seconds = fields.numbers("seconds", "seconds")
+        if any(after <= before for before, after in pairwise(sizes_bytes)):
+            raise fields.wrong("sizes_bytes", "write the sizes in increasing order, each once")
+        if len(seconds) != len(sizes_bytes):
+            raise fields.wrong("seconds", f"write as many as there are sizes, {len(sizes_bytes)}")
+        fields.close()
+        return Table(sizes_bytes=sizes_bytes, seconds=seconds)
+    alpha_s = fields.number("alpha_s", "the seconds that even an empty operation takes")
+    beta_s_per_byte = fields.number("beta_s_per_byte", "the seconds for each further byte")
+    fields.close()
+    return Affine(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)

@@ -1,0 +1,159 @@
+"""What a rank remembers of its gradients between steps, so that compression loses nothing for good.
+
+Both memories keep their state by the parameter's key, in float32 (float64 for float64 gradients). A gradient with an
+inf or a nan is sent on, so that all ranks see it, and changes nothing that is remembered. A rank that leaves a
+parameter out in a step (`no_sync`, gradient accumulation) calls nothing.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compressor import Compressor, Sparsifier
+from .errors import CommError
+from .spread import murmur
+
+
+class Memory(ABC):
+    """Compresses gradients and remembers, by key, what that left out.
+
+    Args:
+        compressor: What makes messages.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+        self._steps: dict[str, int] = {}
+        self._kept: dict[str, tuple[Tensor, ...]] = {}
+
+    def compress(self, key: str, gradient: Tensor) -> tuple[Tensor, int]:
+        """Return the message of a gradient, and the seed that decodes it; the same seed on all ranks.
+
+        Args:
+            key: Name of the parameter (or of a part of it), the same on all ranks.
+            gradient: 1-D, floating point; is not changed.
+
+        Raises:
+            CommError: What is remembered is of a tensor of another size.
+        """
+        step = self._steps.get(key, 0)
+        # A seed for each parameter and step; the same on all ranks, and after a restore.
+        seed = int(murmur(torch.tensor([step]), zlib.crc32(key.encode())))
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        kept = self._kept.get(key) or self._empty(wide)
+        if kept[0].shape != wide.shape or kept[0].dtype != wide.dtype:
+            raise CommError(
+                f"{key} has {wide.numel()} elements of {wide.dtype}, but {kept[0].numel()} of {kept[0].dtype} are "
+                f"remembered; load the state of the same model"
+            )
+        message, new = self._compress(wide, gradient.dtype, kept, step, seed)
+        # A step that an optimizer must not take leaves no trace; decided without waiting for the device.
+        finite = wide.isfinite().all()
+        self._kept[key] = tuple(torch.where(finite, after, before) for after, before in zip(new, kept, strict=True))
+        self._steps[key] = step + 1
+        return message, seed
+
+    @abstractmethod
+    def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return what is remembered before the first step."""
+
+    @abstractmethod
+    def _compress(
+        self, gradient: Tensor, dtype: torch.dtype, kept: tuple[Tensor, ...], step: int, seed: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the message, of elements of `dtype`, and what is to be remembered; `kept` is not changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered; tensors are not copied."""
+        return {"steps": dict(self._steps), "kept": {key: list(kept) for key, kept in self._kept.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank.
+
+        Raises:
+            CommError: It is not of a memory.
+        """
+        if state.keys() != {"steps", "kept"}:
+            raise CommError(f"a memory of compression has steps and kept tensors, this state has {sorted(state)}")
+        self._steps = dict(state["steps"])
+        self._kept = {key: tuple(kept) for key, kept in state["kept"].items()}
+
+
+class ErrorFeedback(Memory):
+    """Adds to each gradient what compression left out of those before (Karimireddy et al., 2019, Algorithm 2)."""
+
+    def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros_like(gradient),)
+
+    def _compress(
+        self, gradient: Tensor, dtype: torch.dtype, kept: tuple[Tensor, ...], step: int, seed: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        corrected = gradient + kept[0]
+        message = self.compressor.compress(corrected.to(dtype), seed=seed)
+        sent = self.compressor.decompress(message, corrected.numel(), dtype, seed=seed)
+        return message, (corrected - sent,)
+
+
+class MomentumCorrection(Memory):
+    """Deep Gradient Compression (Lin et al., 2018, section 3): momentum before compression, clipping, warm-up.
+
+    The optimizer must not have momentum of its own: the sum of what is sent has it already.
+
+    Args:
+        compressor: What selects elements.
+        ranks: Number of ranks, N.
+        momentum: m of u = m u + g; elements that are sent leave u as well as the residual (momentum factor masking).
+        clip_norm: A parameter's gradient is scaled down to this norm over sqrt(N), as local clipping; None for none.
+        warm_up_steps: Over so many steps the density falls from 25 % by a quarter each fourth of them, to the
+            compressor's; 0 for none.
+
+    Raises:
+        CommError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        compressor: Sparsifier,
+        *,
+        ranks: int,
+        momentum: float = 0.9,
+        clip_norm: float | None = None,
+        warm_up_steps: int = 0,
+    ) -> None:
+        super().__init__(compressor)
+        if not 0 <= momentum < 1 or (clip_norm is not None and clip_norm <= 0) or warm_up_steps < 0 or ranks < 1:
+            raise CommError(
+                f"momentum {momentum}, clip_norm {clip_norm}, warm_up_steps {warm_up_steps}, ranks {ranks}: give a "
+                f"momentum in [0, 1), a positive norm or None, no negative number of steps, and at least one rank"
+            )
+        self._sparsifier = compressor
+        self._momentum = momentum
+        self._limit = None if clip_norm is None else clip_norm / sqrt(ranks)
+        self._warm_up_steps = warm_up_steps
+
+    def density(self, step: int) -> float:
+        """Return the share of elements that is sent in the step after `step` steps."""
+        if step >= self._warm_up_steps:
+            return self._sparsifier.density
+        return max(self._sparsifier.density, 0.25 ** (1 + step * 4 // self._warm_up_steps))
+
+    def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        return torch.zeros_like(gradient), torch.zeros_like(gradient)
+
+    def _compress(
+        self, gradient: Tensor, dtype: torch.dtype, kept: tuple[Tensor, ...], step: int, seed: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self._limit is not None:
+            gradient = gradient * (self._limit / gradient.norm().clamp(min=self._limit))
+        velocity = self._momentum * kept[0] + gradient
+        residual = kept[1] + velocity
+        k = self._sparsifier.count(residual.numel(), self.density(step))
+        entries = self._sparsifier.select(residual.to(dtype), k, seed=seed)
+        at = entries.indices.long()
+        residual[at] -= entries.values
+        velocity[at] = 0
+        return self._sparsifier.message(entries), (velocity, residual)

@@ -1,0 +1,93 @@
+"""The fusion planners on a cluster of hosts: what groups cost that all take one option of Espresso's tree."""
+
+import numpy as np
+
+from .cluster import Cluster
+from .cost import Costs
+from .cupcake import fusion_plan
+from .curve import Affine, Curve, Table
+from .errors import FileError
+from .model import Model
+from .plan import COMPRESSED, Plan
+from .system import System
+from .tree import Comm, Device, parse
+
+# What the run-time does with a group that a plan calls compressed or dense.
+FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
+_DENSE = "all_reduce@flat"
+# Only what travels between hosts is compressed (thesis, Section 5.4.1); each GPU of a host has a part of it.
+BETWEEN_HOSTS = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
+
+
+def cluster_plan(model: Model, cluster: Cluster, *, planner: str = "cupcake") -> Plan:
+    """Return the plan of a fusion planner, with all groups compressed in the better of two ways.
+
+    Either all GPUs gather from each other, or data is compressed between hosts only.
+
+    Raises:
+        FileError: The compressor has no costs for the device that computes.
+        ValueError: The planner does not know costs of this form.
+    """
+    options = {COMPRESSED: FLAT}
+    if cluster.hosts > 1 and cluster.gpus_per_host > 1:
+        options[BETWEEN_HOSTS] = BETWEEN_HOSTS
+    plans = [
+        fusion_plan(
+            model, fusion_system(cluster, option), planner=planner, compressor=cluster.compressor.name, option=name
+        )
+        for name, option in options.items()
+    ]
+    return min(plans, key=lambda plan: plan.iteration_s)
+
+
+def fusion_system(cluster: Cluster, option: str) -> System:
+    """Return what groups cost that take `option`, `FLAT` or `BETWEEN_HOSTS`, and dense groups, summed by all GPUs.
+
+    Collectives in hosts count as part of the group's communication, also those before it is encoded.
+
+    Raises:
+        FileError: The compressor has no costs for the device that computes.
+    """
+    coder = cluster.compressor.coders.get(Device.GPU)
+    if coder is None:
+        raise FileError(
+            f"compressors.{cluster.compressor.name}.gpu is missing: these planners compress where gradients are"
+        )
+    if option == FLAT:
+        part, payloads = 1.0, cluster.hosts * cluster.gpus_per_host
+    else:
+        part, payloads = 1.0 / cluster.gpus_per_host, cluster.hosts
+    return System(
+        forward_s=cluster.forward_s,
+        bytes_per_element=cluster.bytes_per_element,
+        compress=_sum((coder.compress, 1), part=part),
+        communicate=_communication(cluster, option),
+        decompress=_sum((coder.decompress, 1), (coder.accumulate, payloads - 1), part=part),
+        communicate_dense=_communication(cluster, _DENSE),
+    )
+
+
+def _communication(cluster: Cluster, option: str) -> Affine:
+    """Return the time of all collectives of an option; each is affine in the bytes."""
+    sizes_bytes = (1e6, 2e6)
+    path = parse(option)
+    (costed,) = Costs(cluster, sizes_bytes).options([path])
+    sums = np.zeros(2)
+    for label, seconds in zip(costed.labels, costed.seconds, strict=True):
+        if label in {str(step) for step in path.steps if isinstance(step, Comm)}:
+            sums += seconds
+    slope = (sums[1] - sums[0]) / (sizes_bytes[1] - sizes_bytes[0])
+    return Affine(alpha_s=max(0.0, float(sums[0] - slope * sizes_bytes[0])), beta_s_per_byte=float(slope))
+
+
+def _sum(*parts: tuple[Curve, int], part: float) -> Curve:
+    """Return the sum of curves, each so many times, over the bytes of the whole of which they work on a part."""
+    curves = [curve for curve, times in parts if times]
+    knots = {0.0, *(size for curve in curves if isinstance(curve, Table) for size in curve.sizes_bytes)}
+    # Joined by lines like its terms, and the last line shows how all of them go on.
+    if all(isinstance(curve, Affine) for curve in curves):
+        alpha_s, beyond_s = (sum(times * curve(size) for curve, times in parts) for size in (0.0, 1e9))
+        return Affine(alpha_s=alpha_s, beta_s_per_byte=(beyond_s - alpha_s) / 1e9 * part)
+    sizes = np.array([*sorted(knots), max(knots) * 2 + 1e9])
+    seconds = sum((times * curve.over(sizes) for curve, times in parts), np.zeros_like(sizes))
+    return Table(sizes_bytes=tuple((sizes / part).tolist()), seconds=tuple(seconds.tolist()))

@@ -1,0 +1,172 @@
+"""Puts a scheme under DistributedDataParallel: its communication hook, which sums while backward goes on."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from .errors import CommError
+from .scheme import Scheme
+from .schemes import named
+from .transport import Transport
+from .two_level import TwoLevel
+
+LEAST_ELEMENTS: Final = 1 << 14
+
+
+class GradientHook:
+    """Averages the gradients of one DDP module over its ranks, in a thread of its own.
+
+    Each parameter that is large enough goes to the scheme under its own name; all others of a bucket, and those for
+    which the scheme does nothing but all-reduce, are all-reduced as one. What the scheme remembers is the state of this
+    object, which is a named object of a `Checkpointer`: it does not depend on the layout of buckets.
+
+    Args:
+        model: Its parameters have the names.
+        scheme: Sums large gradients.
+        world: All ranks of the model, for everything else.
+        least_elements: From how many elements on a gradient is large.
+
+    Attributes:
+        scheme: As given.
+        world: As given.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, *, scheme: Scheme, world: Transport, least_elements: int = LEAST_ELEMENTS
+    ) -> None:
+        self.scheme = scheme
+        self.world = world
+        self._least_elements = least_elements
+        self._names = {parameter: name for name, parameter in model.module.named_parameters()}
+        self._device = world.device
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="gradient hook", daemon=True)
+        self._thread.start()
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted."""
+        future: Future[Tensor] = Future(devices=[self._device] if self._stream is not None else None)
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        named_gradients = [(self._names[p], g) for p, g in zip(parameters, gradients, strict=True)]
+        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+        def task() -> None:
+            with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                try:
+                    if self._stream is not None and ready is not None:
+                        self._stream.wait_event(ready)
+                    future.set_result(self._average(buffer, named_gradients))
+                except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                    future.set_exception(error)  # type: ignore[arg-type]
+
+        self._tasks.put(task)
+        return future
+
+    def close(self) -> None:
+        """End the thread; call it after the last backward pass, before the process group is destroyed."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the scheme remembers."""
+        return self.scheme.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the scheme go on from a saved state.
+
+        Raises:
+            CommError: It is of another scheme.
+        """
+        self.scheme.load_state_dict(state)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def _average(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]]) -> Tensor:
+        # Divided before the sum, as DDP does it: half precision overflows later.
+        if buffer.is_sparse:
+            name = gradients[0][0]
+            return self.scheme.reduce(name, buffer.coalesce() / self.world.size)
+        buffer.div_(self.world.size)
+        chosen = {
+            name
+            for name, gradient in gradients
+            if gradient.numel() >= self._least_elements and not self.scheme.fuses(name)
+        }
+        if not chosen:
+            self.world.all_reduce(buffer)
+            return buffer
+        small = [gradient.reshape(-1) for name, gradient in gradients if name not in chosen]
+        if small:
+            together = torch.cat(small)
+            self.world.all_reduce(together)
+            sums = iter(torch.split(together, [gradient.numel() for gradient in small]))
+        for name, gradient in gradients:
+            gradient.copy_(self.scheme.reduce(name, gradient) if name in chosen else next(sums).view(gradient.shape))
+        return buffer
+
+
+def synchronize(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
+    """Be the communication hook of `GradientHook`."""
+    return state.submit(bucket)
+
+
+def register(
+    model: DistributedDataParallel,
+    scheme: str = "zen",
+    *,
+    ranks_per_host: int = 1,
+    least_elements: int = LEAST_ELEMENTS,
+    **options: Any,
+) -> GradientHook:
+    """Let `scheme` sum the gradients of `model` from now on; all its ranks call this before the first backward pass.
+
+    Args:
+        model: Of torch's DDP; its sparse gradients (`nn.Embedding(sparse=True)`) stay sparse.
+        scheme: A name of `resilient_run.comm.schemes`.
+        ranks_per_host: Sum dense among so many consecutive ranks first, the ranks of a host, and between hosts by the
+            scheme; 1 uses the scheme among all ranks.
+        least_elements: Smaller gradients are all-reduced together.
+        options: Of the scheme.
+
+    Returns:
+        The hook; give it to the `Checkpointer` as one of its objects.
+
+    Raises:
+        CommError: There is no such scheme, or the ranks are not a multiple of `ranks_per_host`.
+    """
+    ranks = dist.get_process_group_ranks(model.process_group)
+    if ranks_per_host < 1 or len(ranks) % ranks_per_host:
+        raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
+    device = next(model.module.parameters()).device
+    world = Transport(dist.new_group(ranks), device)
+    if ranks_per_host == 1:
+        made = named(scheme, world, **options)
+    else:
+        hosts = [ranks[start : start + ranks_per_host] for start in range(0, len(ranks), ranks_per_host)]
+        within = _own_group(hosts, device)
+        made = TwoLevel(within, named(scheme, _own_group(list(zip(*hosts, strict=True)), device), **options))
+    hook = GradientHook(model, scheme=made, world=world, least_elements=least_elements)
+    model.register_comm_hook(hook, synchronize)
+    return hook
+
+
+def _own_group(groups: Sequence[Sequence[int]], device: torch.device) -> Transport:
+    """Return the transport of the one of the groups that this rank is in; all ranks make all groups."""
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    (own,) = (group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+    return Transport(own, device)

@@ -1,0 +1,81 @@
+"""What a planner knows of a model: its gradients, in the order in which the backward pass produces them."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from .fields import Fields, read_object
+
+VERSION = 1
+# What profiles and published lists of tensors say besides; system files have what planners need of it.
+_REMARKS = ("order", "note", "forward_s", "num_tensors", "total_numel", "fp32_MiB")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A gradient: its name, its number of elements, and the seconds of backward computation until it is ready."""
+
+    name: str
+    numel: int
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The gradients of a model, at least one, in ready order; names are unique."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward pass, seconds."""
+        return sum(tensor.backward_s for tensor in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all gradients."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+def read_model(path: Path, *, flops_per_s: float | None = None) -> Model:
+    """Return the model of a JSON file: `{"tensors": [{"name", "numel", "backward_s"}, …]}` in ready order.
+
+    Args:
+        path: The file; `version` (1) and `model` (its name) may stand at the top.
+        flops_per_s: Read `bwd_flop` of each tensor in place of `backward_s`, and divide it by this rate.
+
+    Raises:
+        FileError: The file is no such description.
+        ValueError: The rate is no number of at least 1.
+    """
+    if flops_per_s is not None and not 1 <= flops_per_s < math.inf:
+        raise ValueError(f"{flops_per_s} operations per second: write a number of at least 1")
+    fields = read_object(path)
+    fields.version(VERSION)
+    name = fields.text("model", "the name of the model") if "model" in fields else path.stem
+    tensors = tuple(_tensor(entry, flops_per_s) for entry in fields.objects("tensors", 'tensors {"name", "numel", …}'))
+    seen: set[str] = set()
+    for index, tensor in enumerate(tensors):
+        if tensor.name in seen:
+            raise fields.wrong("tensors", f'entry {index} has the name "{tensor.name}" again: give each its own')
+        seen.add(tensor.name)
+    fields.ignore(_REMARKS)
+    fields.close()
+    return Model(name=name, tensors=tensors)
+
+
+def _tensor(fields: Fields, flops_per_s: float | None) -> Tensor:
+    name = fields.text("name", "the name of the parameter")
+    numel = fields.integer("numel", "the number of elements")
+    fields.ignore(["tied_to", "bwd_flop", "backward_s"])
+    if flops_per_s is None:
+        if "bwd_flop" in fields and "backward_s" not in fields:
+            raise fields.wrong("bwd_flop", "these are operations, no seconds: say --flops-per-s as well")
+        backward_s = fields.number("backward_s", "the seconds of the backward pass until this gradient is ready")
+    else:
+        if "backward_s" in fields and "bwd_flop" not in fields:
+            raise fields.wrong("backward_s", "these are seconds already: leave out --flops-per-s")
+        backward_s = fields.number("bwd_flop", "the operations of the backward pass for this tensor") / flops_per_s
+    fields.close()
+    return Tensor(name=name, numel=numel, backward_s=backward_s)

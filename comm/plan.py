@@ -1,0 +1,182 @@
+"""A plan for the gradients of a model: what happens to each, predicted times, and the file that keeps both."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from .fields import Fields, read_object
+
+VERSION = 1
+COMPRESSED = "compressed"
+DENSE = "dense"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanGroup:
+    """Parameters whose gradients are communicated at once.
+
+    Attributes:
+        tensors: Names of the parameters, in ready order.
+        option: `compressed`, `dense`, or the path through Espresso's decision tree.
+    """
+
+    tensors: tuple[str, ...]
+    option: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Something that a lane is busy with, in seconds since the backward pass began.
+
+    Attributes:
+        lane: The resource: a device or a network.
+        kind: `backward`, `compress`, `communicate` or `decompress`.
+        group: Index of the group it is for.
+        begin_s: Its begin.
+        end_s: Its end, no earlier.
+    """
+
+    lane: str
+    kind: str
+    group: int
+    begin_s: float
+    end_s: float
+
+
+KINDS = ("backward", "compress", "communicate", "decompress")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run-time executes, and what was predicted for it.
+
+    Attributes:
+        planner: Its name.
+        model: Name of the model.
+        compressor: The compressor that its times are for; None if the system file does not say.
+        groups: In the order of communication; each parameter is in one.
+        reason: Why this plan.
+        iteration_s: Predicted time of an iteration.
+        planning_s: Time that planning took.
+        bound_s: No strategy of this kind takes less.
+        baselines_s: Predicted times of an iteration of other planners, by name.
+        timeline: When what happens.
+    """
+
+    planner: str
+    model: str
+    compressor: str | None
+    groups: tuple[PlanGroup, ...]
+    reason: str
+    iteration_s: float
+    planning_s: float
+    bound_s: float
+    baselines_s: Mapping[str, float]
+    timeline: tuple[Span, ...]
+
+    @property
+    def compress(self) -> bool:
+        """Whether anything is compressed; without that, leave gradients to the framework."""
+        return any(group.option != DENSE for group in self.groups)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form, which is the plan file and the answer of `resilient-comm plan --json`."""
+        return {
+            "version": VERSION,
+            "planner": self.planner,
+            "model": self.model,
+            "compressor": self.compressor,
+            "compress": self.compress,
+            "reason": self.reason,
+            "iteration_s": self.iteration_s,
+            "planning_s": self.planning_s,
+            "bound_s": self.bound_s,
+            "gap": self.iteration_s / self.bound_s - 1 if self.bound_s else 0.0,
+            "baselines_s": dict(self.baselines_s),
+            "groups": [list(group.tensors) for group in self.groups],
+            "options": [group.option for group in self.groups],
+            "timeline": [
+                {
+                    "lane": span.lane,
+                    "kind": span.kind,
+                    "group": span.group,
+                    "begin_s": span.begin_s,
+                    "end_s": span.end_s,
+                }
+                for span in self.timeline
+            ],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the plan file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the plan of a file.
+
+        Raises:
+            FileError: The file is no plan.
+        """
+        fields = read_object(path)
+        if "version" not in fields:
+            raise fields.wrong("version", "plan files are written by `resilient-comm plan --out`")
+        fields.version(VERSION)
+        compress = fields.flag("compress", "whether anything is compressed")
+        fields.ignore(["gap"])
+        groups = _groups(fields)
+        baselines = fields.object("baselines_s", "the times of other strategies")
+        plan = cls(
+            planner=fields.text("planner", "the name of the planner"),
+            model=fields.text("model", "the name of the model"),
+            compressor=None if fields.null("compressor") else fields.text("compressor", "the compressor, or null"),
+            groups=groups,
+            reason=fields.text("reason", "why this plan"),
+            iteration_s=fields.number("iteration_s", "seconds"),
+            planning_s=fields.number("planning_s", "seconds"),
+            bound_s=fields.number("bound_s", "seconds"),
+            baselines_s={name: baselines.number(name, "seconds") for name in sorted(baselines.keys())},
+            timeline=tuple(_span(span, len(groups)) for span in fields.objects("timeline", "spans", empty=True)),
+        )
+        fields.close()
+        if compress is not plan.compress:
+            raise fields.wrong("compress", f"the options say {str(plan.compress).lower()}")
+        return plan
+
+
+def _groups(fields: Fields) -> tuple[PlanGroup, ...]:
+    groups = fields.lists("groups", "names of parameters")
+    options = fields.texts("options", "what happens to each group")
+    if len(options) != len(groups):
+        raise fields.wrong("options", f"write as many as there are groups, {len(groups)}")
+    seen: set[str] = set()
+    for name in (name for group in groups for name in group):
+        if name in seen:
+            raise fields.wrong("groups", f'"{name}" is there twice: each parameter belongs to one group')
+        seen.add(name)
+    return tuple(PlanGroup(tensors=names, option=option) for names, option in zip(groups, options, strict=True))
+
+
+def _span(fields: Fields, groups: int) -> Span:
+    kind = fields.text("kind", "one of " + ", ".join(KINDS))
+    if kind not in KINDS:
+        raise fields.wrong("kind", "write one of " + ", ".join(KINDS))
+    span = Span(
+        lane=fields.text("lane", "the resource"),
+        kind=kind,
+        group=fields.integer("group", "the index of a group"),
+        begin_s=fields.number("begin_s", "seconds"),
+        end_s=fields.number("end_s", "seconds"),
+    )
+    fields.close()
+    if span.group >= groups:
+        raise fields.wrong("group", f"write the index of a group, below {groups}")
+    if span.end_s < span.begin_s:
+        raise fields.wrong("end_s", "write no less than begin_s")
+    return span

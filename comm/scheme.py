@@ -1,0 +1,73 @@
+"""What every way to sum gradients over ranks has in common."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .errors import CommError
+from .transport import Transport
+
+
+class Scheme(ABC):
+    """Sums gradients over all ranks of a transport.
+
+    All ranks call `reduce` for the same keys in the same order. What a scheme remembers between steps (residuals,
+    seeds, adaptive sizes) is kept by key and is part of its state dict, so that a restored run goes on bit for bit.
+
+    Args:
+        transport: The ranks, and where bytes are counted.
+    """
+
+    name: ClassVar[str]
+    """How users and benchmarks call it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @abstractmethod
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum of `gradient` over all ranks, equal on all of them.
+
+        Args:
+            key: Name of the parameter, the same on all ranks; state is kept by it, never by position.
+            gradient: Floating point, of any shape, the same shape and dtype on all ranks. It may be overwritten.
+
+        Returns:
+            A tensor of the shape, dtype and device of `gradient`; may be `gradient` itself.
+        """
+
+    def fuses(self, key: str) -> bool:
+        """Tell whether this gradient is only all-reduced from now on, so that it may be so together with others."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank must remember for the next step; tensors are not copied."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank.
+
+        Raises:
+            CommError: It is not of this scheme.
+        """
+        if state:
+            raise CommError(
+                f"{self.name} keeps no state, but is to load {sorted(state)}; name the scheme that saved it"
+            )
+
+
+class Dense(Scheme):
+    """The library's own all-reduce."""
+
+    name = "dense"
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks, in place where `gradient` is dense and contiguous."""
+        contiguous = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+        self.transport.all_reduce(contiguous)
+        return contiguous.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else contiguous
+
+    def fuses(self, key: str) -> bool:
+        """Tell that any gradient may be all-reduced together with others."""
+        return True

@@ -1,0 +1,248 @@
+"""Sums gradients while backward goes on, group by group, as a plan says: Espresso's and Cupcake's run-time.
+
+The counterpart of DDP for plans that DDP's buckets cannot carry out: a plan says which gradients go together, in which
+order, and what happens to each group. A thread does it, as soon as all gradients of a group are there.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .compressor import Compressor
+from .errors import CommError
+from .execute import OptionScheme, options_of
+from .fabric import make_fabric
+from .feedback import ErrorFeedback, Memory
+from .plan import DENSE, Plan, PlanGroup
+from .scheme import Scheme
+
+log = logging.getLogger(__name__)
+
+_BUCKET_BYTES: Final = 25 << 20
+
+
+class GradientSynchronizer:
+    """Averages the gradients of one module over all ranks.
+
+    Every rank has the same module and makes the same calls. Gradients are there after `synchronize`, which an attached
+    optimizer calls before its step; whoever reads them earlier, as gradient clipping does, calls it first. What the
+    scheme remembers is the state of this object, a named object of a `Checkpointer`.
+
+    Args:
+        module: Its trainable parameters each have one gradient, which is dense.
+        groups: Names of parameters that are summed as one tensor; all that are trainable, each once.
+        scheme: Sums; the key of a group is its first and last name.
+
+    Raises:
+        CommError: The groups are not the trainable parameters.
+    """
+
+    def __init__(self, module: nn.Module, groups: Sequence[Sequence[str]], scheme: Scheme) -> None:
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if reason := _mismatch(groups, parameters):
+            raise CommError(f"the groups do not fit the module: {reason}; plan for this model")
+        self.scheme = scheme
+        self._groups = [[parameters[name] for name in names] for names in groups]
+        self._keys = [group_key(names) for names in groups]
+        self._device = scheme.transport.device
+        cuda = self._device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
+        self._changed = threading.Condition()
+        self._missing = [len(group) for group in self._groups]
+        self._ready: list[Any] = [None] * len(self._groups)
+        self._next = len(self._groups)
+        self._error: Exception | None = None
+        self._enabled, self._closed = True, False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))  # type: ignore[no-untyped-call]
+            for index, group in enumerate(self._groups)
+            for parameter in group
+        ]
+        self._thread = threading.Thread(target=self._work, name="gradient synchronizer", daemon=True)
+        self._thread.start()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer` wait for the averages before each step."""
+        optimizer.register_step_pre_hook(lambda *_: self.synchronize())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate gradients in here; the next backward pass outside averages what has accumulated."""
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def synchronize(self) -> None:
+        """Wait until all gradients of the last backward pass are averaged; without one do nothing.
+
+        A parameter that got no gradient on this rank counts as zero, because it may have one on another rank.
+
+        Raises:
+            Exception: What went wrong in the scheme.
+        """
+        with self._changed:
+            if all(missing == len(group) for missing, group in zip(self._missing, self._groups, strict=True)):
+                return
+            for index, missing in enumerate(self._missing):
+                if missing:
+                    self._begin(index)
+            self._changed.wait_for(lambda: self._error is not None or self._next == len(self._groups))
+            if self._error is not None:
+                raise self._error
+            self._missing = [len(group) for group in self._groups]
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """End the thread and take the hooks off; call it before the process groups are destroyed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        for hook in self._hooks:
+            hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the scheme remembers."""
+        return self.scheme.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the scheme go on from a state of this rank.
+
+        Raises:
+            CommError: It is of another scheme.
+        """
+        self.scheme.load_state_dict(state)
+
+    def _arrived(self, index: int, _: nn.Parameter) -> None:
+        """Hear that a gradient of a group is there."""
+        if not self._enabled:
+            return
+        with self._changed:
+            if self._missing[index] == 0:
+                raise CommError(
+                    "a gradient came twice before the averages were fetched; use no_sync() for all backward passes of "
+                    "a step but the last, or call synchronize() after each"
+                )
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._begin(index)
+
+    def _begin(self, index: int) -> None:
+        if self._next == len(self._groups):
+            self._next = 0
+        self._missing[index] = 0
+        self._ready[index] = True
+        if self._stream is not None:
+            self._ready[index] = torch.cuda.current_stream(self._device).record_event()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Sum the groups in the order of the plan, which all ranks keep, whatever becomes ready first."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._error is None and self._is_ready()))
+                if self._closed:
+                    return
+                index, ready, self._ready[self._next] = self._next, self._ready[self._next], None
+            try:
+                self._average(index, ready)
+            except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                self._next += 1
+                self._changed.notify_all()
+
+    def _is_ready(self) -> bool:
+        return self._next < len(self._groups) and self._ready[self._next] is not None
+
+    def _average(self, index: int, ready: Any) -> None:
+        group = self._groups[index]
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+            # Divided before the sum, as DDP does it: half precision overflows later.
+            mine = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.scheme.transport.size)
+            total = self.scheme.reduce(self._keys[index], mine)
+            for parameter, part in zip(group, torch.split(total, [p.numel() for p in group]), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view_as(parameter))
+
+
+def synchronize_by(
+    plan: Plan, module: nn.Module, compressor: Compressor, *, ranks_per_host: int = 1, memory: Memory | None = None
+) -> GradientSynchronizer:
+    """Return what averages the gradients of `module` by `plan`; all ranks of the default process group call this.
+
+    Parameters and buffers are made equal to rank 0's. A plan that does not fit the module any more, on which all ranks
+    agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why.
+
+    Args:
+        plan: Of `resilient-comm plan`.
+        module: As it is on all ranks.
+        compressor: What the plan was made for.
+        ranks_per_host: How many consecutive ranks share a host.
+        memory: What remembers; error feedback of `compressor` by default.
+
+    Raises:
+        CommError: The plan names options that do not exist, or the ranks are no multiple of `ranks_per_host`.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups = plan.groups
+    if reason := _mismatch([group.tensors for group in groups], parameters):
+        log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
+        groups = dense_groups(parameters)
+    options = options_of({group_key(group.tensors): group.option for group in groups})
+    device = next(iter(parameters.values())).device
+    ranks = range(dist.get_world_size())
+    fabric = make_fabric(ranks, ranks_per_host=ranks_per_host, device=device)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, 0)
+    scheme = OptionScheme(fabric, memory or ErrorFeedback(compressor), options)
+    return GradientSynchronizer(module, [group.tensors for group in groups], scheme)
+
+
+def dense_groups(parameters: dict[str, nn.Parameter]) -> tuple[PlanGroup, ...]:
+    """Return buckets of 25 MiB in the order in which gradients become ready, to be all-reduced."""
+    buckets: list[list[str]] = []
+    room_bytes = 0
+    dtype: torch.dtype | None = None
+    for name, parameter in reversed(parameters.items()):
+        if parameter.nbytes > room_bytes or parameter.dtype != dtype:
+            buckets.append([])
+            room_bytes, dtype = _BUCKET_BYTES, parameter.dtype
+        buckets[-1].append(name)
+        room_bytes -= parameter.nbytes
+    return tuple(PlanGroup(tensors=tuple(names), option=DENSE) for names in buckets)
+
+
+def group_key(names: Sequence[str]) -> str:
+    """Return the name under which a scheme remembers what it left out of a group."""
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
+def _mismatch(groups: Sequence[Sequence[str]], parameters: dict[str, nn.Parameter]) -> str | None:
+    """Return why the groups are not just the parameters, None when they are."""
+    names = [name for group in groups for name in group]
+    if missing := sorted(parameters.keys() - set(names)):
+        return f"{missing[0]} ({len(missing)} in all) is in no group"
+    if unknown := sorted(set(names) - parameters.keys()):
+        return f"it has no trainable parameter {unknown[0]} ({len(unknown)} in all)"
+    if len(names) != len(set(names)):
+        return "a parameter is in two groups"
+    return None
