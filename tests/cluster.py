@@ -1,0 +1,220 @@
+"""Real jobs for tests: `resilient-run` launchers as processes, each host with its own daemon and directories."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from resilient_run.ckpt import wire
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+TINY = ("--layers", "2", "--width", "128", "--context", "128", "--batch", "4")
+
+
+def wait_until(
+    condition: Callable[[], Any], *, timeout_s: float, what: str, host: "Host | None" = None, pause_s: float = 0.005
+) -> Any:
+    """Poll `condition` until it is truthy and return its value; when late, fail with `what` and what `host` printed."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{host.output if host else ''}")
+        time.sleep(pause_s)
+    return value
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process that may be gone already."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+class Host:
+    """One host of a test cluster: its directories, at most one launcher at a time, and what that printed."""
+
+    prefix: Sequence[str] = ()
+    """What stands before the launcher's command to run it on this host."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.name = name
+        self.events_path = root / name / "events.jsonl"
+        self.events_path.parent.mkdir(parents=True)
+        self.run_dir, self.shm_dir = self._directories(root)
+        self.lines: list[dict[str, Any]] = []
+        self.text: list[str] = []
+        self.launcher: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+
+    def _directories(self, root: Path) -> tuple[Path, Path]:
+        """Make and return this host's run directory and its directory in shared memory."""
+        run_dir = root / self.name / "run"
+        shm_dir = Path("/dev/shm") / f"{root.name}-{os.getpid()}-{self.name}"
+        run_dir.mkdir()
+        shm_dir.mkdir(mode=0o700)
+        return run_dir, shm_dir
+
+    def launch(self, launcher_args: Sequence[str], script_args: Sequence[str], **env: str) -> None:
+        """Start `resilient-run` with these arguments."""
+        self._end_launcher()
+        command = [*self.prefix, sys.executable, "-P", "-m", "resilient_run", *launcher_args, *script_args]
+        self.launcher = subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                "RESILIENT_HOST_ID": self.name,
+                "RESILIENT_RUN_DIR": str(self.run_dir),
+                "RESILIENT_SHM_DIR": str(self.shm_dir),
+                "RESILIENT_EVENTS": str(self.events_path),
+                "OMP_NUM_THREADS": "1",
+                **env,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for stream in (self.launcher.stdout, self.launcher.stderr):
+            reader = threading.Thread(target=self._read, args=(stream,), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            if line.startswith("{"):
+                self.lines.append(json.loads(line))
+            else:
+                self.text.append(line)
+
+    @property
+    def output(self) -> str:
+        """Everything the launcher and its workers printed that is not a JSON line."""
+        return "".join(self.text)
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """Return the launcher's exit code once its output is read to the end."""
+        assert self.launcher is not None
+        try:
+            code = self.launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"host {self.name} did not finish in {timeout_s:.0f} s:\n{self.output}") from None
+        for reader in self._readers:
+            reader.join(10.0)
+        return code
+
+    def pids(self) -> dict[int, int]:
+        """Return rank → pid of the newest workers that announced themselves."""
+        return {line["rank"]: line["pid"] for line in list(self.lines) if "pid" in line}
+
+    def starts(self) -> int:
+        """Return how many workers have announced themselves so far."""
+        return sum("pid" in line for line in list(self.lines))
+
+    def steps(self) -> list[tuple[int, int, float]]:
+        """Return (rank, step, loss) of every completed step, in the order printed."""
+        return [(line["rank"], line["step"], line["loss"]) for line in list(self.lines) if "loss" in line]
+
+    def reached(self, step: int) -> bool:
+        """Tell whether any local rank completed `step` or a later one."""
+        return any(done >= step for _, done, _ in self.steps())
+
+    def params_sha256(self) -> str | None:
+        """Return the hash of the final parameters, when this host's launcher printed it."""
+        return next((line["params_sha256"] for line in list(self.lines) if "params_sha256" in line), None)
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        """Return the recovery events that this host's launcher wrote."""
+        if not self.events_path.exists():
+            return []
+        return [json.loads(line) for line in self.events_path.read_text().splitlines()]
+
+    def daemon_pid(self) -> int | None:
+        """Return the pid of this host's daemon, None when none has its lock."""
+        lock = self.run_dir / "resilientd.lock"
+        text = lock.read_text().strip() if lock.exists() else ""
+        return int(text) if text else None
+
+    def committed_step(self) -> int:
+        """Return the newest committed step that this host's daemon knows of, 0 when there is none or no daemon."""
+        try:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(10)
+                sock.connect(str(self.run_dir / "resilientd.sock"))
+                sock.sendall(wire.encode({"id": 1, "op": "status"}))
+                answer = wire.recv_message(sock)
+        except OSError:
+            return 0
+        jobs = answer["jobs"] if answer is not None else []
+        return max(((job.get("watermark") or {"step": 0})["step"] for job in jobs), default=0)
+
+    def lose(self) -> None:
+        """Take the host away: launcher, workers and daemon are killed and its shared memory is wiped."""
+        if self.launcher is not None:
+            kill(self.launcher.pid)
+        for pid in self.pids().values():
+            kill(pid)
+        if (pid := self.daemon_pid()) is not None:
+            kill(pid)
+        shutil.rmtree(self.shm_dir, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.lose()
+        self._end_launcher()
+
+    def _end_launcher(self) -> None:
+        if self.launcher is None:
+            return
+        if self.launcher.poll() is None:
+            self.launcher.kill()
+        self.launcher.wait()
+        for reader in self._readers:
+            reader.join(10.0)
+        for stream in (self.launcher.stdout, self.launcher.stderr):
+            assert stream is not None
+            stream.close()
+
+
+class Cluster:
+    """Hosts of one test below a temporary directory; closes them all at the end."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.name = root.name
+        self.hosts: dict[str, Host] = {}
+
+    def host(self, name: str) -> Host:
+        """Return the host of that name, made at first use."""
+        if name not in self.hosts:
+            self.hosts[name] = Host(name, self._root)
+        return self.hosts[name]
+
+    def close(self) -> None:
+        """Close every host."""
+        for host in self.hosts.values():
+            host.close()
+
+
+def assert_same_training(hosts: Sequence[Host], reference: Host) -> None:
+    """Every step of every rank was trained, with the same loss each time, and the parameters are bit-identical."""
+    expected = {(rank, step): loss for rank, step, loss in reference.steps()}
+    seen = {}
+    for host in hosts:
+        for rank, step, loss in host.steps():
+            assert expected[rank, step] == loss, f"rank {rank} step {step}"
+            seen[rank, step] = loss
+    assert seen.keys() == expected.keys()
+    assert {host.params_sha256() for host in hosts} - {None} == {reference.params_sha256()}
+
+
+def recovered(host: Host) -> int:
+    """Return how many recoveries of this host got as far as their first step."""
+    return sum(event["complete"] for event in host.recoveries())

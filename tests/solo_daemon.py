@@ -1,0 +1,184 @@
+"""The smallest daemon that a trainer can attach to: one host, one replica, commits at once or when a test says so."""
+
+import contextlib
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from resilient_run.ckpt.env import TrainerEnv
+from resilient_run.ckpt.slot import Slot
+from resilient_run.ckpt.wire import Message, encode, recv_message
+
+RUN_ID = "run"
+
+
+class SoloDaemon:
+    """Speaks the trainer's part of `docs/protocol.md` on a real unix socket and keeps real slot files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = directory / "resilientd.sock"
+        self.frozen = False
+        self.refuse: dict[str, tuple[str, str]] = {}
+        self.plan: tuple[int, int] | None = None
+        self.watermark: tuple[int, int] | None = None
+        self.seen: list[Message] = []
+        self._complete: dict[int, set[tuple[int, int]]] = {}
+        self.changed = threading.Condition()
+        self._listener: socket.socket | None = None
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.path))
+        self._listener.listen()
+        self._spawn(self._accept, self._listener)
+
+    def stop(self) -> None:
+        assert self._listener is not None
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.path.unlink()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # the trainer was faster
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._connections, self._threads = [], []
+
+    def environ(self, *, generation: int = 1, rank: int = 0, world_size: int = 1) -> dict[str, str]:
+        return {
+            "RESILIENT_SOCKET": str(self.path),
+            "RESILIENT_RUN_ID": RUN_ID,
+            "RESILIENT_GENERATION": str(generation),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+        }
+
+    def env(self, **options: int) -> TrainerEnv:
+        env = TrainerEnv.from_environ(self.environ(**options))
+        assert env is not None
+        return env
+
+    def commit(self, generation: int, step: int) -> None:
+        with self.changed:
+            self.watermark = (generation, step)
+            for connection in self._connections:
+                connection.sendall(encode({"op": "watermark", "generation": generation, "step": step}))
+            self.changed.notify_all()
+
+    def wait_for(self, op: str, **fields: Any) -> Message:
+        """Return the first message seen with this op and these fields, waiting for it."""
+
+        def find() -> Message | None:
+            wanted = {"op": op, **fields}
+            return next((m for m in self.seen if wanted.items() <= m.items()), None)
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: find() is not None, 30), f"no {op} {fields} in {self.seen}"
+            found = find()
+        assert found is not None
+        return found
+
+    def slots(self, rank: int = 0) -> list[Slot]:
+        return [Slot.open(path) for path in sorted(self.directory.glob(f"rank{rank}.*.slot"))]
+
+    def _spawn(self, target: Any, *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with self.changed:
+                self._connections.append(connection)
+            self._spawn(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        rank, world_size = 0, 1
+        with connection:
+            try:
+                while (message := recv_message(connection)) is not None:
+                    if message["op"] == "attach":
+                        rank, world_size = message["rank"], message["world_size"]
+                    answer = self._handle(rank, message)
+                    if "id" in message:
+                        connection.sendall(encode({"id": message["id"], **answer}))
+                    with self.changed:
+                        self.seen.append(message)
+                        self.changed.notify_all()
+                    if message["op"] == "complete":
+                        self._completed(rank, world_size, (message["generation"], message["step"]))
+            except OSError:
+                return
+            finally:
+                with self.changed:
+                    if connection in self._connections:
+                        self._connections.remove(connection)
+
+    def _completed(self, rank: int, world_size: int, version: tuple[int, int]) -> None:
+        with self.changed:
+            self._complete.setdefault(rank, set()).add(version)
+            everywhere = set.intersection(*(self._complete.get(other, set()) for other in range(world_size)))
+            newest = max(everywhere, default=None)
+        if newest is not None and newest != self.watermark and not self.frozen:
+            self.commit(*newest)
+
+    def _handle(self, rank: int, message: Message) -> Message:
+        if message["op"] in self.refuse:
+            error, text = self.refuse[message["op"]]
+            return {"ok": False, "error": error, "message": text}
+        match message["op"]:
+            case "attach":
+                replication = {"scheme": "naive", "copies": 0, "every": 1, "idle": None}
+                answer = {"restore": _pair(self.plan), "watermark": _pair(self.watermark)}
+                return {"ok": True, **answer, "replication": replication}
+            case "allocate":
+                return {"ok": True, "paths": self._allocate(rank, message)}
+            case "give_up":
+                return {"ok": True, "given_up": self._give_up(rank, message)}
+            case "restore":
+                for slot in self.slots(rank):
+                    if slot.state() == "COMPLETE" and (slot.header().generation, slot.header().step) == self.plan:
+                        slot.verify()
+                        return {"ok": True, "path": str(slot.path), "source": "local"}
+                return {"ok": False, "error": "RestoreError", "message": "no copy is left"}
+        return {"ok": True}
+
+    def _give_up(self, rank: int, message: Message) -> bool:
+        version = (message["generation"], message["step"])
+        with self.changed:
+            if self.watermark is not None and version <= self.watermark:
+                return False
+            self._complete.get(rank, set()).discard(version)
+            slot = Slot.open(message["path"], writable=True)
+            slot.clear()
+            slot.close()
+            return True
+
+    def _allocate(self, rank: int, message: Message) -> list[str]:
+        paths = []
+        sizes = {"capacity_bytes": message["capacity_bytes"], "payload_offset": message["payload_offset"]}
+        for index in range(2):
+            path = self.directory / f"rank{rank}.{index}.slot"
+            if path.exists():
+                slot = Slot.open(path)
+                if {name: getattr(slot, name) for name in sizes} != sizes:
+                    os.unlink(path)
+                slot.close()
+            if not path.exists():
+                Slot.create(path, **sizes).close()
+            paths.append(str(path))
+        return paths
+
+
+def _pair(version: tuple[int, int] | None) -> Message | None:
+    return None if version is None else {"generation": version[0], "step": version[1]}

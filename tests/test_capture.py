@@ -1,0 +1,500 @@
+"""Captures behind training: they equal a synchronous copy, are never torn, and training never waits for a commit."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from solo_daemon import RUN_ID, SoloDaemon
+
+from resilient_run.ckpt.checkpointer import Checkpointer
+from resilient_run.ckpt.copying import CapturePlan, Copier
+from resilient_run.ckpt.manifest import parse
+from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.ckpt.slots import MappedSlot, SlotPair
+from resilient_run.ckpt.state import TrainingState
+from resilient_run.ckpt.tree import Flattener, unflatten
+
+W = tuple[int, int] | None
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
+    made = SoloDaemon(tmp_path)
+    made.start()
+    for name, value in made.environ().items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.stop()
+
+
+def _read(slot: Slot) -> Any:
+    """Return the tree that a verified slot holds, in memory of its own."""
+    header = slot.verify()
+    manifest = parse(slot.manifest(), header.payload_bytes)
+
+    def leaf(index: int) -> Any:
+        spec, start = manifest.tensors[index], header.payload_offset + manifest.offsets[index]
+        data = bytearray(slot.buffer[start : start + spec.nbytes])
+        if spec.kind == "numpy":
+            return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=bytes(data)).copy()
+        if not data:
+            return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        return torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    return unflatten(manifest.tree, leaf)
+
+
+def _newest(daemon: SoloDaemon, rank: int = 0) -> tuple[int, Any]:
+    slots = [slot for slot in daemon.slots(rank) if slot.state() == "COMPLETE"]
+    slot = max(slots, key=lambda slot: (slot.header().generation, slot.header().step))
+    return slot.header().step, _read(slot)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+# Which slot may be overwritten.
+
+
+def _pair(directory: Path, *, world_size: int) -> SlotPair:
+    paths = [str(directory / f"{index}") for index in range(2)]
+    for path in paths:
+        Slot.create(path, capacity_bytes=12288, payload_offset=8192).close()
+    made = SlotPair(SoloDaemon(directory).env(generation=2, world_size=world_size))
+    made.use(made.map(paths, pin=False))
+    return made
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[SlotPair]:
+    made = _pair(tmp_path, world_size=2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("held", "watermark", "step", "expected"),
+    [
+        ((None, None), None, 1, 0),
+        (((2, 1), None), None, 2, 1),
+        (((2, 1), None), (2, 1), 2, 1),
+        (((2, 1), (2, 2)), None, 3, None),
+        (((2, 1), (2, 2)), (2, 1), 3, None),
+        (((2, 1), (2, 2)), (2, 2), 3, 0),
+        (((2, 3), (2, 2)), (2, 3), 4, 1),
+        (((2, 3), (2, 2)), (2, 9), 10, 1),
+        # An earlier generation's timeline is dead, except for what is committed.
+        (((1, 5), (1, 6)), (1, 5), 6, 1),
+        (((1, 6), (1, 5)), (1, 5), 6, 0),
+        (((1, 5), (2, 6)), (1, 5), 7, None),
+        (((1, 5), (2, 6)), (2, 6), 7, 0),
+        (((1, 5), (1, 6)), None, 1, 0),
+    ],
+)
+def test_the_slot_that_may_be_overwritten(
+    pair: SlotPair, held: tuple[W, W], watermark: W, step: int, expected: int | None
+) -> None:
+    for mapped, version in zip(pair.slots, held, strict=True):
+        mapped.held = version
+    free = pair.free(step, watermark)
+    assert (None if free is None else pair.slots.index(free)) == expected
+
+
+def test_a_capture_is_given_up_before_steps_that_all_ranks_derive_from_the_watermark(pair: SlotPair) -> None:
+    committed, other = pair.slots
+    committed.held, other.held = (2, 5), (2, 7)
+    steps = [step for step in range(6, 80) if pair.to_give_up(step, (2, 5)) is not None]
+    assert steps == [8, 9, 11, 12, 13, *range(17, 22), *range(29, 38), *range(53, 70)]
+    pair.given_up(other)
+    assert [step for step in range(6, 80) if pair.free(step, (2, 5)) is not None] == [9, 13, 21, 37, 69]
+    assert [step for step in range(6, 80) if pair.meets(step, (2, 5))] == [9, 13, 21, 37, 69]
+    assert pair.to_give_up(8, (2, 5)) is None, "the committed one is never given up"
+    other.held = (2, 69)
+    assert pair.free(75, (2, 69)) is committed
+    committed.held = (2, 75)
+    steps = [step for step in range(76, 400) if pair.to_give_up(step, (2, 69)) is not None]
+    assert steps == list(range(69 + 12, 69 + 17)) + list(range(69 + 24, 69 + 33)) + list(
+        range(69 + 48, 69 + 65)
+    ) + list(range(69 + 96, 69 + 129)) + list(range(69 + 192, 69 + 257)), (
+        "a commit that took 6 steps gives the next ones 16"
+    )
+
+
+def test_a_single_rank_has_nobody_to_meet(tmp_path: Path) -> None:
+    pair = _pair(tmp_path, world_size=1)
+    pair.slots[0].held, pair.slots[1].held = (2, 1), (2, 2)
+    assert not [step for step in range(3, 100) if pair.to_give_up(step, (2, 1)) is not None]
+    pair.close()
+
+
+def _simulate(pairs: list[SlotPair], step: int, watermark: W, flags: list[tuple[bool, bool]]) -> W:
+    """Let each rank give up and capture as it may and its flags say; return the watermark that follows."""
+    for pair, (captures, gives_up) in zip(pairs, flags, strict=True):
+        target = pair.free(step, watermark) if captures else None
+        if target is not None:
+            assert target.held != watermark or watermark is None
+            assert target.held is None or (watermark is not None and target.held <= watermark)
+            target.held = (2, step)
+        elif gives_up and (mapped := pair.to_give_up(step, watermark)) is not None:
+            assert mapped.held is not None
+            assert watermark is None or mapped.held > watermark
+            pair.given_up(mapped)
+    common = set.intersection(*({slot.held for slot in pair.slots if slot.held} for pair in pairs))
+    return max(common, default=watermark)
+
+
+FLAGS = st.tuples(st.booleans(), st.booleans())
+
+
+@given(st.lists(st.lists(FLAGS, min_size=3, max_size=3), max_size=40), st.integers(1, 8))
+@settings(deadline=None)
+def test_ranks_that_skip_differently_commit_again_and_keep_the_watermark(
+    tmp_path_factory: pytest.TempPathFactory, history: list[list[tuple[bool, bool]]], every: int
+) -> None:
+    """Whatever happened, and at whatever pace captures are made afterwards."""
+    pairs = [_pair(tmp_path_factory.mktemp("pair"), world_size=3) for _ in range(3)]
+    watermark: W = None
+    step = 0
+    for flags in history:
+        step += 1
+        before, watermark = watermark, _simulate(pairs, step, watermark, flags)
+        assert before is None or (watermark is not None and watermark >= before)
+        for pair in pairs:
+            assert watermark is None or watermark in [slot.held for slot in pair.slots]
+    for _ in range(16 * max(step, 4 * every)):
+        step += 1
+        due = [step % every == 0 or pair.meets(step, watermark) for pair in pairs]
+        watermark = _simulate(pairs, step, watermark, [(captures, captures) for captures in due])
+    assert watermark is not None
+    assert watermark[1] > len(history), "ranks that all try again must commit again"
+    for pair in pairs:
+        pair.close()
+
+
+# What is copied.
+
+SHAPES = st.lists(st.integers(0, 40), max_size=3)
+TENSOR_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(TENSOR_DTYPES))
+    shape = draw(SHAPES)
+    made = torch.randint(0, 2, [*shape, dtype.itemsize], dtype=torch.uint8).view(dtype).view(shape)
+    if draw(st.booleans()) and made.dim() > 1:
+        made = made.transpose(0, -1)
+    if draw(st.booleans()) and made.dim():
+        made = made[::2]
+    return made.conj() if dtype.is_complex and draw(st.booleans()) else made
+
+
+@given(tree=st.lists(tensors(), max_size=8), big=st.booleans(), live=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_any_tensors_are_copied_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, tree: list[torch.Tensor], big: bool, live: bool
+) -> None:
+    if big:
+        tree = [*tree, torch.randn(CHUNK_BYTES // 3), torch.randn(700, 601).t(), torch.randn(3)]
+    flat = Flattener(tree)
+    owned = {leaf.untyped_storage().data_ptr() for leaf in flat.leaves if isinstance(leaf, torch.Tensor)}
+    plan = CapturePlan(flat, owned if live else set(), set())
+    path = tmp_path_factory.mktemp("slot") / "slot"
+    payload_offset, capacity_bytes = plan_layout(10_000, plan.layout.payload_bytes)
+    Slot.create(path, capacity_bytes=max(capacity_bytes, payload_offset), payload_offset=payload_offset).close()
+    target = MappedSlot(str(path), SoloDaemon(path.parent).env(), pin=False)
+    target.payload.fill_(0xAB)
+    released: list[Any] = []
+    checksums = Copier().copy(
+        plan, plan.stage(flat), target, on_released=released.append, on_copied=lambda: released.append("copied")
+    )
+    assert released == [[], "copied"]
+    fields: dict[str, Any] = {"run_id": RUN_ID, "topology": 0, "rank": 0, "world_size": 1, "generation": 1, "step": 1}
+    target.slot.publish(**fields, payload_bytes=plan.layout.payload_bytes, manifest=b"", checksums=checksums)
+    target.slot.verify()
+    expected = bytearray(plan.layout.payload_bytes)
+    for leaf, offset in zip(flat.leaves, plan.layout.offsets, strict=True):
+        assert isinstance(leaf, torch.Tensor)
+        data = _bytes(leaf)
+        expected[offset : offset + len(data)] = data
+    assert target.payload[: len(expected)].numpy().tobytes() == expected, "gaps are zero, the rest is exact"
+    target.close()
+
+
+def test_parameters_and_optimizer_state_are_live_and_nothing_else(daemon: SoloDaemon) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    frozen = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    state = TrainingState({"model": model, "frozen": frozen, "optimizer": optimizer, "x": torch.ones(2)}, rng=True)
+    flat = state.flatten()
+    plan = CapturePlan(flat, state.owned_storages(), {"model.0.bias"})
+    live = {plan._paths[index] for index in plan.live}
+    assert {path for path in live if path.startswith("model")} == {"model.0.weight", "model.1.weight", "model.1.bias"}
+    assert sum(path.startswith("optimizer.state") for path in live) == 3 * 4
+    assert len(live) == 15
+    assert plan.matches(state.flatten())
+    model[0].weight = torch.nn.Parameter(torch.zeros(2, 3).t())
+    assert not plan.matches(state.flatten())
+
+
+# Captures of a training loop.
+
+
+class _Fill(torch.optim.Optimizer):
+    """Sets every element of every parameter, and of one state tensor each, to the number of the step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["copy"] = torch.zeros_like(parameter)
+                for part in range(4):
+                    parameter.view(4, -1)[part] = self.count
+                    state["copy"].view(4, -1)[part] = self.count
+
+
+def test_a_capture_is_the_state_at_its_step_though_training_went_on(daemon: SoloDaemon) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.BatchNorm1d(1024), torch.nn.Linear(1024, 1024))
+    optimizer = _Fill(model.parameters())
+    seen = set()
+    with Checkpointer(model=model, optimizer=optimizer, note="") as ckpt:
+        for step in range(1, 31):
+            model(torch.randn(64, 1024)).sum().backward()
+            optimizer.step()
+            model[1].num_batches_tracked.fill_(step)
+            ckpt.values["note"] = f"after {step}"
+            ckpt.step(step)
+            # All of this changes at once, and the next optimizer step follows without a pause.
+            model[1].num_batches_tracked.fill_(-1)
+            ckpt.values["note"] = "later"
+            if step % 5 == 0:
+                assert ckpt.wait(30)
+                seen.add(_check_filled(daemon))
+    assert seen == {5, 10, 15, 20, 25, 30}
+    _check_filled(daemon)
+
+
+def _check_filled(daemon: SoloDaemon) -> int:
+    step, tree = _newest(daemon)
+    objects = tree["objects"]
+    for name, tensor in objects["model"].items():
+        if name.endswith(("weight", "bias")):
+            assert (tensor == step).all(), f"{name} is torn"
+    for state in objects["optimizer"]["state"].values():
+        assert (state["copy"] == step).all()
+    assert objects["model"]["1.num_batches_tracked"] == step
+    assert tree["values"]["note"] == f"after {step}"
+    return step
+
+
+def test_the_capture_equals_a_synchronous_copy(daemon: SoloDaemon) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        for step in range(1, 8):
+            model(torch.randn(32, 300)).square().sum().backward()
+            optimizer.step()
+            expected = {name: _bytes(tensor) for name, tensor in model.state_dict().items()}
+            moments = [_bytes(state[key]) for state in optimizer.state.values() for key in state]
+            ckpt.step()
+            model(torch.randn(32, 300)).square().sum().backward()
+            assert ckpt.wait(30)
+            number, tree = _newest(daemon)
+            assert number == step
+            assert {name: _bytes(tensor) for name, tensor in tree["objects"]["model"].items()} == expected
+            states = tree["objects"]["optimizer"]["state"].values()
+            assert [_bytes(state[key]) for state in states for key in state] == moments
+
+
+def test_a_frozen_watermark_skips_captures_and_stops_nobody(daemon: SoloDaemon) -> None:
+    daemon.frozen = True
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        for step in (1, 2, 3, 5, 6, 7):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            ckpt.step(step)
+            if step <= 2:
+                assert ckpt.wait(30)
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        assert (ckpt.stats.captures, ckpt.stats.skipped) == (2, 4)
+        assert sorted(slot.verify().step for slot in daemon.slots()) == [1, 2]
+        ckpt.step(9)
+        assert not ckpt.wait(0.01)
+        daemon.commit(1, 2)
+        assert ckpt.wait(30), "the commit lets a waiting capture begin"
+        assert ckpt.watermark == (1, 2)
+        assert sorted(slot.verify().step for slot in daemon.slots()) == [2, 9]
+
+
+def test_a_capture_that_no_other_rank_has_is_given_up_so_that_all_meet(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank of this run never captures, so that nothing is committed."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    captured = []
+    with Checkpointer(x=0) as ckpt:
+        for step in range(1, 9):
+            ckpt.step(step)
+            meets = step in (1, 2, 4, 8)
+            if ckpt.wait(30 if meets else 0.01):
+                captured.append(step)
+            if step in (3, 6):
+                daemon.wait_for("give_up", generation=1, step=max(captured))
+        assert captured == [1, 2, 4, 8]
+        assert sorted(slot.verify().step for slot in daemon.slots()) == [1, 8]
+        assert daemon.watermark is None
+
+
+def test_a_parameter_that_changes_between_steps_is_found_out_and_copied_at_once(
+    daemon: SoloDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copying, changed = threading.Event(), threading.Event()
+
+    class _SlowCopier(Copier):
+        def copy(self, *args: Any, **kwargs: Any) -> Any:
+            copying.set()
+            assert changed.wait(30)
+            return super().copy(*args, **kwargs)
+
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert ckpt._capturer is not None
+        ckpt._capturer._copier = _SlowCopier()
+        ckpt.step()
+        assert copying.wait(30)
+        with torch.no_grad():
+            model.weight.fill_(5)
+        changed.set()
+        assert not ckpt.wait(30)
+        assert "model.weight changed" in caplog.text
+        assert ckpt.stats.skipped == 1
+        copying.clear()
+        changed.clear()
+        ckpt.step()
+        assert copying.wait(30)
+        with torch.no_grad():
+            model.weight.fill_(6)
+        changed.set()
+        assert ckpt.wait(30)
+        step, tree = _newest(daemon)
+        assert step == 3
+        assert (tree["objects"]["model"]["weight"] == 5).all()
+
+
+def test_the_optimizer_waits_for_a_copy_under_way(daemon: SoloDaemon) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = _Fill(model.parameters())
+    go = threading.Event()
+    stepped = threading.Event()
+
+    class _SlowCopier(Copier):
+        def copy(self, *args: Any, **kwargs: Any) -> Any:
+            assert go.wait(30)
+            assert not stepped.is_set(), "the optimizer ran into the copy"
+            return super().copy(*args, **kwargs)
+
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        optimizer.step()
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert ckpt._capturer is not None
+        ckpt._capturer._copier = _SlowCopier()
+        ckpt.step()
+        other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        other.step()  # somebody else's optimizer does not wait
+        threading.Timer(0.05, go.set).start()
+        optimizer.step()
+        stepped.set()
+        assert ckpt.wait(30)
+        assert ckpt.stats.stall_s > 0
+        assert _newest(daemon)[1]["objects"]["model"]["weight"].eq(1).all()
+
+
+def test_growing_state_gets_larger_slots(daemon: SoloDaemon) -> None:
+    with Checkpointer(data=torch.zeros(10), note="") as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+        ckpt.values["data"] = torch.ones(3 * CHUNK_BYTES)
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert _newest(daemon)[1]["values"]["data"].sum() == 3 * CHUNK_BYTES
+        ckpt.values["note"] = "long" * 50_000
+        ckpt.step()
+        assert not ckpt.wait(30), "the manifest outgrew its room: this capture is skipped, larger slots are asked for"
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert _newest(daemon)[1]["values"]["note"] == "long" * 50_000
+
+
+def test_growth_that_is_refused_is_skipped_and_logged(daemon: SoloDaemon, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(data=torch.zeros(10)) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+        daemon.refuse["allocate"] = ("MemoryBudgetError", "no room for 12 GiB")
+        ckpt.values["data"] = torch.ones(CHUNK_BYTES)
+        for _ in range(3):
+            ckpt.step()
+            assert not ckpt.wait(0.01) or pytest.fail("captured without room")
+        assert "no room for 12 GiB" in caplog.text
+        assert _newest(daemon)[0] == 1
+        ckpt.values["data"] = torch.zeros(10)
+        ckpt.step()
+        assert ckpt.wait(30), "what fits again is captured again"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_state_is_captured_and_restored_bit_for_bit(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.Dropout(0.5)).cuda()
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(64, 512, device="cuda")).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        for _ in range(20):
+            train(model, optimizer)
+            ckpt.step()
+        assert ckpt.wait(30)
+        expected = {name: _bytes(tensor) for name, tensor in model.state_dict().items()}
+        train(model, optimizer)
+        after = {name: _bytes(tensor) for name, tensor in model.state_dict().items()}
+    step, tree = _newest(daemon)
+    assert step == 20
+    assert {name: _bytes(tensor) for name, tensor in tree["objects"]["model"].items()} == expected
+    daemon.plan = (1, 20)
+    for name, value in daemon.environ(generation=2).items():
+        monkeypatch.setenv(name, value)
+    model, optimizer = build()
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        assert ckpt.restore() == 20
+        train(model, optimizer)
+    assert {name: _bytes(tensor) for name, tensor in model.state_dict().items()} == after

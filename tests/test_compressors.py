@@ -1,0 +1,178 @@
+"""Compressors and what ranks remember: nothing is lost, nothing poisoned, all ranks agree, restores continue."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from resilient_run.comm.compressed import Compressed
+from resilient_run.comm.compressors import NAMES, SampledTopK, TopK, named
+from resilient_run.comm.errors import CommError, MessageError
+from resilient_run.comm.feedback import ErrorFeedback, Memory, MomentumCorrection
+from resilient_run.comm.transport import Transport
+
+SPARSE = ("topk", "dgc", "randomk")
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def gradient(seed: int, numel: int = 1000, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 1000])
+@pytest.mark.parametrize("name", NAMES)
+def test_message_decodes_to_what_was_chosen(name: str, numel: int, dtype: torch.dtype) -> None:
+    compressor, dense = named(name, density=0.1), gradient(1, numel, dtype)
+    message = compressor.compress(dense, seed=5)
+    decoded = compressor.decompress(message, numel, dtype, seed=5)
+    assert (decoded.shape, decoded.dtype, message.dtype) == (dense.shape, dtype, torch.uint8)
+    assert compressor.message_bytes(numel, dtype) in (None, message.numel())
+    if name in SPARSE:
+        sent = decoded != 0
+        assert torch.equal(decoded[sent], dense[sent])
+        expected = max(1, round(numel * 0.1))
+        assert expected / 1.25 <= int(sent.sum()) <= expected * 1.25
+    elif name in ("fp16", "bf16"):
+        assert torch.equal(decoded, dense.to(torch.float16 if name == "fp16" else torch.bfloat16).to(dtype))
+    else:
+        assert torch.equal(decoded < 0, dense < 0)
+        means = {
+            "efsignsgd": (dense.double().abs().mean(), -dense.double().abs().mean()),
+            "onebit": (dense[dense >= 0].double().mean(), dense[dense < 0].double().mean()),
+        }[name]
+        for side, mean in ((decoded[dense >= 0], means[0]), (decoded[dense < 0], means[1])):
+            assert side.numel() == 0 or math.isclose(float(side[0]), float(mean), rel_tol=1e-2)
+    total = torch.ones_like(dense)
+    compressor.add(message, total, seed=5)
+    assert torch.equal(total, decoded + 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_message_of_another_tensor_is_refused(name: str) -> None:
+    compressor = named(name, density=0.5)
+    message = compressor.compress(gradient(1, 100), seed=0)
+    with pytest.raises(MessageError, match="bytes came where"):
+        compressor.decompress(message[:-1], 100, torch.float32, seed=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_left_out_is_sent_later(name: str) -> None:
+    """What was sent and what is kept is the sum of all gradients."""
+    memory = ErrorFeedback(named(name, density=0.05))
+    sent = torch.zeros(1000)
+    for step in range(20):
+        message, seed = memory.compress("w", gradient(step))
+        sent += memory.compressor.decompress(message, 1000, torch.float32, seed=seed)
+    kept = memory.state_dict()["kept"]["w"][0]
+    torch.testing.assert_close(sent + kept, sum(gradient(step) for step in range(20)), rtol=1e-4, atol=1e-4)
+
+
+def memories() -> list[Any]:
+    made = [pytest.param(lambda name=name: ErrorFeedback(named(name, density=0.05)), id=name) for name in NAMES]
+    dgc = MomentumCorrection(SampledTopK(0.05), ranks=4, clip_norm=1.0, warm_up_steps=4)
+    return [*made, pytest.param(lambda: dgc, id="momentum correction")]
+
+
+@pytest.mark.parametrize("make", memories())
+def test_step_that_overflowed_leaves_no_trace(make: Any) -> None:
+    memory: Memory = make()
+    memory.compress("w", gradient(1))
+    before = [kept.clone() for kept in memory.state_dict()["kept"]["w"]]
+    for bad in (math.inf, -math.inf, math.nan):
+        poisoned = gradient(2)
+        poisoned[17] = bad
+        message, seed = memory.compress("w", poisoned)
+        decoded = memory.compressor.decompress(message, 1000, torch.float32, seed=seed)
+        assert memory.compressor.name == "randomk" or not decoded.isfinite().all()
+        assert all(map(torch.equal, memory.state_dict()["kept"]["w"], before))
+
+
+@pytest.mark.parametrize("make", memories())
+def test_restored_memory_goes_on_bit_for_bit(make: Any) -> None:
+    memory: Memory = make()
+    for step in range(3):
+        memory.compress("w", gradient(step))
+    saved = {
+        "steps": dict(memory.state_dict()["steps"]),
+        "kept": {key: [tensor.clone() for tensor in kept] for key, kept in memory.state_dict()["kept"].items()},
+    }
+    expected = [memory.compress("w", gradient(step)) for step in range(3, 6)]
+    memory.load_state_dict(saved)
+    for (message, seed), step in zip(expected, range(3, 6), strict=True):
+        again, seed_again = memory.compress("w", gradient(step))
+        assert seed_again == seed
+        assert torch.equal(again, message)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_get_the_sum_of_what_was_sent(name: str, size: int) -> None:
+    def work(transport: Transport) -> tuple[list[Tensor], list[Tensor]]:
+        scheme = Compressed(transport, ErrorFeedback(named(name, density=0.1)))
+        twin = ErrorFeedback(named(name, density=0.1))
+        sums, sent = [], []
+        for step in range(3):
+            mine = gradient(100 * step + transport.rank, 600)
+            message, seed = twin.compress("w", mine)
+            sent.append(twin.compressor.decompress(message, 600, torch.float32, seed=seed))
+            sums.append(scheme.reduce("w", mine.view(20, 30)))
+        assert scheme.reduce("empty", torch.zeros(0, 3)).shape == (0, 3)
+        return sums, sent
+
+    ranks = run_ranks(size, work)
+    for step in range(3):
+        total = torch.stack([sent[step] for _, sent in ranks]).sum(0).view(20, 30)
+        tolerance = 1e-2 if name in ("fp16", "bf16") else 1e-6
+        for sums, _ in ranks:
+            torch.testing.assert_close(sums[step], total, rtol=tolerance, atol=size * tolerance)
+            assert torch.equal(sums[step], ranks[0][0][step])
+
+
+def test_dgc_that_sends_all_is_momentum_sgd_of_each_step() -> None:
+    """With density 1 each step's velocity is sent whole, and masked, so nothing is left."""
+    memory = MomentumCorrection(TopK(1.0), ranks=1, momentum=0.9)
+    for step in range(3):
+        message, seed = memory.compress("w", gradient(step))
+        assert torch.equal(memory.compressor.decompress(message, 1000, torch.float32, seed=seed), gradient(step))
+
+
+def test_dgc_sends_the_momentum_of_what_waited() -> None:
+    """By hand, one of two elements a step: Lin et al., equation (4), with momentum factor masking."""
+    memory = MomentumCorrection(TopK(0.5), ranks=1, momentum=0.5)
+    sent = []
+    for _ in range(3):
+        message, seed = memory.compress("w", torch.tensor([4.0, 3.0]))
+        sent.append(memory.compressor.decompress(message, 2, torch.float32, seed=seed).tolist())
+    # Second element: u = 3, v = 3; u = 4.5, v = 7.5 is sent; u = v = 3.
+    assert sent == [[4.0, 0.0], [0.0, 7.5], [10.0, 0.0]]
+
+
+def test_dgc_warms_up_and_clips() -> None:
+    memory = MomentumCorrection(TopK(0.001), ranks=4, clip_norm=1.0, warm_up_steps=8)
+    densities = [memory.density(step) for step in range(9)]
+    assert densities == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001]
+    large, small = torch.tensor([30.0, 40.0]), torch.tensor([0.03, 0.04])
+    for key, dense, clipped in (("large", large, [0.3, 0.4]), ("small", small, [0.03, 0.04])):
+        memory.compress(key, dense)
+        velocity, residual = memory.state_dict()["kept"][key]
+        torch.testing.assert_close(residual[0].item(), clipped[0])
+        assert velocity[1] == 0
+
+
+def test_wrong_arguments_and_states_are_refused() -> None:
+    with pytest.raises(CommError, match=r"density 0 is not in \(0, 1\]"):
+        named("topk", density=0)
+    with pytest.raises(CommError, match="there is no compressor 'zip'; take one of topk"):
+        named("zip")
+    with pytest.raises(CommError, match="momentum 1"):
+        MomentumCorrection(TopK(0.1), ranks=1, momentum=1)
+    memory = ErrorFeedback(named("topk"))
+    with pytest.raises(CommError, match="has steps and kept tensors, this state has"):
+        memory.load_state_dict({"residuals": {}})
+    memory.compress("w", gradient(0, 10))
+    with pytest.raises(CommError, match=r"w has 11 elements of .*, but 10 of"):
+        memory.compress("w", gradient(0, 11))

@@ -1,0 +1,302 @@
+"""A job on real daemons, one per loopback host: commit, repair, restore, refusals, and the ends of jobs."""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cluster import wait_until
+from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_bytes, wait_for_watermark
+
+from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
+from resilient_run.ckpt.slot import Slot
+from resilient_run.daemon.etcd import EtcdConfig
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    yield made
+    made.close()
+
+
+def test_single_host_commits_its_own_captures(hosts: Hosts) -> None:
+    """Two replicas are wanted, one host is there: one replica is all."""
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], range(1, 5))
+    assert hosts.watermark() == (1, 4)
+
+
+def test_three_hosts_commit_with_two_replicas(hosts: Hosts) -> None:
+    trainers = hosts.run("abc")
+    hosts.commit(trainers, range(1, 6))
+    assert hosts.watermark() == (1, 5)
+    hosts.wait_for_replicas("abc", (1, 5), 6)
+
+
+def test_nothing_is_committed_without_every_rank(hosts: Hosts) -> None:
+    trainers = hosts.run("abc")
+    hosts.commit(trainers, [1])
+    for trainer in trainers[:2]:
+        trainer.capture(2)
+    hosts.wait_for_replicas("abc", (1, 2), 4)
+    assert hosts.watermark() == (1, 1)
+    trainers[2].capture(2)
+    wait_for_watermark(trainers, (1, 2))
+
+
+def test_lost_host_s_replicas_are_fetched_by_its_replacement(hosts: Hosts) -> None:
+    trainers = hosts.run("abc")
+    hosts.commit(trainers, [1, 2, 3])
+    hosts["b"].close()
+    trainers = hosts.run("adc", generation=2)
+    for rank, trainer in enumerate(trainers):
+        answer = trainer.request("restore")
+        assert answer["source"] == ("peer" if rank == 1 else "local")
+        assert restored_bytes(answer["path"]) == payload(hosts.run_id, rank, (1, 3))
+    hosts.wait_for_replicas("adc", (1, 3), 6)
+    hosts.commit(trainers, [4])
+
+
+def test_host_that_lost_its_memory_gets_it_back(hosts: Hosts) -> None:
+    hosts.commit(hosts.run("abc"), [1, 2])
+    hosts["a"].close()
+    hosts["a"].start()
+    trainers = hosts.run("abc", generation=2)
+    answer = trainers[0].request("restore")
+    assert answer["source"] == "peer"
+    assert restored_bytes(answer["path"]) == payload(hosts.run_id, 0, (1, 2))
+    hosts.wait_for_replicas("abc", (1, 2), 6)
+
+
+def test_slots_of_a_dead_timeline_are_cleared(hosts: Hosts) -> None:
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1, 2])
+    trainers[0].capture(3)
+    hosts.wait_for_replicas("ab", (1, 3), 2)
+    hosts.run("ab", generation=2)
+    assert [hosts[name].held() for name in "ab"] == [{0: {(1, 2)}, 1: {(1, 2)}}] * 2
+    assert not [path for name in "ab" for path in hosts[name].slot_paths(0, (1, 3))]
+
+
+def test_capture_that_its_owner_gives_up_may_be_replaced_at_its_peers(hosts: Hosts) -> None:
+    """Ranks that skipped different steps go on at a common one, in the slots of what was never committed."""
+    trainers = hosts.run("abc")
+    hosts.commit(trainers, [1])
+    trainers[0].capture(2, slot=0)
+    trainers[1].capture(3, slot=0)
+    hosts.wait_for_replicas("abc", (1, 2), 2)
+    hosts.wait_for_replicas("abc", (1, 3), 2)
+    for trainer in trainers:
+        trainer.capture(8, slot=0)
+    wait_for_watermark(trainers, (1, 8))
+    hosts.wait_for_replicas("abc", (1, 1), 6)
+
+
+def test_corrupt_local_slot_is_replaced_from_a_peer(hosts: Hosts) -> None:
+    hosts.commit(hosts.run("ab"), [1, 2])
+    (path,) = hosts["a"].slot_paths(0, (1, 2))
+    corrupt(path)
+    trainers = hosts.run("ab", generation=2)
+    answer = trainers[0].request("restore")
+    assert answer["source"] == "peer"
+    assert restored_bytes(answer["path"]) == payload(hosts.run_id, 0, (1, 2))
+    assert "is corrupt and was cleared" in hosts["a"].log
+
+
+def test_restore_names_everything_that_was_tried(hosts: Hosts) -> None:
+    hosts.commit(hosts.run("ab"), [1, 2])
+    for name in "ab":
+        (path,) = hosts[name].slot_paths(0, (1, 2))
+        corrupt(path)
+    trainers = hosts.run("ab", generation=2)
+    with pytest.raises(
+        RestoreError, match=r"rank 0 at step 2 .*no local slot .*chunk 3 .*; host b: .*rank 0 step 2: chunk 3"
+    ):
+        trainers[0].request("restore")
+    assert trainers[1].request("restore")["source"] == "local"
+
+
+def test_another_topology_is_refused(hosts: Hosts) -> None:
+    hosts.commit(hosts.run("a"), [1])
+    (trainer,) = hosts.run("a", generation=2)
+    trainer.close()
+    other = hosts["a"].trainer(0, world_size=1, generation=2)
+    other.attach(topology=TOPOLOGY - 1)
+    with pytest.raises(TopologyError, match=r"world size 1 .* or with a new run id"):
+        other.request("restore")
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"rank": 1}, "does not fit generation 1"),
+    ({"local_rank": 1}, "does not fit generation 1"),
+    ({"world_size": 2}, "does not fit generation 1"),
+    ({"run_id": "other"}, "field 'run_id' names no job"),
+    ({"rank": "0"}, "field 'rank' must be an integer"),
+    ({"generation": 0}, "field 'generation' must be an integer from 1"),
+    ({"estimate_bytes": -1}, "field 'estimate_bytes'"),
+    ({"topology": 2**64}, "field 'topology'"),
+]
+
+
+def test_attachments_that_do_not_fit_are_refused(hosts: Hosts) -> None:
+    """All are tried at once, because the daemon waits a while for a launcher that opens the job of another name."""
+    hosts.run("a")
+    trainers = [hosts["a"].trainer(0, world_size=1, generation=1) for _ in REFUSED]
+    with ThreadPoolExecutor(len(REFUSED)) as pool:
+        answers = [
+            pool.submit(trainer.attach, **changes) for trainer, (changes, _) in zip(trainers, REFUSED, strict=True)
+        ]
+    for answer, (_, message) in zip(answers, REFUSED, strict=True):
+        with pytest.raises(DaemonError, match=message):
+            answer.result()
+
+
+def test_trainer_of_an_older_generation_is_refused(hosts: Hosts) -> None:
+    (old,) = hosts.run("a")
+    hosts.form_round(2, "a")
+    assert old.is_closed()
+    with pytest.raises(DaemonError, match="generation 1 is over, 2 has begun"):
+        hosts["a"].trainer(0, world_size=1, generation=1).attach()
+
+
+def test_job_that_does_not_fit_is_refused_before_training(hosts: Hosts) -> None:
+    hosts["a"].start("--memory-limit", "64M")
+    hosts["b"].start()
+    for trainer in hosts.run("ab"):
+        trainer.close()
+    trainer = hosts["a"].trainer(0, world_size=2, generation=1)
+    with pytest.raises(
+        MemoryBudgetError, match=r"need 80.00 MiB \(2 slots \* 2 ranks .* limit is 64.00 MiB.*--rr-repl"
+    ):
+        trainer.attach(estimate_bytes=20 << 20)
+    trainer.attach(estimate_bytes=10 << 20)
+    with pytest.raises(MemoryBudgetError, match="does not fit"):
+        trainer.allocate(payload_bytes=33 << 20)
+
+
+def test_job_s_own_memory_limit_counts(hosts: Hosts) -> None:
+    hosts["a"].start()
+    hosts["a"].open(memory_limit_bytes=PAYLOAD_BYTES)
+    hosts.create_job()
+    hosts.form_round(1, "a")
+    with pytest.raises(MemoryBudgetError):
+        hosts["a"].trainer(0, world_size=1, generation=1).attach()
+
+
+def test_launcher_hears_what_happens_to_its_ranks(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    launcher = hosts["a"].launcher
+    assert launcher is not None
+    assert launcher.request("job_status", run_id=hosts.run_id)["attached"] is True
+    trainer.notify("restored", step=0, seconds=0.25)
+    trainer.notify("progress", step=1)
+    trainer.notify("progress", step=2)
+    wait_until(
+        lambda: launcher.request("job_status", run_id=hosts.run_id)["last_steps"] == {"0": 2},
+        timeout_s=30,
+        what="last step",
+    )
+    events = [event for event in launcher.poll() if event["op"] == "event"]
+    assert [event["event"] for event in events] == ["attached", "restored", "first_step"]
+    assert {(event["rank"], event["generation"], event["run_id"]) for event in events} == {(0, 1, hosts.run_id)}
+    assert events[1]["seconds"] == 0.25
+    assert events[2]["step"] == 1
+    assert all(0 < event["monotonic_s"] <= time.monotonic() for event in events)
+
+
+def test_settle_waits_for_captures_also_for_one_that_nobody_announced(hosts: Hosts) -> None:
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1])
+    trainers[0].capture(2, announce=False)
+    trainers[1].capture(2)
+    launchers = [hosts[name].launcher for name in "ab"]
+    assert launchers[0] is not None
+    answer = launchers[0].request("settle", run_id=hosts.run_id, timeout_s=30)
+    assert answer["watermark"] == {"generation": 1, "step": 2}
+    trainers[0].capture(3)
+    assert launchers[0].request("settle", run_id=hosts.run_id, timeout_s=0.05)["watermark"]["step"] == 2
+
+
+def test_closed_job_leaves_nothing_behind(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    launcher = hosts["a"].launcher
+    assert launcher is not None
+    launcher.request("close_job", run_id=hosts.run_id, discard=True)
+    assert list(hosts["a"].shm_dir.iterdir()) == []
+    held, address = (
+        hosts.etcd(lambda etcd, key=key: etcd.get(f"{hosts.prefix}ckpt/{key}/a")) for key in ("held", "hosts")
+    )
+    assert (held, address) == (None, None)
+
+
+def test_orphaned_slots_are_kept_for_a_relaunch_and_then_collected(hosts: Hosts) -> None:
+    host = hosts["a"]
+    host.start("--orphan-ttl", "1")
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    host.drop_clients()
+    host.open()
+    assert host.held() == {0: {(1, 1)}}
+    host.drop_clients()
+    wait_until(lambda: not list(host.shm_dir.iterdir()), timeout_s=30, what="collection of the orphan")
+    assert "no launcher came back" in host.log
+
+
+def test_second_live_launcher_of_a_run_is_refused(hosts: Hosts) -> None:
+    hosts.run("a")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            hosts["a"].open()
+        except DaemonError as error:
+            status = 0 if f"already has a live launcher on host a: pid {os.getppid()}" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_new_incarnation_of_a_run_id_starts_from_nothing(hosts: Hosts) -> None:
+    hosts.commit(hosts.run("a"), [1, 2])
+    hosts.etcd(lambda etcd: etcd.delete_prefix(hosts.prefix))
+    hosts.create_job("second")
+    hosts.form_round(1, "a")
+    wait_until(lambda: hosts["a"].held() == {}, timeout_s=30, what="removal of the first life's slots")
+    assert hosts["a"].trainer(0, world_size=1, generation=1).attach()["restore"] is None
+
+
+def test_job_with_a_broken_key_fails_alone(hosts: Hosts, tmp_path: Path) -> None:
+    (trainer,) = hosts.run("a")
+    broken = hosts["a"].client()
+    request = {"host": "a", "replicas": 1, "nproc": 1, "etcd": hosts.config.to_dict(), "addr": "127.0.0.1"}
+    broken.request("open_job", run_id=f"{hosts.run_id}-broken", memory_limit_bytes=None, policy={}, **request)
+    key = f"/resilient-run/{hosts.run_id}-broken/ckpt/watermark"
+    hosts.etcd(lambda etcd: etcd.put(key, {"generation": "one"}))
+
+    def failure() -> str:
+        try:
+            broken.request("job_status", run_id=f"{hosts.run_id}-broken")
+        except DaemonError as error:
+            return str(error)
+        return ""
+
+    message = wait_until(failure, timeout_s=30, what="failure of the broken job")
+    assert "ckpt/watermark: field 'generation' must be an integer" in message
+    hosts.commit([trainer], [1, 2])
+
+
+def test_capture_that_is_not_what_was_announced_is_not_held(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    path = trainer.capture(1, announce=False)
+    trainer.notify("complete", path=str(path), generation=1, step=2)
+    trainer.notify("complete", path="/etc/passwd", generation=1, step=1)
+    slot = Slot.open(path)
+    assert slot.header().step == 1
+    slot.close()
+    trainer.notify("complete", path=str(path), generation=1, step=1)
+    wait_for_watermark([trainer], (1, 1))
+    assert hosts["a"].log.count("is not held") == 2

@@ -1,0 +1,461 @@
+"""What the root decides: an example of every action and of every reason to do nothing, and that deciding ends."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_run.daemon.decide import (
+    Break,
+    Decision,
+    FallBack,
+    Note,
+    PutInQuarantine,
+    Replace,
+    Stop,
+    decide,
+)
+from resilient_run.daemon.etcd import Entry
+from resilient_run.daemon.observation import Observation
+from resilient_run.daemon.policy import RootPolicy
+from resilient_run.daemon.quarantine import Quarantine
+from resilient_run.daemon.root import transaction
+from resilient_run.daemon.root_state import RootState
+from resilient_run.daemon.root_view import Failure, RootView
+from resilient_run.daemon.rounds import Pair, Round
+
+NOW_S = 1_000_000.0
+POLICY = RootPolicy()
+SOON = Quarantine(since_unix_s=NOW_S - 10, until_unix_s=NOW_S + 100, reason="a test")
+OVER = Quarantine(since_unix_s=NOW_S - 100, until_unix_s=NOW_S - 1, reason="a test")
+
+
+def round_(names: str = "abc", generation: int = 4, restore: Pair | None = (3, 10)) -> Round:
+    return Round(generation=generation, hosts=tuple(names), nprocs=(1,) * len(names), restore=restore, revision=7)
+
+
+def failure(kind: str = "worker_exit", host: str = "a", generation: int = 4, **changes: Any) -> Failure:
+    exited = {"rank": 0, "exitcode": 1} if kind == "worker_exit" else {"rank": None, "exitcode": None}
+    message = f"{kind} on {host}"
+    return Failure(**{"generation": generation, "host": host, "kind": kind, "message": message, **exited, **changes})
+
+
+def noted(kind: str = "worker_exit", host: str = "a", generation: int = 4, **changes: Any) -> Failure:
+    return failure(kind, host, generation, **{"began_step": 10, "unix_s": NOW_S - 60, **changes})
+
+
+def seen(kind: str, host: str = "a", severity: str = "fail", **changes: Any) -> dict[str, tuple[Observation]]:
+    values = {"message": f"{kind} of {host}", "value": 9.0, "limit": 5.0, "unix_s": NOW_S, **changes}
+    return {host: (Observation(kind=kind, severity=severity, **values),)}
+
+
+def whole(**changes: Any) -> RootView:
+    """Three hosts that train generation 4 from step 10 of generation 3, each holding its own and its neighbour's."""
+    pair = {(3, 10)}
+    held = {"a": {0: pair, 1: pair}, "b": {1: pair, 2: pair}, "c": {2: pair, 0: pair}}
+    view = RootView(
+        host="a",
+        round=round_(),
+        members=dict.fromkeys("abc", 0),
+        daemons=frozenset("abc"),
+        held=held,
+        watermark=(3, 10),
+    )
+    return replace(view, **changes)
+
+
+def broken(why: Failure, **changes: Any) -> RootView:
+    """The same hosts after `why`, which the root has noted already."""
+    return whole(failures={4: why}, history=(replace(why, began_step=10, unix_s=NOW_S - 1),), **changes)
+
+
+def lost(names: str = "b", **changes: Any) -> RootView:
+    """The same hosts without `names`, of which the first was found lost."""
+    live = [host for host in "abc" if host not in names]
+    members = dict.fromkeys(live, 5)
+    return broken(failure("host_lost", names[0]), **{"members": members, "daemons": frozenset(live), **changes})
+
+
+def kinds(decision: Decision) -> list[type]:
+    return [type(action) for action in decision.actions]
+
+
+QUIET: dict[str, tuple[RootView, str]] = {
+    "no round": (RootView(host="a"), "no generation has begun"),
+    "over": (whole(closed=True, observations=seen("gpu"), failures={4: failure()}), "the run is over"),
+    "whole": (whole(), "generation 4 is whole on 3 host(s)"),
+    "broken and noted": (broken(failure()), "generation 4 is broken: worker_exit on a"),
+    "a warning": (whole(observations=seen("gpu", severity="warn")), "whole"),
+    "a peer that cannot be reached": (whole(observations=seen("peer_unreachable")), "whole"),
+    "an unhealthy host that is avoided, no standby": (
+        whole(
+            observations=seen("gpu"),
+            quarantines={"a": SOON},
+            decisions=({"kind": "replace", "hosts": ["a"], "unix_s": NOW_S - 5, "generation": 3},),
+        ),
+        "whole",
+    ),
+    "a standby that is not ready": (whole(members={**dict.fromkeys("abc", 0), "d": 3}), "whole"),
+    "a hang in an earlier generation": (whole(observations=seen("hang", generation=3)), "whole"),
+    "a hang that is only logged": (whole(observations=seen("hang", severity="warn", generation=4)), "whole"),
+    "a hang in a broken generation": (broken(failure(), observations=seen("hang", generation=4)), "broken"),
+    "two failures": (whole(history=(noted(generation=2), noted(generation=3, began_step=9))), "whole"),
+    "old failures": (
+        whole(history=tuple(noted(generation=g, unix_s=NOW_S - 9999, began_step=g) for g in (1, 2, 3))),
+        "whole",
+    ),
+    "failures before the last quarantine": (
+        whole(
+            history=tuple(noted(generation=g, unix_s=NOW_S - 200, began_step=g) for g in (1, 2, 3)),
+            quarantines={"a": OVER},
+        ),
+        "whole",
+    ),
+    "failures of nobody": (
+        whole(history=tuple(noted("hang", "", g, began_step=g) for g in (1, 2, 3))),
+        "whole",
+    ),
+    "a host is lost and a standby is ready": (lost(members={"a": 5, "c": 5, "d": 5}), "broken"),
+    "a launcher is away for a moment": (broken(failure(), members={"a": 5, "c": 5}, absent_s={"b": 3.0}), "broken"),
+    "all launchers are gone": (lost(members={}), "broken"),
+    "a lost host was asked for": (
+        lost(decisions=({"kind": "replace", "hosts": ["b"], "unix_s": NOW_S - 5, "generation": 4},)),
+        "broken",
+    ),
+    "memory lost and nothing is persisted": (whole(held={"a": {}, "b": {}, "c": {}}), "whole"),
+    "memory lost and just that step is persisted": (
+        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5), (3, 10))),
+        "whole",
+    ),
+    "memory may be lost, a daemon is not there": (
+        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5),), daemons=frozenset("ab")),
+        "whole",
+    ),
+    "memory may be lost, a daemon has not reported": (whole(held={"a": {}, "b": {}}, persisted=((1, 5),)), "whole"),
+    "a standby holds it": (
+        whole(
+            held={"a": {}, "b": {}, "c": {}, "d": {rank: {(3, 10)} for rank in range(3)}},
+            daemons=frozenset("abcd"),
+            persisted=((1, 5),),
+        ),
+        "whole",
+    ),
+    "this generation has committed": (
+        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5),), watermark=(4, 11)),
+        "whole",
+    ),
+    "nothing was restored": (
+        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5),), watermark=None, round=round_(restore=None)),
+        "whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_nothing_to_do(name: str) -> None:
+    view, reason = QUIET[name]
+    decision = decide(view, POLICY, NOW_S)
+    assert decision.actions == ()
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("why", "view", "reason"),
+    [
+        (failure(), whole(), "software failure: worker_exit on a; the same hosts go on at step 10 from their own"),
+        (failure("hang", ""), whole(), "software failure: hang on ; the same hosts go on at step 10"),
+        (failure("host_lost", "b"), whole(), "hardware failure: host_lost on b; case 1: peers hold step 10 of every"),
+        (
+            failure("host_lost", "b"),
+            whole(members={"a": 5}),
+            "hardware failure: host_lost on b; case 2: no live host reports rank 2 at step 10",
+        ),
+        (failure("host_lost", "b"), whole(watermark=None), "nothing is committed yet, training begins anew"),
+        (failure("membership", "b"), whole(), "planned: membership on b; training goes on at step 10"),
+        (failure("operator", "b"), whole(watermark=None), "training goes on at the beginning"),
+    ],
+)
+def test_a_failure_is_noted_with_its_class(why: Failure, view: RootView, reason: str) -> None:
+    decision = decide(replace(view, failures={4: why}), RootPolicy(quarantine_failures=9), NOW_S)
+    note = decision.actions[0]
+    assert isinstance(note, Note)
+    assert reason in note.reason
+    assert note.failure == replace(why, began_step=10, unix_s=NOW_S)
+
+
+def test_a_new_root_notes_what_it_missed() -> None:
+    decision = decide(whole(failures={3: failure(generation=3), 4: failure("host_lost", "b")}), POLICY, NOW_S)
+    notes = [action.failure for action in decision.actions if isinstance(action, Note)]
+    assert [(note.generation, note.began_step) for note in notes] == [(3, None), (4, 10)]
+
+
+@pytest.mark.parametrize("kind", ["worker_exit", "hang", "host_lost", "unhealthy"])
+def test_host_that_fails_again_and_again_is_put_in_quarantine(kind: str) -> None:
+    history = tuple(noted(kind, "b", g, began_step=g) for g in (1, 2, 3))
+    decision = decide(whole(history=history, members={**dict.fromkeys("abc", 0), "d": 5}), POLICY, NOW_S)
+    (action,) = decision.actions
+    assert isinstance(action, PutInQuarantine)
+    assert (action.host, action.quarantine.until_unix_s) == ("b", NOW_S + POLICY.quarantine_cooldown_s)
+    assert decision.reason == "host b failed 3 times within 1800 s; it is avoided for 1800 s"
+
+
+def test_quarantine_counts_from_its_last_beginning_on() -> None:
+    history = tuple(noted("worker_exit", "b", g, began_step=g, unix_s=NOW_S - 50) for g in (1, 2, 3))
+    view = whole(history=history, quarantines={"b": OVER}, members={**dict.fromkeys("abc", 0), "d": 5})
+    assert kinds(decide(view, POLICY, NOW_S)) == [PutInQuarantine]
+
+
+@pytest.mark.parametrize("kind", ["gpu", "memory", "disk", "tmpfs", "load"])
+def test_unhealthy_host_is_swapped_for_a_standby(kind: str) -> None:
+    members = {**dict.fromkeys("abc", 0), "d": 5}
+    decision = decide(whole(observations=seen(kind, "c"), members=members), POLICY, NOW_S)
+    quarantine, swap = decision.actions
+    assert isinstance(quarantine, PutInQuarantine)
+    assert isinstance(swap, Break)
+    assert (quarantine.host, swap.host, swap.kind) == ("c", "c", "unhealthy")
+    assert swap.reason == f"host c is unhealthy ({kind} of c): d takes its place"
+
+
+def test_unhealthy_host_without_a_standby_trains_on_and_the_operator_is_asked() -> None:
+    decision = decide(whole(observations=seen("gpu", "c")), POLICY, NOW_S)
+    assert kinds(decision) == [PutInQuarantine, Replace]
+    later = whole(
+        observations=seen("gpu", "c"),
+        quarantines={"c": SOON},
+        members={**dict.fromkeys("abc", 0), "d": 5},
+        decisions=({"kind": "replace", "hosts": ["c"], "unix_s": NOW_S - 5, "generation": 4},),
+    )
+    assert kinds(decide(later, POLICY, NOW_S)) == [Break]
+
+
+def test_unhealthy_standby_is_not_used() -> None:
+    members = {**dict.fromkeys("abc", 0), "d": 5}
+    decision = decide(whole(observations=seen("gpu", "c") | seen("gpu", "d"), members=members), POLICY, NOW_S)
+    assert kinds(decision) == [PutInQuarantine, PutInQuarantine, Replace]
+
+
+def test_hang_breaks_the_generation() -> None:
+    one = seen("hang", "b", generation=4, rank=1, message="rank 1 made no step for 60 s")
+    (action,) = decide(whole(observations=one), POLICY, NOW_S).actions
+    assert action == Break(kind="hang", host="b", rank=1, reason="generation 4 hangs: rank 1 made no step for 60 s")
+    every = {name: seen("hang", name, generation=4, rank=rank)[name] for rank, name in enumerate("abc")}
+    (action,) = decide(whole(observations=every), POLICY, NOW_S).actions
+    assert isinstance(action, Break)
+    assert (action.host, action.rank) == ("", None), "all wait for one: who is to blame is not known"
+    waiting = seen("hang", "a", generation=4) | seen("hang", "c", generation=4)
+    (action,) = decide(whole(observations=waiting), POLICY, NOW_S).actions
+    assert isinstance(action, Break)
+    assert (action.host, action.rank) == ("", None)
+    (action,) = decide(whole(observations=waiting | one), POLICY, NOW_S).actions
+    assert isinstance(action, Break)
+    assert (action.host, action.rank) == ("b", 1), "one stands out"
+
+
+@pytest.mark.parametrize(
+    ("view", "wanted"),
+    [
+        (lost("b"), ("b",)),
+        (lost("bc", absent_s={"b": 20.0, "c": 20.0}), ("b", "c")),
+        (lost("bc", absent_s={"b": 1.0, "c": 1.0}), ("b",)),
+        (lost("bc", absent_s={"b": 20.0, "c": 20.0}, members={"a": 5, "d": 5}), ("c",)),
+        (lost("b", members={"a": 5, "c": 5, "d": 5}, quarantines={"d": SOON}), ("b",)),
+        (broken(failure(), members={"a": 5, "c": 5}, absent_s={"b": 20.0}), ("b",)),
+        (
+            lost("b", decisions=({"kind": "replace", "hosts": ["b"], "unix_s": NOW_S - 500, "generation": 2},)),
+            ("b",),
+        ),
+        (whole(quarantines={"b": SOON}), ("b",)),
+    ],
+)
+def test_operator_is_asked_when_no_standby_is_ready(view: RootView, wanted: tuple[str, ...]) -> None:
+    decision = decide(view, POLICY, NOW_S)
+    assert decision.actions == (Replace(hosts=wanted, reason=decision.reason),)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_lost_memory_falls_back_to_the_newest_persisted_step(is_broken: bool) -> None:
+    held = {"a": {0: [(3, 10)]}, "b": {1: [(3, 9)]}, "c": {2: [(3, 10)]}}
+    view = whole(held=held, persisted=((1, 4), (2, 6)))
+    if is_broken:
+        view = replace(view, failures={4: failure()}, history=(noted(),))
+    decision = decide(view, POLICY, NOW_S)
+    assert kinds(decision) == ([FallBack] if is_broken else [FallBack, Break])
+    fall_back = decision.actions[0]
+    assert isinstance(fall_back, FallBack)
+    assert fall_back.pair == (2, 6)
+    assert "no live host holds step 10 of rank(s) 1: every rank falls back to step 6" in decision.reason
+    guards, puts = transaction(view, decision, NOW_S)
+    assert {"rdzv/round", "ckpt/watermark", "ckpt/fence"} <= guards.keys()
+    assert puts["ckpt/watermark"] == {"generation": 2, "step": 6}
+    assert ("rdzv/failure/4" in puts) is not is_broken
+
+
+def loop(count: int, **changes: Any) -> tuple[Failure, ...]:
+    """`count` failures that all happened at step 10; only the first of their generations began before it."""
+    first = 4 - count
+    return tuple(noted(generation=g, began_step=3 if g == first else 10, **changes) for g in range(first, 4))
+
+
+LOOPS: list[tuple[str, RootView, bool]] = [
+    ("just enough", whole(history=loop(3)), True),
+    ("one too few", whole(history=loop(2)), False),
+    ("of any rank", whole(history=(*loop(3)[:2], noted(generation=3, rank=2, host="c"))), True),
+    ("another exit code", whole(history=(*loop(3)[:2], noted(generation=3, exitcode=-9))), False),
+    ("another step", whole(history=loop(3), round=round_(restore=(3, 11)), watermark=(3, 11)), False),
+    (
+        "from the beginning",
+        whole(
+            history=tuple(noted(generation=g, began_step=0) for g in (1, 2, 3)),
+            round=round_(restore=None),
+            watermark=None,
+        ),
+        True,
+    ),
+    ("hangs", whole(history=tuple(noted("hang", generation=g) for g in (1, 2, 3))), True),
+    ("lost hosts", whole(history=tuple(noted("host_lost", "d", generation=g) for g in (1, 2, 3))), False),
+    ("not the last one", whole(history=(*loop(3), noted(generation=4)), round=round_(generation=6)), False),
+]
+
+
+@pytest.mark.parametrize(("name", "view", "stops"), LOOPS, ids=[name for name, *_ in LOOPS])
+def test_same_failure_at_the_same_step_ends_the_run(name: str, view: RootView, stops: bool) -> None:
+    decision = decide(view, RootPolicy(crash_loop_failures=3, quarantine_failures=9), NOW_S)
+    assert (Stop in kinds(decision)) is stops
+    if stops:
+        step = 0 if view.round is None or view.round.restore is None else 10
+        assert f"training failed 3 times at step {step} in the same way, so no restart cures this" in decision.reason
+        assert view.history[-1].message in decision.reason
+        assert transaction(view, decision, NOW_S)[1]["root/failures"] == {"failures": []}
+
+
+class Keys:
+    """A run's keys, to which transactions are applied as etcd does."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.revision = len(values)
+        self.entries = {key: Entry(value=value, revision=at) for at, (key, value) in enumerate(values.items(), 1)}
+
+    def view(self, host: str = "a") -> RootView:
+        state = RootState(host, 2)
+        state.apply(self.entries)
+        assert state.ignored == {}
+        return state.view.with_absent(dict.fromkeys("abcde", 99.0))
+
+    def apply(self, decision: Decision, now_unix_s: float) -> bool:
+        guards, puts = transaction(self.view(), decision, now_unix_s)
+        if any(isinstance(action, Stop) for action in decision.actions):
+            puts["rdzv/closed"] = {"reason": decision.reason, "failed": True}
+        current = {key: entry.revision for key, entry in self.entries.items()}
+        if any(current.get(key, 0) != revision for key, revision in guards.items()):
+            return False
+        self.revision += 1
+        self.entries |= {key: Entry(value=value, revision=self.revision) for key, value in puts.items()}
+        return True
+
+
+pairs = st.sampled_from([[3, 9], [3, 10], [2, 5]])
+observation = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["hang", "gpu", "disk", "peer_unreachable"]),
+        "severity": st.sampled_from(["info", "warn", "fail"]),
+        "rank": st.sampled_from([None, 0, 1]),
+        "generation": st.sampled_from([None, 3, 4]),
+        "value": st.just(1.0),
+        "limit": st.just(1.0),
+        "message": st.just("something"),
+        "unix_s": st.just(NOW_S),
+    }
+)
+
+
+@st.composite
+def runs(draw: Callable[..., Any]) -> dict[str, Any]:
+    """The keys of a run in generation 4 in which anything may have happened."""
+    hosts = draw(st.sampled_from(["ab", "abc"]))
+    seats = [{"host": host, "session": "s", "nproc": 1, "role": ""} for host in hosts]
+    values: dict[str, Any] = {
+        "rdzv/round": {"generation": 4, "members": seats, "restore": {"generation": 3, "step": 10}},
+        "ckpt/watermark": {"generation": 3, "step": 10},
+        "ckpt/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
+    }
+    for host in draw(st.sets(st.sampled_from("abcde"))):
+        values[f"rdzv/members/{host}"] = {"session": "s", "ready": draw(st.sampled_from([0, 5]))}
+    for host in draw(st.sets(st.sampled_from("abcde"))):
+        values[f"ckpt/hosts/{host}"] = {"addr": "x", "port": 1}
+        ranks = draw(st.dictionaries(st.sampled_from("012"), st.lists(pairs, max_size=2)))
+        values[f"ckpt/held/{host}"] = {"held": ranks}
+    for host in draw(st.sets(st.sampled_from("abcde"))):
+        values[f"obs/{host}"] = {"observations": draw(st.lists(observation, max_size=2))}
+    for generation in draw(st.sets(st.sampled_from([3, 4]))):
+        values[f"rdzv/failure/{generation}"] = {
+            "host": draw(st.sampled_from(["", "a", "b"])),
+            "kind": draw(st.sampled_from(["worker_exit", "hang", "host_lost", "unhealthy", "membership"])),
+            "rank": None,
+            "pid": None,
+            "exitcode": draw(st.sampled_from([None, 1, -9])),
+            "unix_s": NOW_S,
+            "message": "something",
+        }
+    return values
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=runs(), policy=st.builds(RootPolicy, quarantine_failures=st.integers(1, 3)))
+def test_deciding_ends_and_keeps_its_promises(values: dict[str, Any], policy: RootPolicy) -> None:
+    """Whatever the keys say: what is decided applies, soon there is nothing left, nothing is done twice."""
+    keys = Keys(values)
+    done: list[Any] = []
+    for turn in range(6):
+        before = keys.view()
+        decision = decide(before, policy, NOW_S + turn)
+        assert decision.reason
+        if not decision.actions:
+            break
+        assert keys.apply(decision, NOW_S + turn)
+        done += decision.actions
+        assert not keys.apply(decision, NOW_S + turn) or keys.view() != before
+    else:
+        raise AssertionError(f"no end: {done}")
+    assert sum(isinstance(action, Break | FallBack) for action in done) <= 2
+    assert all("rdzv/failure/4" not in values for action in done if isinstance(action, Break))
+    asked = [host for action in done if isinstance(action, Replace) for host in action.hosts]
+    assert len(asked) == len(set(asked))
+    after = keys.view()
+    assert {failure.generation for failure in after.history} >= set(after.failures)
+    for action in done:
+        if isinstance(action, FallBack):
+            assert list(action.pair) in values["ckpt/persisted"]["pairs"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(runs())
+def test_of_two_roots_only_one_acts(values: dict[str, Any]) -> None:
+    """Both see the same and decide the same; whoever comes second is refused."""
+    keys = Keys(values)
+    decision = decide(keys.view("a"), POLICY, NOW_S)
+    if decision.actions:
+        guards, _ = transaction(keys.view("b"), decide(keys.view("b"), POLICY, NOW_S), NOW_S)
+        assert keys.apply(decision, NOW_S)
+        current = {key: entry.revision for key, entry in keys.entries.items()}
+        assert any(current.get(key, 0) != revision for key, revision in guards.items())
+
+
+def test_what_is_malformed_counts_as_nothing_and_is_named() -> None:
+    values = {
+        "rdzv/failure/4": {"kind": 3},
+        "rdzv/failure/x": {},
+        "rdzv/quarantine/a": {"until_unix_s": "soon"},
+        "rdzv/members/a": {"ready": -1},
+        "ckpt/held/a": {"held": 3},
+        "ckpt/persisted": {"pairs": [[1]]},
+        "obs/a": {"observations": [{"kind": "gpu"}]},
+        "root/failures": {"failures": [3]},
+        "root/decisions": {},
+    }
+    state = RootState("a", 2)
+    state.apply({key: Entry(value=value, revision=1) for key, value in values.items()})
+    assert list(state.ignored) == list(values)
+    assert decide(state.view, POLICY, NOW_S).actions == ()

@@ -1,0 +1,100 @@
+"""Options of Espresso's tree on real ranks: each path ends with the sum, equal on all; nothing is lost on the way."""
+
+import random
+
+import pytest
+import torch
+from ranks import run_hosts
+from torch import Tensor
+
+from resilient_run.comm.compressors import named
+from resilient_run.comm.errors import CommError, MessageError
+from resilient_run.comm.execute import OptionScheme, options_of
+from resilient_run.comm.fabric import Fabric
+from resilient_run.comm.feedback import ErrorFeedback
+from resilient_run.comm.transport import from_bytes
+from resilient_run.comm.tree import Option, all_options
+
+DENSE = [option for option in all_options() if not option.compressions]
+COMPRESSED = [option for option in all_options() if option.compressions]
+
+
+def gradient(rank: int, numel: int = 103) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)])
+def test_every_path_gives_the_sum(hosts: int, per_host: int) -> None:
+    chosen = [*DENSE, *random.Random(10 * hosts + per_host).sample(COMPRESSED, 40)]
+
+    def work(fabric: Fabric) -> list[Tensor]:
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk", density=1)), {str(o): o for o in chosen})
+        return [scheme.reduce(str(option), gradient(fabric.flat.rank)) for option in chosen]
+
+    ranks = run_hosts(hosts, per_host, work)
+    total = sum(gradient(rank) for rank in range(hosts * per_host))
+    for index, option in enumerate(chosen):
+        for found in ranks:
+            torch.testing.assert_close(found[index], total, rtol=1e-5, atol=1e-5, msg=str(option))
+            assert torch.equal(found[index], ranks[0][index]), option
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "randomk", "efsignsgd", "bf16"])
+def test_what_compression_leaves_out_comes_later(name: str) -> None:
+    """Of the same gradient again and again the average of the results is the sum, for one and for many compressions."""
+    chosen: list[Option] = random.Random(3).sample(COMPRESSED, 4)
+    chosen += [max(COMPRESSED, key=lambda option: option.compressions)]
+    steps = 40
+
+    def work(fabric: Fabric) -> list[list[Tensor]]:
+        scheme = OptionScheme(fabric, ErrorFeedback(named(name, density=0.5)), {str(o): o for o in chosen})
+        return [[scheme.reduce(str(o), gradient(fabric.flat.rank)) for o in chosen] for _ in range(steps)]
+
+    ranks = run_hosts(2, 2, work)
+    total = sum(gradient(rank) for rank in range(4))
+    for index, option in enumerate(chosen):
+        for found in ranks[1:]:
+            assert all(torch.equal(found[step][index], ranks[0][step][index]) for step in range(steps)), option
+        average = torch.stack([step[index] for step in ranks[0]]).mean(0)
+        assert (average - total).norm() < 0.2 * total.norm(), option
+
+
+def test_restored_scheme_goes_on_bit_for_bit() -> None:
+    option = max(COMPRESSED, key=lambda option: option.compressions)
+
+    def work(fabric: Fabric) -> tuple[list[Tensor], list[Tensor]]:
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk", density=0.1)), {"w": option})
+        scheme.reduce("w", gradient(fabric.flat.rank))
+        saved = scheme.state_dict()
+        expected = [scheme.reduce("w", gradient(10 * step + fabric.flat.rank)) for step in (1, 2)]
+        other = OptionScheme(fabric, ErrorFeedback(named("topk", density=0.1)), {"w": option})
+        other.load_state_dict(saved)
+        return expected, [other.reduce("w", gradient(10 * step + fabric.flat.rank)) for step in (1, 2)]
+
+    for expected, found in run_hosts(2, 2, work):
+        assert all(map(torch.equal, expected, found))
+
+
+def test_what_a_plan_says_of_a_group() -> None:
+    found = options_of({"a": "dense", "b": "compressed", "c": str(COMPRESSED[-1])})
+    assert found == {"b": options_of({"b": str(found["b"])})["b"], "c": COMPRESSED[-1]}
+    assert found["b"].flat
+    with pytest.raises(CommError, match="'zip' is no option of the tree"):
+        options_of({"a": "zip"})
+
+
+def test_bytes_that_are_no_pieces_are_refused() -> None:
+    """As ranks would get them that run different plans."""
+
+    def work(fabric: Fabric) -> str:
+        if fabric.flat.rank == 0:
+            fabric.flat.all_gather(torch.arange(50, dtype=torch.uint8))
+            return ""
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk")), options_of({"w": "compressed"}))
+        with pytest.raises(MessageError) as error:
+            scheme.reduce("w", gradient(1))
+        return str(error.value)
+
+    assert "is not made of pieces" in run_hosts(1, 2, work)[1]
+    with pytest.raises(MessageError):
+        from_bytes(torch.zeros(3, dtype=torch.uint8), (torch.float32, 1))

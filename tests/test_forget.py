@@ -1,0 +1,86 @@
+"""`resilientctl forget` on a real etcd: everything of a dead run goes, nothing of a live one or of a neighbour."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from resilient_run.daemon.ctl import resilientctl
+from resilient_run.daemon.etcd import Etcd, EtcdConfig
+
+T = TypeVar("T")
+KEYS = ("rdzv/job", "rdzv/round", "ckpt/watermark", "ckpt/held/a")
+
+
+def ask(config: EtcdConfig, request: Callable[[Etcd], Awaitable[T]]) -> T:
+    async def main() -> T:
+        etcd = await Etcd.connect(config)
+        try:
+            return await request(etcd)
+        finally:
+            await etcd.close()
+
+    return asyncio.run(main())
+
+
+def leave_behind(config: EtcdConfig, run_id: str, *names: str) -> None:
+    async def write(etcd: Etcd) -> None:
+        for name in names:
+            await etcd.put(f"/resilient-run/{run_id}/{name}", {"some": "value"})
+
+    ask(config, write)
+
+
+def names(config: EtcdConfig, run_id: str) -> set[str]:
+    prefix = f"/resilient-run/{run_id}/"
+    return {key.removeprefix(prefix) for key in ask(config, lambda etcd: etcd.list(prefix))}
+
+
+def forget(*arguments: str) -> Result:
+    return CliRunner().invoke(resilientctl, ["forget", *arguments])
+
+
+def test_a_dead_run_is_forgotten_and_its_neighbour_is_not(etcd_endpoint: str, etcd_config: EtcdConfig) -> None:
+    leave_behind(etcd_config, "forget-me", *KEYS)
+    leave_behind(etcd_config, "forget-me-not", *KEYS)
+    done = forget("forget-me", "--etcd-endpoint", etcd_endpoint)
+    assert (done.exit_code, done.stdout) == (0, "4 key(s) of run 'forget-me' deleted\n")
+    assert names(etcd_config, "forget-me") == set()
+    assert names(etcd_config, "forget-me-not") == set(KEYS)
+    assert "nothing of run" in forget("forget-me", "--etcd-endpoint", etcd_endpoint).stdout
+    answer = forget("forget-me-not", "--etcd-endpoint", etcd_endpoint, "--json")
+    assert json.loads(answer.stdout) == {"run_id": "forget-me-not", "deleted": 4}
+
+
+def test_a_live_run_is_refused(etcd_endpoint: str, etcd_config: EtcdConfig) -> None:
+    leave_behind(etcd_config, "alive", *KEYS, "rdzv/members/host-7")
+    done = forget("alive", "--etcd-endpoint", etcd_endpoint)
+    assert done.exit_code == 1
+    assert "still has live launchers on host-7" in done.stderr
+    assert names(etcd_config, "alive") == {*KEYS, "rdzv/members/host-7"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a/b",), "must not be empty or contain '/'"),
+        (("",), "must not be empty or contain '/'"),
+        (("a", "--etcd-endpoint", "host:port"), "not host[:port]"),
+        (("a", "--etcd-conf", "cert"), "--etcd-conf"),
+        (("a", "--etcd-conf", "cert=/x"), "both cert= and key="),
+        ((), "RUN_ID"),
+    ],
+)
+def test_bad_values_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    done = forget(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_an_etcd_that_does_not_answer_is_an_error() -> None:
+    done = forget("a", "--etcd-endpoint", "127.0.0.1:1")
+    assert done.exit_code == 1
+    assert "127.0.0.1:1" in done.stderr

@@ -1,0 +1,249 @@
+"""Tensor fusion: the timeline, and planners that must equal trying every strategy."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from resilient_run.comm.algorithm_5_1 import algorithm_5_1
+from resilient_run.comm.cupcake import cupcake, dense
+from resilient_run.comm.curve import FREE, Affine, Curve, Table
+from resilient_run.comm.errors import FileError
+from resilient_run.comm.fusion import FusionProblem, Group, Strategy, groups_of
+from resilient_run.comm.fusion_baselines import (
+    best_bucketed,
+    best_evenly_split,
+    bucketed,
+    evenly_split,
+    hipress,
+    layer_wise,
+    one_group,
+)
+from resilient_run.comm.fusion_exact import exact
+from resilient_run.comm.fusion_front import bound_s, pareto
+from resilient_run.comm.model import Tensor
+from resilient_run.comm.system import System
+
+
+def affine(alpha_s: float, beta_s_per_byte: float) -> Affine:
+    return Affine(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+
+
+SYSTEM = System(forward_s=1.0, bytes_per_element=4.0, compress=affine(1.0, 0.0), communicate=affine(0.0, 0.25))
+
+
+def problem_of(sizes: list[int], backward_s: list[float], system: System = SYSTEM) -> FusionProblem:
+    pairs = enumerate(zip(sizes, backward_s, strict=True))
+    return FusionProblem([Tensor(name=f"t{i}", numel=n, backward_s=b) for i, (n, b) in pairs], system)
+
+
+def random_affine(rng: random.Random) -> Affine:
+    return affine(rng.choice([0.0, rng.random(), rng.random() * 5]), rng.choice([0.0, rng.random() * 0.2]))
+
+
+def random_curve(rng: random.Random) -> Curve:
+    """Return an affine cost, a flat one that rises later, or one that goes up and down."""
+    if rng.random() < 0.3:
+        return random_affine(rng)
+    sizes = sorted(rng.sample(range(100), rng.randint(1, 4)))
+    seconds = [rng.random() * 8 for _ in sizes]
+    return Table(
+        sizes_bytes=tuple(map(float, sizes)), seconds=tuple(sorted(seconds) if rng.random() < 0.8 else seconds)
+    )
+
+
+def random_problem(
+    rng: random.Random, *, most: int, decode: bool, cost: Callable[[random.Random], Curve] = random_affine
+) -> FusionProblem:
+    """Return a problem with ties, empty tensors and free operations among its costs."""
+    count = rng.randint(1, most)
+    system = replace(
+        SYSTEM,
+        compress=cost(rng),
+        communicate=cost(rng),
+        decompress=cost(rng) if decode else FREE,
+        communicate_dense=cost(rng),
+    )
+    sizes = [rng.choice([0, 1, rng.randint(1, 30)]) for _ in range(count)]
+    return problem_of(sizes, [rng.choice([0.0, 1.0, rng.random() * 4]) for _ in range(count)], system)
+
+
+def strategies(count: int) -> list[Strategy]:
+    """Every one of the 2^(N-1)."""
+    inner = range(1, count)
+    return [groups_of((*ends, count)) for size in range(count) for ends in itertools.combinations(inner, size)]
+
+
+def least_s(problem: FusionProblem) -> float:
+    return min(map(problem.iteration_s, strategies(len(problem))))
+
+
+def ends(strategy: Strategy) -> list[int]:
+    return [group.end for group in strategy]
+
+
+def test_compression_of_every_tensor_may_not_pay_but_fused() -> None:
+    """As in Figures 5.1 and 5.3: five tensors, without overlap, with overlap, compressed each, compressed in groups."""
+    system = replace(SYSTEM, communicate=affine(0.0, 0.125), communicate_dense=affine(0.0, 0.375))
+    problem = problem_of([1] * 5, [1.0] * 5, system)
+    assert problem.finish_s(one_group(problem, compressed=False)) == 5 + 5 * 1.5
+    assert problem.finish_s(layer_wise(problem, compressed=False)) == 1 + 5 * 1.5
+    assert problem.finish_s(layer_wise(problem)) == 5 + 5 * 1 + 0.5
+    assert problem.finish_s(groups_of((4, 5))) == 5 + 2 * 1 + 0.5
+    assert ends(cupcake(problem)) == [4, 5]
+
+
+def test_timeline_by_hand() -> None:
+    """Both cases of Figure 5.5: the first group travels when it is encoded, the second waits for the first."""
+    problem = problem_of([4, 4, 8], [2.0, 1.0, 1.0], replace(SYSTEM, decompress=affine(0.5, 0.0)))
+    strategy = groups_of((2, 3))
+    first, second = problem.timeline(strategy)
+    assert first.encode_s == (3.0, 4.0)
+    assert first.communicate_s == (4.0, 12.0)
+    assert second.encode_s == (5.0, 6.0)
+    assert second.communicate_s == (12.0, 20.0)
+    assert first.decode_s == (12.0, 12.5)
+    assert second.decode_s == (20.0, 20.5)
+    assert problem.iteration_s(strategy) == 21.5
+
+
+def test_fusion_is_between_all_and_nothing() -> None:
+    """As in Figure 5.3: one group cannot overlap, one for each of the five tensors pays latencies, two are best."""
+    problem = problem_of([1] * 5, [1.0] * 5, replace(SYSTEM, communicate=affine(1.0, 0.25)))
+    assert problem.finish_s(one_group(problem)) == 5 + 1 + 6
+    assert problem.finish_s(layer_wise(problem)) == 2 + 5 * 2
+    assert problem.finish_s(groups_of((2, 5))) == 5 + 2 + 4
+    assert problem.finish_s(exact(problem)) == 11
+
+
+def test_decoding_waits_for_the_device() -> None:
+    problem = problem_of([1, 1], [1.0, 9.0], replace(SYSTEM, decompress=affine(2.0, 0.0)))
+    first, second = problem.timeline(layer_wise(problem))
+    assert first.communicate_s == (2.0, 3.0)
+    assert second.encode_s == (11.0, 12.0)
+    assert (first.decode_s, second.decode_s) == ((12.0, 14.0), (14.0, 16.0))
+
+
+def test_groups_without_compression_cost_the_device_nothing() -> None:
+    system = replace(SYSTEM, decompress=affine(2.0, 0.0), communicate_dense=affine(0.0, 1.0))
+    problem = problem_of([1, 1], [1.0, 1.0], system)
+    first, second = problem.timeline((Group(0, 1, False), Group(1, 2)))
+    assert (first.encode_s, first.communicate_s, first.decode_s) == ((1.0, 1.0), (1.0, 5.0), (5.0, 5.0))
+    assert (second.encode_s, second.communicate_s, second.decode_s) == ((2.0, 3.0), (5.0, 6.0), (6.0, 8.0))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_exact_planner_equals_brute_force(decode: bool) -> None:
+    rng = random.Random(5)
+    for most, repetitions in ((8, 2000), (12, 100)):
+        for _ in range(repetitions):
+            problem = random_problem(rng, most=most, decode=decode)
+            assert problem.iteration_s(exact(problem)) == pytest.approx(least_s(problem), rel=1e-12)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_pareto_fronts_equal_brute_force(decode: bool) -> None:
+    rng = random.Random(9)
+    for most, repetitions in ((8, 700), (12, 40)):
+        for _ in range(repetitions):
+            problem = random_problem(rng, most=most, decode=decode, cost=random_curve)
+            assert problem.iteration_s(pareto(problem)) == pytest.approx(least_s(problem), rel=1e-9)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_both_exact_planners_agree_on_larger_models(decode: bool) -> None:
+    rng = random.Random(10)
+    for _ in range(30):
+        problem = random_problem(rng, most=60, decode=decode)
+        assert problem.iteration_s(pareto(problem)) == pytest.approx(problem.iteration_s(exact(problem)), rel=1e-9)
+
+
+def test_algorithm_5_1_equals_brute_force() -> None:
+    """With and without its start, its prunings together and each alone."""
+    rng = random.Random(6)
+    for _ in range(500):
+        problem = random_problem(rng, most=8, decode=False)
+        best_s = least_s(problem)
+        for bootstrap, optimistic, skip_hidden in itertools.product((True, False), repeat=3):
+            found = algorithm_5_1(problem, bootstrap=bootstrap, optimistic=optimistic, skip_hidden=skip_hidden)
+            assert problem.iteration_s(found) == pytest.approx(best_s, rel=1e-12)
+
+
+def test_exact_planner_equals_algorithm_5_1_on_larger_models() -> None:
+    rng = random.Random(7)
+    for _ in range(30):
+        problem = random_problem(rng, most=24, decode=False)
+        assert problem.iteration_s(exact(problem)) == pytest.approx(
+            problem.iteration_s(algorithm_5_1(problem)), rel=1e-12
+        )
+
+
+def test_algorithm_5_1_does_not_know_decoding() -> None:
+    problem = problem_of([1], [1.0], replace(SYSTEM, decompress=affine(1.0, 0.0)))
+    with pytest.raises(ValueError, match="does not know decoding"):
+        algorithm_5_1(problem)
+
+
+@pytest.mark.parametrize("cost", [random_affine, random_curve])
+def test_nothing_is_faster_than_the_bound_and_no_baseline_than_the_plan(
+    cost: Callable[[random.Random], Curve],
+) -> None:
+    rng = random.Random(8)
+    for decode in (False, True):
+        for _ in range(100):
+            problem = random_problem(rng, most=30, decode=decode, cost=cost)
+            plan_s = problem.iteration_s(cupcake(problem))
+            assert bound_s(problem) <= plan_s * (1 + 1e-12)
+            for baseline in (one_group, layer_wise, best_bucketed, best_evenly_split, hipress, dense):
+                assert plan_s <= problem.iteration_s(baseline(problem)) * (1 + 1e-12)
+
+
+def test_the_bound_holds_for_mixtures() -> None:
+    rng = random.Random(11)
+    for _ in range(200):
+        problem = random_problem(rng, most=4, decode=True, cost=random_curve)
+        mixtures = (
+            tuple(group._replace(compressed=mode) for group, mode in zip(strategy, modes, strict=True))
+            for strategy in strategies(len(problem))
+            for modes in itertools.product((True, False), repeat=len(strategy))
+        )
+        assert bound_s(problem) <= min(map(problem.iteration_s, mixtures)) * (1 + 1e-12)
+
+
+def test_compression_that_does_not_pay_is_left_out() -> None:
+    fast = problem_of([4, 4], [1.0, 1.0], replace(SYSTEM, communicate_dense=affine(0.0, 0.001)))
+    assert not any(group.compressed for group in cupcake(fast))
+    slow = problem_of([4, 4], [1.0, 1.0], replace(SYSTEM, communicate_dense=affine(0.0, 10.0)))
+    assert all(group.compressed for group in cupcake(slow))
+    with pytest.raises(FileError, match="communicate_dense"):
+        dense(problem_of([4, 4], [1.0, 1.0]))
+
+
+def test_hipress_compresses_what_is_large() -> None:
+    """Compression takes 1 s and saves 0.25 s a byte: it pays above 4 bytes."""
+    problem = problem_of([1, 2, 3], [1.0] * 3, replace(SYSTEM, communicate_dense=affine(0.0, 0.5)))
+    assert [group.compressed for group in hipress(problem)] == [False, True, True]
+    assert ends(hipress(problem)) == [1, 2, 3]
+
+
+def test_baselines() -> None:
+    problem = problem_of([1, 2, 3, 4, 5], [1.0] * 5)
+    assert ends(one_group(problem)) == [5]
+    assert ends(layer_wise(problem)) == [1, 2, 3, 4, 5]
+    assert ends(evenly_split(problem, 2)) == [2, 5]
+    assert ends(evenly_split(problem, 9)) == [1, 2, 3, 4, 5]
+    assert ends(bucketed(problem, 12)) == [2, 3, 4, 5]
+    assert ends(bucketed(problem, 1)) == [1, 2, 3, 4, 5]
+    assert ends(bucketed(problem, 1 << 20)) == [5]
+
+
+def test_exact_planner_refuses_curves() -> None:
+    with pytest.raises(ValueError, match="affine"):
+        exact(problem_of([1], [1.0], replace(SYSTEM, compress=Table(sizes_bytes=(0.0,), seconds=(1.0,)))))
+
+
+def test_a_model_without_tensors_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one tensor"):
+        problem_of([], [])

@@ -1,0 +1,101 @@
+"""The fusion planners on cluster files: the costs of groups are those of Espresso's options."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from resilient_run.comm.cli import resilient_comm
+from resilient_run.comm.cluster import read_cluster
+from resilient_run.comm.curve import Affine, Table
+from resilient_run.comm.errors import FileError
+from resilient_run.comm.espresso import Espresso
+from resilient_run.comm.execute import options_of
+from resilient_run.comm.fusion import FusionProblem, groups_of
+from resilient_run.comm.fusion_cluster import BETWEEN_HOSTS, FLAT, cluster_plan, fusion_system
+from resilient_run.comm.model import Model, Tensor
+from resilient_run.comm.plan import COMPRESSED
+from resilient_run.comm.tree import parse
+
+POINTS = {"sizes_bytes": [4e6, 8e6], "seconds": [2.5e-4, 5e-4]}
+CLUSTER: dict[str, Any] = {
+    "hosts": 4,
+    "gpus_per_host": 2,
+    "forward_s": 0.02,
+    "bytes_per_element": 4,
+    "intra": {"alpha_s": 1e-5, "beta_s_per_byte": 8e-11},
+    "inter": {"alpha_s": 3e-5, "beta_s_per_byte": 3e-9},
+    "compressors": {
+        "dgc": {
+            "ratio": 0.02,
+            "gpu": {
+                "compress": POINTS,
+                "decompress": {"alpha_s": 5e-5, "beta_s_per_byte": 5e-12},
+                "accumulate": {"alpha_s": 1e-5, "beta_s_per_byte": 1e-12},
+            },
+        }
+    },
+}
+
+
+def write(path: Path, **changes: object) -> Path:
+    path.write_text(json.dumps({**CLUSTER, **changes}))
+    return path
+
+
+def model_of(*numels: int) -> Model:
+    return Model(name="net", tensors=tuple(Tensor(name=f"t{n}", numel=n, backward_s=0.001) for n in numels))
+
+
+@pytest.mark.parametrize("numel", [1000, 1_500_000, 30_000_000])
+@pytest.mark.parametrize("option", [FLAT, BETWEEN_HOSTS])
+def test_a_group_takes_what_espresso_says_of_one_tensor(tmp_path: Path, option: str, numel: int) -> None:
+    cluster, model = read_cluster(write(tmp_path / "cluster.json")), model_of(numel)
+    problem = FusionProblem(model.tensors, fusion_system(cluster, option))
+    theirs = Espresso(model, cluster, [parse(option)]).problem
+    assert problem.finish_s(groups_of((1,))) == pytest.approx(theirs.iteration_s((0,)))
+    theirs = Espresso(model, cluster, [parse("all_reduce@flat")]).problem
+    assert problem.finish_s(groups_of((1,), compressed=False)) == pytest.approx(theirs.iteration_s((0,)))
+
+
+def test_affine_coders_stay_affine(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path / "cluster.json"))
+    system = fusion_system(cluster, BETWEEN_HOSTS)
+    assert isinstance(system.compress, Table)
+    assert isinstance(system.decompress, Affine)
+    assert system.decompress.alpha_s == pytest.approx(5e-5 + 3 * 1e-5)
+    assert system.decompress.beta_s_per_byte == pytest.approx((5e-12 + 3 * 1e-12) / 2)
+
+
+@pytest.mark.parametrize(("hosts", "gpus", "option"), [(4, 2, BETWEEN_HOSTS), (4, 1, COMPRESSED), (1, 4, COMPRESSED)])
+def test_plans_name_options_that_the_run_time_has(tmp_path: Path, hosts: int, gpus: int, option: str) -> None:
+    intra = CLUSTER["intra"] if hosts > 1 else CLUSTER["inter"]
+    cluster = read_cluster(write(tmp_path / "cluster.json", hosts=hosts, gpus_per_host=gpus, intra=intra))
+    plan = cluster_plan(model_of(1_000_000, 2_000_000, 3_000_000), cluster)
+    assert {group.option for group in plan.groups} == {option}
+    assert plan.compressor == "dgc"
+    assert options_of({group.tensors[0]: group.option for group in plan.groups})
+
+
+def test_the_command_takes_cluster_files(tmp_path: Path) -> None:
+    cluster = write(tmp_path / "cluster.json")
+    tensors = [{"name": f"t{n}", "numel": n, "backward_s": 0.001} for n in (1_000_000, 20, 3_000_000)]
+    (tmp_path / "model.json").write_text(json.dumps({"tensors": tensors}))
+    files = ["plan", "--model", str(tmp_path / "model.json"), "--system", str(cluster)]
+    result = CliRunner().invoke(resilient_comm, [*files, "--planner", "cupcake", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["compress"] is True
+    assert {"dense", "hipress", "layer-wise"} <= set(found["baselines_s"])
+    refused = CliRunner().invoke(resilient_comm, [*files, "--compressor", "topk"])
+    assert refused.exit_code == 2
+    assert "there is no 'topk' in it" in refused.stderr
+
+
+def test_compressors_without_the_device_are_refused(tmp_path: Path) -> None:
+    on_cpu = {"dgc": {"ratio": 0.02, "cpu": CLUSTER["compressors"]["dgc"]["gpu"]}}
+    cluster = read_cluster(write(tmp_path / "cluster.json", compressors=on_cpu))
+    with pytest.raises(FileError, match=r"compressors\.dgc\.gpu is missing"):
+        cluster_plan(model_of(10), cluster)

@@ -1,0 +1,181 @@
+"""Hangs: what is learned, who is blamed, what is no hang; and whole jobs whose workers are stopped."""
+
+import os
+import signal
+
+import pytest
+from cluster import wait_until
+
+from resilient_run.daemon.hang import HangDetector
+from resilient_run.daemon.observation import Observation
+from resilient_run.daemon.observer import process_state
+from resilient_run.daemon.policy import DetectPolicy
+
+POLICY = DetectPolicy(hang_floor_s=2.0, hang_factor=3.0, hang_min_steps=3, hang_start_s=60.0)
+
+
+class Watch:
+    """A detector of two ranks on a clock that the test moves."""
+
+    def __init__(self, policy: DetectPolicy = POLICY, generation: int = 1) -> None:
+        self.now_s = 100.0
+        self.states = {10: "running", 11: "sleeping"}
+        self.generation = generation
+        self.detector = HangDetector(policy, clock=lambda: self.now_s, wall=lambda: 1000.0 + self.now_s)
+        self.attach()
+
+    def attach(self) -> None:
+        for rank in (0, 1):
+            self.detector.attached(rank, 10 + rank, self.generation)
+
+    def steps(self, *steps: int, each_s: float = 0.5, ranks: tuple[int, ...] = (0, 1)) -> None:
+        for step in steps:
+            self.wait(each_s)
+            for rank in ranks:
+                self.detector.progressed(rank, step)
+
+    def wait(self, seconds: float) -> Observation | None:
+        """Let time pass as it does for a daemon that looks often, and return what it sees at the end."""
+        end_s = self.now_s + seconds
+        while self.now_s + 0.25 < end_s:
+            self.now_s += 0.25
+            self.look()
+        self.now_s = end_s
+        return self.look()
+
+    def look(self) -> Observation | None:
+        return self.detector.check(self.generation, (0, 1), self.states.__getitem__)
+
+
+def test_limit_is_the_floor_or_a_multiple_of_the_longest_step() -> None:
+    watch = Watch()
+    watch.steps(1, 2, 3)
+    assert watch.detector.limit_s == 60.0, "armed before enough steps are known"
+    watch.steps(4)
+    assert watch.detector.limit_s == 2.0
+    watch.steps(5, each_s=1.5)
+    watch.steps(6, 7)
+    assert watch.detector.limit_s == 4.5
+    assert watch.wait(4.4) is None
+    seen = watch.wait(0.2)
+    assert seen is not None
+    assert (seen.kind, seen.severity, seen.generation, seen.limit) == ("hang", "fail", 1, 4.5)
+    assert seen.value == pytest.approx(4.6)
+    assert seen.unix_s == pytest.approx(1000.0 + watch.now_s - 4.6)
+    assert watch.detector.idle_s == pytest.approx(4.6)
+
+
+def test_hang_is_one_observation_until_progress_resumes() -> None:
+    watch = Watch()
+    watch.steps(*range(1, 6))
+    first = watch.wait(3.0)
+    assert first is not None
+    watch.states[11] = "stopped"
+    assert watch.wait(20.0) is first
+    watch.steps(6, each_s=0.1)
+    assert watch.look() is None
+    assert watch.detector.limit_s == 2.0, "a hang is nothing to learn from"
+
+
+@pytest.mark.parametrize(
+    ("states", "ahead", "rank", "message"),
+    [
+        ({10: "sleeping", 11: "stopped"}, (), 1, "rank 1 did not get past step 5 and is stopped"),
+        ({10: "disk-sleep", 11: "sleeping"}, (), 0, "rank 0 did not get past step 5 and is disk-sleep"),
+        ({10: "sleeping", 11: "sleeping"}, (), None, "ranks 0, 1 did not get past step 5"),
+        ({10: "stopped", 11: "sleeping"}, (0,), 1, "rank 1 did not get past step 5"),
+    ],
+)
+def test_culprits(states: dict[int, str], ahead: tuple[int, ...], rank: int | None, message: str) -> None:
+    watch = Watch()
+    watch.states = states
+    watch.steps(*range(1, 6))
+    if ahead:
+        watch.steps(6, ranks=ahead)
+    seen = watch.wait(10.0)
+    assert seen is not None
+    assert seen.rank == rank
+    assert seen.message.endswith(message)
+
+
+def test_rank_that_never_attached_is_the_culprit() -> None:
+    watch = Watch()
+    watch.detector = HangDetector(POLICY, clock=lambda: watch.now_s)
+    watch.detector.attached(1, 11, 1)
+    seen = watch.wait(61.0)
+    assert seen is not None
+    assert seen.rank == 0
+    assert "rank 0 did not attach" in seen.message
+
+
+def test_first_step_has_its_own_limit() -> None:
+    watch = Watch()
+    assert watch.wait(59.0) is None
+    assert watch.wait(2.0) is not None
+
+
+def test_restoring_ranks_are_not_watched() -> None:
+    watch = Watch()
+    for rank in (0, 1):
+        watch.detector.restoring(rank)
+    assert watch.wait(500.0) is None
+    for rank in (0, 1):
+        watch.detector.restored(rank)
+    assert watch.wait(59.0) is None
+    assert watch.wait(2.0) is not None
+
+
+def test_finished_ranks_end_the_watch() -> None:
+    """Rank 0 may take its time to write a last file when rank 1 has detached."""
+    watch = Watch()
+    watch.steps(*range(1, 6))
+    watch.detector.detached(1)
+    assert watch.wait(500.0) is None
+    watch.detector.attached(1, 11, 1)
+    assert watch.wait(3.0) is not None, "its connection had only been lost for a moment"
+
+
+def test_new_generation_forgets_everything() -> None:
+    watch = Watch()
+    watch.steps(*range(1, 6))
+    assert watch.wait(3.0) is not None
+    watch.generation = 2
+    assert watch.look() is None
+    watch.attach()
+    assert watch.detector.limit_s == 60.0
+    assert watch.wait(30.0) is None
+
+
+def test_detector_that_was_stopped_itself_blames_nobody() -> None:
+    watch = Watch()
+    watch.steps(*range(1, 6))
+    watch.now_s += 600.0
+    watch.detector.progressed(0, 6)
+    assert watch.detector.limit_s == 2.0, "its own pause is nothing to learn from"
+    assert watch.look() is None
+    assert watch.detector.idle_s == 0.0
+    assert watch.wait(1.0) is None
+    assert watch.wait(2.0) is not None
+
+
+def test_log_only_is_a_warning() -> None:
+    watch = Watch(DetectPolicy(hang_action="log", hang_floor_s=2.0, hang_min_steps=1))
+    watch.steps(*range(1, 6))
+    seen = watch.wait(3.0)
+    assert seen is not None
+    assert seen.severity == "warn"
+
+
+def test_process_states_are_the_kernel_s() -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: process_state(pid) == "stopped", timeout_s=10, what="a stopped process")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: process_state(pid) == "zombie", timeout_s=10, what="a zombie")
+    finally:
+        os.waitpid(pid, 0)
+    assert process_state(pid) == "gone"

@@ -1,0 +1,134 @@
+"""The communication hook: the same training as plain DDP, in real processes, also after a kill."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, assert_same_training, recovered
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_run.comm.errors import CommError
+from resilient_run.comm.hook import GradientHook, register, synchronize
+from resilient_run.comm.scheme import Scheme
+from resilient_run.comm.transport import Transport
+from resilient_run.comm.zen import Zen
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
+TRAINER = str(Path(__file__).parent / "hook_trainer.py")
+LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
+
+
+@pytest.mark.slow
+def test_training_is_that_of_plain_ddp() -> None:
+    variants = ["none", *LIKE_NONE, "none+accumulate", "zen+accumulate", "zen+nan", "none+nan"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run([*command, TRAINER, *variants], text=True, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    losses: dict[str, dict[tuple[int, int], float]] = {}
+    ends: dict[str, list[dict[str, Any]]] = {}
+    for line in map(json.loads, filter(lambda text: text.startswith("{"), done.stdout.splitlines())):
+        if "loss" in line:
+            losses.setdefault(line["variant"], {})[line["rank"], line["step"]] = line["loss"]
+        elif "digest" in line:
+            ends.setdefault(line["variant"], []).append(line)
+    for variant in LIKE_NONE:
+        assert losses[variant] == pytest.approx(losses["none"], rel=1e-6), variant
+    assert losses["zen+accumulate"] == pytest.approx(losses["none+accumulate"], rel=1e-6)
+    assert losses["zen+accumulate"] != losses["none"]
+    for variant, ranks in ends.items():
+        assert len(ranks) == 4
+        assert len({end["digest"] for end in ranks}) == 1 or "nan" in variant, f"{variant}: ranks differ"
+    assert ends["zen+nan"][0]["nans"] == ends["none+nan"][0]["nans"] > 0
+    assert ends["dense"][0]["digest"] == ends["none"][0]["digest"]
+    assert ends["zen"][0]["keys"] == ["hidden.weight", "table.weight"], "small gradients go together"
+
+
+@pytest.mark.slow
+def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        undisturbed, killed = cluster.host("undisturbed"), cluster.host("killed")
+        for host, extra in ((undisturbed, []), (killed, ["--kill-at", "7"])):
+            host.launch(["--standalone", "--nproc-per-node", "2"], [TRAINER, "zen", "--steps", "12", *extra])
+        for host in (undisturbed, killed):
+            assert host.wait() == 0, host.output
+        assert recovered(killed) == 1
+        assert_same_training([killed], undisturbed)
+        assert killed.params_sha256() == undisturbed.params_sha256() is not None
+    finally:
+        cluster.close()
+
+
+@pytest.mark.slow
+def test_example_has_the_losses_of_ddp() -> None:
+    """Word-level LSTM on real text: its tables are sparse by nature, and summed by rows."""
+    small = ["--steps", "4", "--words", "2000", "--width", "32", "--hidden", "32", "--json", "--sparse"]
+
+    def losses(scheme: str) -> dict[tuple[int, int], float]:
+        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, EXAMPLE, "--scheme", scheme, *small], text=True, capture_output=True, timeout=240, env=environ
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        return {(line["rank"], line["step"]): line["loss"] for line in lines if "loss" in line}
+
+    expected = losses("ddp")
+    assert len(expected) == 8
+    assert losses("zen") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Broken(Scheme):
+    """Fails."""
+
+    name = "broken"
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        raise CommError(f"cannot sum {key}")
+
+
+@pytest.mark.usefixtures("alone")
+def test_errors_of_a_scheme_are_raised_by_backward() -> None:
+    model = DistributedDataParallel(nn.Linear(300, 100))
+    hook = GradientHook(model, scheme=Broken(Transport(dist.group.WORLD)), world=Transport(dist.group.WORLD))
+    model.register_comm_hook(hook, synchronize)
+    with pytest.raises(RuntimeError, match=r"cannot sum weight"):
+        model(torch.ones(1, 300)).sum().backward()
+    hook.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_state_is_that_of_the_scheme() -> None:
+    model = DistributedDataParallel(nn.Linear(300, 100))
+    hook = register(model, "zen", profile_steps=3, seed=5)
+    model(torch.ones(1, 300)).sum().backward()
+    assert isinstance(hook.scheme, Zen)
+    assert hook.state_dict() == hook.scheme.state_dict()
+    hook.load_state_dict({"scheme": "zen", "seed": 7, "keys": {}})
+    assert hook.state_dict()["seed"] == 7
+    with pytest.raises(CommError, match="name the same"):
+        hook.load_state_dict({"scheme": "spardl"})
+    hook.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_that_fill_no_host_are_refused() -> None:
+    with pytest.raises(CommError, match="no multiple of 2 per host"):
+        register(DistributedDataParallel(nn.Linear(2, 2)), ranks_per_host=2)

@@ -1,0 +1,405 @@
+"""`resilientctl import`: what a plain DCP checkpoint has reaches the registered objects, and nothing damaged does."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+from test_export import make_slot, state
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from resilient_run.ckpt.errors import CheckpointError, RestoreError, SlotError, StateError
+from resilient_run.ckpt.export import export
+from resilient_run.ckpt.import_loader import load_import
+from resilient_run.ckpt.import_manifest import DATA, INDEX, MANIFEST, ImportManifest
+from resilient_run.ckpt.imported import Imported
+from resilient_run.ckpt.slot import CHUNK_BYTES
+from resilient_run.ckpt.state import TrainingState
+from resilient_run.ckpt.tree import unflatten
+from resilient_run.daemon.ctl import resilientctl
+from resilient_run.daemon.etcd import Etcd, EtcdConfig
+from resilient_run.daemon.tier import Tier
+from resilient_run.daemon.tier_manifest import Persisted, RankFile
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STEP = 7
+RUN = "begun"
+
+
+class Sampler:
+    """State that a rank has for itself."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def training() -> dict[str, Any]:
+    """Return a model, its optimizer and its schedule before the first step, with other numbers each time."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(objects: dict[str, Any], steps: int = 3) -> None:
+    for _ in range(steps):
+        objects["optimizer"].zero_grad()
+        objects["model"](torch.ones(4, 3)).sum().backward()
+        objects["optimizer"].step()
+        objects["scheduler"].step()
+
+
+def assert_equal(left: dict[str, Any], right: dict[str, Any]) -> None:
+    for name, item in left.items():
+        torch.testing.assert_close(item.state_dict(), right[name].state_dict(), rtol=0, atol=0)
+
+
+@pytest.fixture
+def ctl(tmp_path: Path) -> Callable[..., Result]:
+    """Return a function that runs `resilientctl import` where no daemon runs."""
+
+    def run(directory: Path, *arguments: str) -> Result:
+        here = ["--run-dir", str(tmp_path / "run"), "--shm-dir", str(tmp_path / "shm")]
+        command = ["import", str(directory), "--run-id", RUN, "--target", str(tmp_path / "tier"), *arguments]
+        return CliRunner().invoke(resilientctl, [*here, *command])
+
+    return run
+
+
+@pytest.fixture
+def imported(tmp_path: Path, ctl: Callable[..., Result]) -> Callable[..., Imported]:
+    """Return a function that saves a state with plain DCP, imports it, and opens that."""
+
+    def run(saved: dict[str, Any], *arguments: str) -> Imported:
+        dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+        done = ctl(tmp_path / "saved", "--step", str(STEP), *arguments)
+        assert done.exit_code == 0, done.output
+        assert f"will begin with step {STEP}" in done.output
+        return open_import(tmp_path)
+
+    return run
+
+
+def open_import(tmp_path: Path) -> Imported:
+    return Imported(Tier(str(tmp_path / "tier"), RUN).url((0, STEP)), run_id=RUN, step=STEP)
+
+
+def load(imported: Imported, rank: int = 0, world_size: int = 1, rng: bool = False, **registered: Any) -> str:
+    return load_import(TrainingState(registered, rng=rng), imported, rank=rank, world_size=world_size)
+
+
+def test_plain_checkpoint_is_taken_over(imported: Callable[..., Imported]) -> None:
+    before, after = training(), training()
+    train(before)
+    saved = {name: item.state_dict() for name, item in before.items()}
+    values = {"epoch": 4, "weights": np.arange(3), "stages": {1: "a", 2: ["b"]}}
+    fresh = {"epoch": 0, "weights": None, "stages": {1: "", 3: "c"}}
+    found = imported({**saved, **values})
+    state = TrainingState({**after, **fresh}, rng=False)
+    assert load_import(state, found, rank=0, world_size=1) == (
+        f"the import of step {STEP} from {found.manifest.source}: it does not have stages.3, which begin as the script "
+        "made them"
+    )
+    assert state.values["stages"] == {1: "a", 2: ["b"], 3: "c"}
+    assert state.values["epoch"] == 4
+    assert state.values["weights"].tolist() == [0, 1, 2]
+    assert_equal(before, after)
+    train(before)
+    train(after)
+    assert_equal(before, after)
+
+
+def test_names_of_torchs_own_helpers_are_understood(imported: Callable[..., Imported]) -> None:
+    """The optimizer by parameter names, and a model still inside of DistributedDataParallel."""
+    before, after = training(), training()
+    train(before)
+    model = {f"module.{name}": tensor for name, tensor in before["model"].state_dict().items()}
+    optimizer = get_optimizer_state_dict(before["model"], before["optimizer"])
+    found = imported({"model": model, "optimizer": optimizer, "scheduler": before["scheduler"].state_dict()})
+    assert load(found, **after) == ""
+    assert_equal(before, after)
+
+
+def test_what_is_absent_keeps_its_value_and_is_named(imported: Callable[..., Imported]) -> None:
+    before, after = training(), training()
+    train(before)
+    kept = {name: tensor for name, tensor in before["model"].state_dict().items() if name != "2.bias"}
+    bias = after["model"].state_dict()["2.bias"].clone()
+    text = load(imported({"model": kept, "ema": torch.ones(2)}), epoch=3, rng=True, **after)
+    assert "it does not have model.2.bias, optimizer, scheduler, epoch, which begin as the script made them" in text
+    assert "random number generators go on as the script seeded them" in text
+    assert "nothing is registered for ema" in text
+    assert torch.equal(after["model"].state_dict()["2.bias"], bias)
+    assert torch.equal(after["model"].state_dict()["2.weight"], kept["2.weight"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "arguments", "message"),
+    [
+        (
+            lambda model: {"model": {"0.weight": model["0.weight"]}},
+            ["--strict"],
+            r"does not have model\.0\.bias, .*--strict",
+        ),
+        (lambda model: {"model": {**model, "0.bias": torch.ones(4)}}, [], r"model\.0\.bias is float32 \[4\] there, fl"),
+        (lambda model: {"network": model}, [], "does not have model, optimizer, scheduler; it has network.*new run id"),
+        (lambda model: {"model": model, "resilient_ranks": {"0": 1}}, [], "below resilient_ranks was not written by"),
+        (lambda model: {"model": model, "optimizer": {"lr": 1}}, [], "optimizer is no state of an optimizer there"),
+        (
+            lambda model: {"model": model, "optimizer": {"param_groups": [{"params": [0, 1]}]}},
+            [],
+            r"parameter groups of \[2\] tensors there, of \[6\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_as_a_whole(
+    imported: Callable[..., Imported], saved: Callable[..., dict[str, Any]], arguments: list[str], message: str
+) -> None:
+    other, after = training(), training()
+    before = {name: tensor.clone() for name, tensor in after["model"].state_dict().items()}
+    with pytest.raises(StateError, match=message):
+        load(imported(saved(other["model"].state_dict()), *arguments), **after)
+    torch.testing.assert_close(dict(after["model"].state_dict()), before, rtol=0, atol=0)
+
+
+def test_boxes_of_a_tensor_are_read_alone(imported: Callable[..., Imported]) -> None:
+    whole = torch.arange(900 * 1000, dtype=torch.float64).view(900, 10, 100)
+    found = imported(
+        {
+            "first": torch.ones(3),
+            "empty": np.empty(0),
+            "cube": whole,
+            "scalar": torch.tensor(2.5),
+            "none": torch.empty(0, 4),
+        }
+    )
+    cube = found.state["cube"]
+    assert torch.equal(cube.read(), whole)
+    assert torch.equal(cube.read((700, 2, 5), (11, 3, 90)), whole[700:711, 2:5, 5:95])
+    assert cube.read((900, 0, 0), (0, 10, 100)).numel() == 0
+    assert found.state["scalar"].read().item() == 2.5
+    assert found.state["empty"].shape == (0,)
+    assert found.state["none"].read().shape == (0, 4)
+
+
+def exported(tmp_path: Path) -> Path:
+    slots = [make_slot(tmp_path / f"{rank}.slot", state(rank), rank=rank, world_size=2) for rank in range(2)]
+    export(slots, tmp_path / "exported", "dcp")
+    for slot in slots:
+        slot.close()
+    return tmp_path / "exported"
+
+
+def test_export_comes_back_to_each_of_its_ranks(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    done = ctl(exported(tmp_path), "--json")
+    assert json.loads(done.output).items() >= {"run_id": RUN, "step": 3, "left_out": {}}.items()
+    found = Imported(Tier(str(tmp_path / "tier"), RUN).url((0, 3)), run_id=RUN, step=3)
+    expected = state(0)["objects"]["model"]
+    for rank, at in ((0, 5), (1, 6)):
+        sampler, model = Sampler(), torch.nn.Linear(3, 2)
+        held = TrainingState({"sampler": sampler, "model": model, "epoch": 0}, rng=False)
+        load_import(held, found, rank=rank, world_size=2)
+        assert (sampler.at, held.values) == (at, {"epoch": 4})
+        torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+    sampler = Sampler(at=99)
+    held = TrainingState({"sampler": sampler, "model": torch.nn.Linear(3, 2), "epoch": 0}, rng=False)
+    assert "does not have sampler.at, which" in load_import(held, found, rank=0, world_size=3)
+    assert (sampler.at, held.values) == (99, {"epoch": 4})
+
+
+def test_buffers_of_one_rank_serve_another_world(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    slots = []
+    for rank in range(2):
+        tree = {"objects": {"model": {"mean": torch.full((3,), rank + 1.0)}}, "values": {"epoch": rank}, "rng": None}
+        slots.append(make_slot(tmp_path / f"{rank}.slot", tree, rank=rank, world_size=2))
+    export(slots, tmp_path / "exported", "dcp")
+    assert ctl(tmp_path / "exported").exit_code == 0
+    found = Imported(Tier(str(tmp_path / "tier"), RUN).url((0, 3)), run_id=RUN, step=3)
+    for world_size, mean in ((2, 2.0), (3, 1.0)):
+        model = torch.nn.Module()
+        model.register_buffer("mean", torch.zeros(3))
+        text = load(found, rank=1, world_size=world_size, model=model, epoch=7)
+        assert model.get_buffer("mean").tolist() == [mean] * 3
+        assert ("does not have epoch, which" in text) == (world_size == 3)
+    for slot in slots:
+        slot.close()
+
+
+def test_generators_go_on_in_the_same_world_size(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    flat = TrainingState({"epoch": 1}, rng=True).flatten()
+    tree = unflatten(flat.node, flat.leaves.__getitem__)
+    slot = make_slot(tmp_path / "slot", tree, rank=0, world_size=1)
+    export([slot], tmp_path / "exported", "dcp")
+    slot.close()
+    expected = torch.rand(3), np.random.rand(3)
+    assert ctl(tmp_path / "exported").exit_code == 0
+    found = Imported(Tier(str(tmp_path / "tier"), RUN).url((0, 3)), run_id=RUN, step=3)
+    assert load(found, rng=True, epoch=0) == ""
+    assert torch.equal(torch.rand(3), expected[0])
+    assert np.random.rand(3).tolist() == expected[1].tolist()
+
+
+def test_what_no_state_can_hold_is_left_out(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    dcp.save({"model": torch.ones(2), "config": Path("/x")}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    done = ctl(tmp_path / "saved", "--step", "1")
+    assert done.exit_code == 0
+    assert "left out: config" in done.output
+    assert "are not supported" in done.output
+
+
+def cut(directory: Path) -> None:
+    path = directory / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "__0_0.distcp is cut short"),
+        (lambda directory: (directory / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda directory: (directory / ".metadata").unlink(), "no DCP checkpoint"),
+        (lambda directory: (directory / ".metadata").write_bytes(b"\x80"), ".metadata cannot be read"),
+        (
+            lambda directory: (directory / "__0_0.distcp").write_bytes(
+                bytes((directory / "__0_0.distcp").stat().st_size)
+            ),
+            "cannot load",
+        ),
+    ],
+)
+def test_damaged_checkpoint_is_not_imported(
+    tmp_path: Path, ctl: Callable[..., Result], damage: Callable[[Path], Any], message: str
+) -> None:
+    dcp.save({"weight": torch.ones(100), "epoch": 3}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    damage(tmp_path / "saved")
+    done = ctl(tmp_path / "saved", "--step", "1")
+    assert (done.exit_code, message in done.output) == (1, True), done.output
+    assert Tier(str(tmp_path / "tier"), RUN).published() == []
+
+
+def test_run_begins_only_once(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    source = exported(tmp_path)
+    shutil.copytree(source, tmp_path / "no step")
+    assert ctl(source).exit_code == 0
+    again = ctl(source, "--step", "9")
+    assert (again.exit_code, "has an import of step 3 in" in again.output) == (1, True)
+    tier = Tier(str(tmp_path / "tier"), RUN)
+    file = RankFile(used_bytes=1 << 14, payload_offset=1 << 13, stored_bytes=4)
+    tier.create((1, 8), "rank0.zst").finish()
+    tier.publish(Persisted(run_id=RUN, pair=(1, 8), world_size=1, ranks={0: file}))
+    assert tier.published() == [(0, 3), (1, 8)]
+    again = ctl(source, "--step", "9")
+    assert (again.exit_code, "has published step 8 in" in again.output) == (1, True)
+    assert tier.prune(1) == [(1, 8)]
+    assert not Path(tier.url((0, 3))).exists()
+
+
+def test_run_that_etcd_knows_does_not_begin_anew(
+    tmp_path: Path, ctl: Callable[..., Result], etcd_config: EtcdConfig
+) -> None:
+    async def commit() -> None:
+        etcd = await Etcd.connect(etcd_config)
+        await etcd.put(f"/resilient-run/{tmp_path.name}/ckpt/watermark", {"generation": 2, "step": 11})
+        await etcd.close()
+
+    source, where = exported(tmp_path), ["--etcd-endpoint", etcd_config.endpoints[0]]
+    asyncio.run(commit())
+    done = ctl(source, *where, "--run-id", tmp_path.name)
+    assert (done.exit_code, "has begun already and goes on from its own step 11" in done.output) == (1, True)
+    assert ctl(source, *where, "--run-id", f"{tmp_path.name}-new").exit_code == 0
+
+
+def test_object_store_holds_imports_too(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    target = f"memory://{tmp_path.name}/tier"
+    done = ctl(exported(tmp_path), "--target", target)
+    assert done.exit_code == 0, done.output
+    tier = Tier(target, RUN)
+    assert tier.published() == [(0, 3)]
+    sampler = Sampler()
+    assert load(Imported(tier.url((0, 3)), run_id=RUN, step=3), rank=1, world_size=2, sampler=sampler)
+    assert sampler.at == 6
+
+
+def test_step_must_be_known(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    done = ctl(tmp_path / "saved")
+    assert (done.exit_code, "give --step" in done.output) == (2, True)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda at: flip(at / DATA, CHUNK_BYTES + 5), SlotError, "chunk 1 of data.bin .* does not match its checksum"),
+        (lambda at: flip(at / INDEX, 30), SlotError, "index.json does not match its checksum"),
+        (lambda at: (at / DATA).write_bytes(b"short"), SlotError, "data.bin has 5 bytes, not"),
+        (lambda at: (at / MANIFEST).write_text("[]"), SlotError, "no manifest of an import"),
+        (lambda at: (at / INDEX).unlink(), RestoreError, "is gone, .*import it again"),
+        (shutil.rmtree, RestoreError, "is gone, .*import it again"),
+    ],
+)
+def test_damaged_import_is_not_taken(
+    tmp_path: Path,
+    imported: Callable[..., Imported],
+    damage: Callable[[Path], Any],
+    error: type[CheckpointError],
+    message: str,
+) -> None:
+    imported({"big": torch.ones(CHUNK_BYTES)})
+    damage(Path(Tier(str(tmp_path / "tier"), RUN).url((0, STEP))))
+    with pytest.raises(error, match=message):
+        load(open_import(tmp_path), big=None)
+
+
+def test_run_with_a_truncated_import_does_not_start(tmp_path: Path, imported: Callable[..., Imported]) -> None:
+    imported({"big": torch.ones(9)})
+    tier = Tier(str(tmp_path / "tier"), RUN)
+    assert tier.import_manifest((0, STEP)).data_bytes == 36
+    (Path(tier.url((0, STEP))) / DATA).write_bytes(b"short")
+    with pytest.raises(SlotError, match=r"data\.bin has 5 bytes, not 36"):
+        tier.import_manifest((0, STEP))
+
+
+def test_manifest_says_all_or_is_refused() -> None:
+    manifest = ImportManifest(
+        run_id=RUN,
+        step=STEP,
+        source="/x",
+        strict=False,
+        index_bytes=9,
+        index_checksum=1,
+        table_checksum=2,
+        data_bytes=3,
+    )
+    assert ImportManifest.load(manifest.dump(), run_id=RUN, step=STEP) == manifest
+    value = json.loads(manifest.dump())
+    for wrong in (
+        b"{",
+        b"[" * 100_000,
+        manifest.dump().replace(b'"generation": 0', b'"generation": 1'),
+        json.dumps({**value, "strict": 1}).encode(),
+        json.dumps({**value, "files": {}}).encode(),
+        json.dumps({**value, "files": {**value["files"], "more": {"bytes": 1}}}).encode(),
+        json.dumps({**value, "files": {**value["files"], DATA: {"bytes": -1}}}).encode(),
+    ):
+        with pytest.raises(SlotError):
+            ImportManifest.load(wrong, run_id=RUN, step=STEP)

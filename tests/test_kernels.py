@@ -1,0 +1,62 @@
+"""How kernels are compiled and called, apart from what they calculate."""
+
+import subprocess
+import sys
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+from resilient_run.comm import op_hash, spread
+from resilient_run.comm.kernels import CudaKernel, bits, cpu_kernel, magnitude_mask
+
+IMPORT_ALL = """
+import pkgutil
+from importlib import import_module
+from numba.core.dispatcher import Dispatcher
+from resilient_run import comm
+
+kernels = 0
+for info in pkgutil.iter_modules(comm.__path__):
+    if info.name.startswith(("op_", "spread", "compaction", "kernels")):
+        for value in vars(import_module(f"resilient_run.comm.{info.name}")).values():
+            if isinstance(value, Dispatcher):
+                assert not value.signatures, value
+                kernels += 1
+assert kernels > 10
+"""
+
+
+def test_import_compiles_nothing() -> None:
+    subprocess.run([sys.executable, "-P", "-c", IMPORT_ALL], check=True)
+
+
+def test_works_where_no_machine_code_can_be_kept() -> None:
+    # Numba finds no directory for a function that is in no file.
+    namespace: dict[str, Any] = {}
+    exec(compile("def double(x):\n    return 2 * x\n", "/nowhere/at_all.py", "exec"), namespace)
+    kernel = cpu_kernel(namespace["double"])
+    assert kernel(21) == 42
+    assert kernel(2.5) == 5.0
+
+
+def test_code_that_depends_on_other_files_is_not_kept() -> None:
+    for kernel, kept in ((spread.count_owners, True), (op_hash._extract, True), (op_hash._fill, False)):
+        assert isinstance(kernel.py_func, FunctionType)  # type: ignore[attr-defined]
+        assert (type(kernel._cache).__name__ != "NullCache") == kept  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_zero_is_zero_bits_without_the_sign(dtype: torch.dtype) -> None:
+    tensor = torch.tensor(
+        [0.0, -0.0, 1.0, -1.0, torch.inf, torch.nan, torch.finfo(dtype).smallest_normal / 4], dtype=dtype
+    )
+    assert ((bits(tensor) & magnitude_mask(tensor)) != 0).tolist() == [False, False, True, True, True, True, True]
+
+
+def test_no_threads_are_no_launch() -> None:
+    def explode(*_: object) -> None:
+        raise AssertionError
+
+    CudaKernel(explode).launch(0, torch.empty(0))

@@ -1,0 +1,146 @@
+"""The observation stream: its words in etcd, what is logged and written when, and that it outlives leases."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.etcd import Etcd, EtcdConfig, Lease
+from resilient_run.daemon.leased import LeasedKeys
+from resilient_run.daemon.observation import (
+    MAX_OBSERVATIONS,
+    Observation,
+    parse_observations,
+    report_observations,
+)
+from resilient_run.daemon.observer import Observer
+from resilient_run.daemon.policy import Policy
+from resilient_run.daemon.view import JobView
+
+SEEN = Observation(
+    kind="disk", severity="warn", value=2.5, limit=5.0, message="2.5 % of /run is free", unix_s=1_700_000_000.5
+)
+
+
+def test_report_comes_back_the_worst_first() -> None:
+    hang = replace(SEEN, kind="hang", severity="fail", rank=3, generation=2)
+    report = report_observations([SEEN, hang])
+    assert report is not None
+    assert parse_observations(report) == (hang, SEEN)
+    assert report_observations([]) is None
+    many = report_observations([SEEN] * 2 * MAX_OBSERVATIONS)
+    assert many is not None
+    assert len(parse_observations(many)) == MAX_OBSERVATIONS
+
+
+def test_message_that_names_a_strange_path_is_still_readable() -> None:
+    strange = replace(SEEN, message="/a\nb\udcff\0" + "é" * 9000)
+    report = report_observations([strange])
+    assert report is not None
+    (back,) = parse_observations(report)
+    assert back.message == "/a?b??" + "é" * 994
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "weather"}, "field 'kind' must be one of hang"),
+        ({"severity": "fatal"}, "field 'severity' must be one of info"),
+        ({"rank": -1}, "field 'rank'"),
+        ({"generation": "1"}, "field 'generation'"),
+        ({"value": float("nan")}, "field 'value'"),
+        ({"limit": None}, "field 'limit'"),
+        ({"message": "line\nline"}, "field 'message'"),
+        ({"message": "x" * 5000}, "field 'message'"),
+        ({"unix_s": float("inf")}, "field 'unix_s'"),
+    ],
+)
+def test_what_is_no_observation_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DaemonError, match=message):
+        parse_observations({"observations": [{**SEEN.to_value(), **change}]})
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"observations": 3}, {"observations": [3]}, {"observations": [{}] * (MAX_OBSERVATIONS + 1)}]
+)
+def test_what_is_no_report_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(DaemonError):
+        parse_observations(value)
+
+
+class Keys(LeasedKeys):
+    """Remembers what was set."""
+
+    def __init__(self, view: JobView) -> None:
+        super().__init__("/", view, lambda: None)
+        self.values: list[Any] = []
+
+    def set(self, name: str, value: Any) -> None:
+        assert name == "obs/a"
+        self.values.append(value)
+
+
+def test_every_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    view = JobView(host="a", replicas=2)
+    keys = Keys(view)
+
+    async def nobody(host: str) -> None:
+        raise AssertionError(host)
+
+    observer = Observer(policy=Policy(), view=view, keys=keys, tmpfs=Path(), disks=(), ask_peer=nobody)
+    worse = replace(SEEN, severity="fail")
+    with caplog.at_level(logging.INFO):
+        observer.update("health", {})
+        observer.update("health", {"run": SEEN})
+        observer.update("health", {"run": replace(SEEN, value=2.4)})
+        observer.update("peers", {})
+        assert observer.describe() == [replace(SEEN, value=2.4).to_value()]
+        observer.update("health", {"run": worse})
+        observer.update("health", {})
+    assert keys.values == [{"observations": [SEEN.to_value()]}, {"observations": [worse.to_value()]}, None]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "INFO"]
+    assert observer.describe() == []
+
+
+def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig) -> None:
+    """It is there while something is wrong, is written again with a new lease, and is gone with the last one."""
+
+    async def until(etcd: Etcd, value: Any) -> None:
+        async with asyncio.timeout(20):
+            while (entry := await etcd.get("/leased-test/obs/a")) is None or entry.value != value:
+                if value is None and entry is None:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        etcd = await Etcd.connect(etcd_config)
+        view = JobView(host="a", replicas=2)
+        leases: list[Lease] = []
+        keys = LeasedKeys("/leased-test/", view, lambda: leases[-1] if leases else None)
+        task = asyncio.create_task(keys.run(etcd))
+        try:
+            keys.set("obs/a", {"observations": [1]})
+            await asyncio.sleep(0)
+            leases.append(await etcd.lease(5))
+            view.notify()
+            await until(etcd, {"observations": [1]})
+            keys.set("obs/a", {"observations": [2]})
+            await until(etcd, {"observations": [2]})
+            await leases[-1].revoke()
+            await until(etcd, None)
+            keys.set("obs/a", {"observations": [3]})
+            leases.append(await etcd.lease(5))
+            view.notify()
+            await until(etcd, {"observations": [3]})
+            keys.set("obs/a", None)
+            await until(etcd, None)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await etcd.close()
+
+    asyncio.run(scenario())

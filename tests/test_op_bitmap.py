@@ -1,0 +1,94 @@
+"""Bitmaps and hash bitmaps, on all backends."""
+
+import pytest
+import torch
+from op_cases import EACH_GRADIENT, RUNNERS, Runner, same, sparse
+from torch import Tensor
+
+from resilient_run.comm.errors import OpError
+from resilient_run.comm.op_bitmap import bitmap_bytes, bitmap_decode, bitmap_encode, bitmap_indices
+from resilient_run.comm.op_coo import coo_encode
+from resilient_run.comm.op_hash_bitmap import hash_bitmap_decode, hash_bitmap_encode
+from resilient_run.comm.op_partition import partition, positions
+from resilient_run.comm.op_scatter import scatter_add
+from resilient_run.comm.spread import Spread
+
+
+def packed(present: list[bool]) -> Tensor:
+    """Return the bitmap, written down bit by bit."""
+    found = [0] * bitmap_bytes(len(present))
+    for i, bit in enumerate(present):
+        found[i // 8] |= bit << (i % 8)
+    return torch.tensor(found, dtype=torch.uint8)
+
+
+@RUNNERS
+@EACH_GRADIENT
+def test_one_bit_for_each_element_and_back(run: Runner, gradient: Tensor) -> None:
+    flat = gradient.detach().reshape(-1)
+    found = run(bitmap_encode, gradient)
+    same(found, (packed((flat != 0).tolist()), flat[flat != 0]))
+    same([run(bitmap_indices, found.bitmap, flat.numel())], [coo_encode(gradient).indices])
+    same([run(bitmap_decode, *found, flat.numel())], [torch.where(flat == 0, 0, flat)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_are_their_references(seed: int) -> None:
+    gradient = sparse(1000 + 7 * seed, 0.9**seed, seed=seed, dtype=[torch.float32, torch.float16][seed % 2])
+    found = bitmap_encode(gradient)
+    same(found, bitmap_encode.reference(gradient))
+    same([bitmap_decode(*found, gradient.numel())], [gradient])
+
+
+@RUNNERS
+def test_bitmaps_of_others_are_not_trusted(run: Runner) -> None:
+    with pytest.raises(OpError, match="2 bytes"):
+        run(bitmap_indices, torch.zeros(1, dtype=torch.uint8), 9)
+    with pytest.raises(OpError, match="element 11 is marked, of 10"):
+        run(bitmap_indices, torch.tensor([0, 8], dtype=torch.uint8), 10)
+    with pytest.raises(OpError, match="2 elements are marked"):
+        run(bitmap_decode, torch.tensor([3], dtype=torch.uint8), torch.ones(1), 8)
+
+
+@RUNNERS
+@pytest.mark.parametrize(("numel", "parts", "chunk"), [(50, 3, 1), (50, 4, 8), (3, 5, 1)])
+def test_hash_bitmap_names_the_indices_of_a_part(run: Runner, numel: int, parts: int, chunk: int) -> None:
+    spread = Spread(numel=numel, parts=parts, seed=2, chunk=chunk)
+    gradient = sparse(numel, 0.4)
+    for part, (indices, values) in enumerate(partition(*coo_encode(gradient), spread).split()):
+        bitmap = run(hash_bitmap_encode, indices.flip(0), spread, part)
+        assert bitmap.numel() == bitmap_bytes(spread.size(part))
+        same([run(hash_bitmap_decode, bitmap, spread, part)], [indices])
+        # A server that keeps its share dense gets the same bitmap, and values in the same order.
+        share = scatter_add(torch.zeros(spread.size(part)), positions(indices, spread), values)
+        same(bitmap_encode(share), (bitmap, values))
+
+
+@RUNNERS
+def test_all_and_none(run: Runner) -> None:
+    spread = Spread(numel=30, parts=2)
+    for part in range(2):
+        own = torch.arange(30, dtype=torch.int32)[spread.owners(torch.arange(30)) == part]
+        full = run(hash_bitmap_encode, own, spread, part)
+        assert full.tolist() == [255, 127]
+        same([run(hash_bitmap_decode, full, spread, part)], [own])
+        assert run(hash_bitmap_encode, own[:0], spread, part).tolist() == [0, 0]
+
+
+def test_bitmaps_of_all_servers_take_a_thirtysecond_of_the_tensor() -> None:
+    # Theorem 3.3, up to the last byte of each server.
+    spread = Spread(numel=1_000_000, parts=16)
+    total_bytes = sum(bitmap_bytes(spread.size(part)) for part in range(16))
+    assert 1_000_000 / 8 <= total_bytes < 1_000_000 / 8 + 16
+
+
+@RUNNERS
+def test_indices_of_other_parts_are_refused(run: Runner) -> None:
+    spread = Spread(numel=10, parts=3)
+    for part in range(3):
+        with pytest.raises(OpError, match=f"not all indices are of part {part}"):
+            run(hash_bitmap_encode, torch.arange(10, dtype=torch.int32), spread, part)
+    with pytest.raises(OpError, match="part 3 is none of the 3"):
+        run(hash_bitmap_encode, torch.arange(10, dtype=torch.int32), spread, 3)
+    with pytest.raises(OpError, match="1 bytes"):
+        run(hash_bitmap_decode, torch.zeros(2, dtype=torch.uint8), spread, 0)

@@ -1,0 +1,74 @@
+"""Who is asked for another host: what a command gets, how it may end, and that it is never waited for in vain."""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from resilient_run.daemon.operator import Command, Operator, Request, Standby, make_operator
+from resilient_run.daemon.policy import RootPolicy
+
+REQUEST = Request(run_id="run", host="b", generation=3, reason="host b is lost")
+
+
+def ask(operator: Operator) -> str:
+    return asyncio.run(operator.replace(REQUEST))
+
+
+def command(tmp_path: Path, text: str, timeout_s: float = 30.0) -> Command:
+    script = tmp_path / "asks.py"
+    script.write_text(text)
+    return Command(f"{sys.executable} {script} 'two words'", timeout_s, os.getuid())
+
+
+def test_standby_says_what_to_do() -> None:
+    operator = make_operator(RootPolicy(operator_command=" "), uid=0)
+    assert isinstance(operator, Standby)
+    assert ask(operator) == "waiting for a standby for host b: start a launcher with --rdzv-id run on it"
+
+
+def test_command_gets_the_request_and_its_exit_code_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen = tmp_path / "seen"
+    text = (
+        "import json, os, sys\n"
+        f"with open({str(seen)!r}, 'w') as file:\n"
+        "    json.dump([sys.argv[1:], json.load(sys.stdin), os.environ['RESILIENT_OPERATOR_REQUEST']], file)\n"
+        "print('no machine left', file=sys.stderr)\n"
+        "sys.exit(4)\n"
+    )
+    with caplog.at_level("INFO"):
+        assert ask(command(tmp_path, text)) == "operator command for host b exited with code 4"
+    arguments, from_stdin, from_environ = json.loads(seen.read_text())
+    assert arguments == ["two words"]
+    assert from_stdin == json.loads(from_environ) == asdict(REQUEST)
+    assert "no machine left" in caplog.text
+
+
+def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    text = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    assert "was killed after 2 s; see root.operator_timeout_s" in ask(command(tmp_path, text, timeout_s=2.0))
+    stat = Path(f"/proc/{child.read_text()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("words", ["/no/such/program", "'unbalanced"])
+def test_command_that_cannot_be_started_is_named(words: str) -> None:
+    assert "operator command for host b cannot be started" in ask(Command(words, 5.0, os.getuid()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a command as another user")
+def test_command_runs_as_the_user_of_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert ask(Command("/usr/bin/id -un", 30.0, 65534)).endswith("exited with code 0")
+    assert "printed: nobody" in caplog.text
+    assert "cannot be started" in ask(Command("/usr/bin/id -un", 30.0, 4_000_000))

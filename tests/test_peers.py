@@ -1,0 +1,371 @@
+"""Between daemons: who is let in, what a fetch accepts, hostile bytes on both sockets, restarts of etcd."""
+
+import asyncio
+import json
+import random
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import wait_until
+from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
+
+from resilient_run.ckpt import wire
+from resilient_run.ckpt.errors import CheckpointError, SlotError
+from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.fetch import RANGE_BYTES, Peer, PeerError
+from resilient_run.daemon.holders import Holders
+from resilient_run.launcher.etcd_server import find_etcd
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    yield made
+    made.close()
+
+
+def peer_address(hosts: Hosts, name: str) -> tuple[str, int]:
+    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}ckpt/hosts/{name}"))
+    assert entry is not None
+    return entry.value["addr"], entry.value["port"]
+
+
+def hello(hosts: Hosts, **changes: Any) -> dict[str, Any]:
+    return {"op": "hello", "run_id": hosts.run_id, "token": f"secret of {hosts.run_id}", "host": "b", **changes}
+
+
+def dial(address: tuple[str, int], *messages: dict[str, Any]) -> socket.socket:
+    sock = socket.create_connection(address, timeout=30)
+    for message in messages:
+        sock.sendall(wire.encode(message))
+    return sock
+
+
+def was_closed(sock: socket.socket) -> bool:
+    """Tell whether the peer closes the connection; with a request unread that is a reset."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def have(rank: int = 0, generation: int = 1, step: int = 1) -> dict[str, Any]:
+    return {"id": 7, "op": "have", "rank": rank, "generation": generation, "step": step}
+
+
+def test_peer_that_knows_the_secret_is_served(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    path = trainer.capture(1)
+    wait_for_watermark([trainer], (1, 1))
+    with dial(peer_address(hosts, "a"), hello(hosts), have()) as sock:
+        answer = wire.recv_message(sock)
+        assert answer is not None
+        size = answer["used_bytes"]
+        assert answer == {"id": 7, "ok": True, "used_bytes": size, "payload_offset": Slot.open(path).payload_offset}
+        sock.sendall(wire.encode({**have(), "op": "get", "offset": size - 5, "size": 5}))
+        assert wire.recv_message(sock) == {"id": 7, "ok": True, "size": 5}
+        assert sock.recv(5, socket.MSG_WAITALL) == payload(hosts.run_id, 0, (1, 1))[-5:]
+        sock.sendall(wire.encode(have(step=2)))
+        refused = wire.recv_message(sock)
+        assert refused is not None
+        assert (refused["ok"], refused["error"]) == (False, "SlotError")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"token": "wrong"},
+        {"token": None},
+        {"run_id": "another run"},
+        {"op": "have", "rank": 0, "generation": 1, "step": 1, "id": 1},
+        {"host": 5},
+    ],
+)
+def test_peer_that_does_not_is_not(hosts: Hosts, first: dict[str, Any]) -> None:
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    with dial(peer_address(hosts, "a"), hello(hosts, **first), have()) as sock:
+        assert was_closed(sock)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {**have(), "op": "get", "offset": 0, "size": RANGE_BYTES + 1},
+        {**have(), "op": "get", "offset": 1 << 40, "size": 1},
+        {**have(), "op": "get", "offset": -1, "size": 1},
+        {**have(), "op": "get", "offset": 0},
+        {**have(), "op": "put"},
+        {**have(), "rank": True},
+        {
+            "op": "offer",
+            "rank": 0,
+            "generation": 1,
+            "step": 5,
+            "used_bytes": 1 << 60,
+            "payload_offset": 8192,
+            "patience_s": 0,
+        },
+        {
+            "op": "offer",
+            "rank": 0,
+            "generation": 1,
+            "step": 5,
+            "used_bytes": 1 << 20,
+            "payload_offset": 8191,
+            "patience_s": 0,
+        },
+    ],
+)
+def test_peer_that_asks_for_nonsense_is_disconnected(hosts: Hosts, request_: dict[str, Any]) -> None:
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    with dial(peer_address(hosts, "a"), hello(hosts), request_) as sock:
+        assert was_closed(sock)
+    hosts.commit([trainer], [2])
+
+
+def test_offers_by_others_than_the_owner_are_ignored(hosts: Hosts) -> None:
+    """Only the host that runs a rank may have its replica overwritten."""
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1])
+    offer = {
+        "op": "offer",
+        "rank": 1,
+        "generation": 1,
+        "step": 9,
+        "used_bytes": 1 << 20,
+        "payload_offset": 8192,
+        "patience_s": 0,
+    }
+    with dial(peer_address(hosts, "a"), hello(hosts, host="c"), offer, have()) as sock:
+        assert wire.recv_message(sock) is not None
+    hosts.commit(trainers, [2])
+    assert hosts["a"].held()[1] == {(1, 1), (1, 2)}
+
+
+class LyingPeer:
+    """Serves one slot file as a peer's daemon does, after `change` has had its way with each answer and its bytes."""
+
+    def __init__(self, slot: Slot, change: Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]) -> None:
+        self._slot, self._change = slot, change
+        self._done = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await wire.read_message(reader) or {})["op"] == "hello"
+        try:
+            while (message := await wire.read_message(reader)) is not None:
+                data = bytes(self._slot.buffer[message["offset"] :][: message["size"]])
+                answer, data = self._change({"id": message["id"], "ok": True, "size": len(data)}, data)
+                writer.write(wire.encode(answer) + data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self._done.set()
+
+    async def fetch(self, target: Slot) -> bytes:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        async with server:
+            peer = Peer(host="b", address=server.sockets[0].getsockname()[:2], hello={"op": "hello"})
+            try:
+                return await Holders([peer]).fetch(0, (1, 1), target, self._slot.header().used_bytes)
+            finally:
+                await peer.close()
+                await self._done.wait()
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Iterator[tuple[Slot, Slot]]:
+    payload_offset, capacity_bytes = plan_layout(100, 9 * CHUNK_BYTES + 5)
+    made = [Slot.create(tmp_path / n, capacity_bytes=capacity_bytes, payload_offset=payload_offset) for n in "st"]
+    publish(made[0], run_id="run", rank=0, world_size=1, pair=(1, 1), size_bytes=9 * CHUNK_BYTES + 5)
+    made[1].begin()
+    yield made[0], made[1]
+    for slot in made:
+        slot.close()
+
+
+def test_fetched_slot_is_bit_identical(slots: tuple[Slot, Slot]) -> None:
+    source, target = slots
+    page = asyncio.run(LyingPeer(source, lambda answer, data: (answer, data)).fetch(target))
+    assert target.state() == "WRITING"
+    assert target.adopt(page) == source.verify()
+    used_bytes = source.header().used_bytes
+    assert bytes(target.buffer[:used_bytes]) == bytes(source.buffer[:used_bytes])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda answer, data: (answer, data[:-1] + bytes([data[-1] ^ 1])), SlotError),
+        (lambda answer, data: ({**answer, "size": answer["size"] - 1}, data), PeerError),
+        (lambda answer, data: ({**answer, "ok": "yes"}, data), PeerError),
+        (lambda answer, data: ({"id": 0, "ok": False, "message": "gone"}, b""), SlotError),
+        (lambda answer, data: ([], data), PeerError),
+    ],
+    ids=["flipped bits", "short", "wrong type", "refused", "no object"],
+)
+def test_fetch_of_something_else_is_refused(
+    slots: tuple[Slot, Slot], change: Callable[..., Any], error: type[CheckpointError]
+) -> None:
+    source, target = slots
+    liar = LyingPeer(source, change)
+    with pytest.raises(error, match="host b"):
+        asyncio.run(liar.fetch(target))
+    assert target.state() == "WRITING"
+
+
+def test_hostile_bytes_close_only_their_connection(hosts: Hosts) -> None:
+    """Random bytes, random JSON and mutated messages on both sockets; the daemon serves its job as before."""
+    dice = random.Random(20)
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    address, unix_path = peer_address(hosts, "a"), str(hosts["a"].socket_path)
+    good = [
+        {**trainer.identity, "op": "attach", "id": 1, "estimate_bytes": 1},
+        {"op": "allocate", "id": 2, "capacity_bytes": 1 << 20, "payload_offset": 1 << 16},
+        {"op": "complete", "path": trainer.paths[0], "generation": 1, "step": 2},
+        {"op": "settle", "id": 3, "run_id": hosts.run_id, "timeout_s": 0},
+        {"op": "open_job", "id": 4, "run_id": "x", "host": "a", "replicas": 1, "nproc": 1, "etcd": {}, "addr": "::"},
+        {"op": "restored", "step": 1, "seconds": 1},
+        {"op": "progress", "step": 1},
+        {**have(), "op": "get", "offset": 0, "size": 10},
+        {
+            "op": "offer",
+            "rank": 0,
+            "generation": 1,
+            "step": 2,
+            "used_bytes": 1 << 20,
+            "payload_offset": 1 << 16,
+            "patience_s": 0,
+        },
+        have(),
+    ]
+    values: list[Any] = [None, -1, 2**70, 1.5, "", "\ud800", "x" * 5000, [], {}, True, [[[]]], {"id": "id"}]
+    for turn in range(150):
+        if turn % 3 == 0:
+            frame = dice.randbytes(dice.randrange(1, 200))
+        elif turn % 3 == 1:
+            frame = struct.pack(">I", dice.choice([0, 1, 20, 1 << 21, 2**32 - 1])) + dice.randbytes(20)
+        else:
+            message = dict(dice.choice(good))
+            for _ in range(dice.randrange(1, 3)):
+                message[dice.choice(list(message))] = dice.choice(values)
+            body = json.dumps(message).encode()
+            frame = struct.pack(">I", len(body)) + body
+        greeting = wire.encode(hello(hosts)) if dice.random() < 0.8 else b""
+        for family, where, first in ((socket.AF_INET, address, greeting), (socket.AF_UNIX, unix_path, b"")):
+            with socket.socket(family) as sock:
+                sock.connect(where)
+                sock.sendall(first + frame)
+                sock.shutdown(socket.SHUT_WR)
+                sock.settimeout(30)
+                try:
+                    while sock.recv(65536):
+                        pass
+                except ConnectionError:
+                    pass
+    client = Client(hosts["a"].socket_path)
+    assert client.request("status")["jobs"][0]["failure"] is None
+    client.close()
+    (trainer,) = hosts.run("a", generation=2)
+    assert trainer.request("restore")["source"] == "local"
+    trainer.capture(2)
+    wait_for_watermark([trainer], (2, 2))
+    assert "Traceback" not in hosts["a"].log, hosts["a"].log
+
+
+class RestartableEtcd:
+    """An etcd whose process can be killed and started again with its data and its port."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            second.bind(("127.0.0.1", 0))
+            self.port, peer_port = first.getsockname()[1], second.getsockname()[1]
+        client_url, peer_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{peer_port}"
+        self._command = [*find_etcd(), "--name", "one", "--data-dir", str(directory / "etcd")]
+        self._command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]
+        self._command += ["--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url]
+        self._command += ["--initial-cluster", f"one={peer_url}"]
+        self.start()
+
+    def start(self) -> None:
+        with open(self._directory / "etcd.log", "ab") as log:
+            self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Path) -> None:
+    etcd = RestartableEtcd(tmp_path)
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig(endpoints=(f"127.0.0.1:{etcd.port}",)))
+    try:
+        trainers = hosts.run("ab")
+        hosts.commit(trainers, [1])
+        etcd.stop()
+        for trainer in trainers:
+            trainer.capture(2)
+        hosts.wait_for_replicas("ab", (1, 2), 4)
+        assert [trainer.watermark() for trainer in trainers] == [(1, 1)] * 2
+        etcd.start()
+        wait_for_watermark(trainers, (1, 2))
+        hosts.commit(trainers, [3])
+        etcd.stop()
+        shutil.rmtree(tmp_path / "etcd")
+        etcd.start()
+        # All keys are gone, as for a new cluster: what daemons own comes back by itself.
+        wait_until(
+            lambda: len(hosts.etcd(lambda etcd: etcd.list(f"{hosts.prefix}ckpt/h"))) == 4,
+            timeout_s=60,
+            what=f"addresses and reports\n{hosts['a'].log}",
+        )
+        answer = trainers[0].request("allocate", capacity_bytes=1 << 23, payload_offset=8192)
+        assert len(answer["paths"]) == 2
+    finally:
+        hosts.close()
+        etcd.stop()
+
+
+def test_bytes_restored_from_a_peer_are_the_captured_ones(hosts: Hosts) -> None:
+    """Several ranks a host, and slots that change their size between generations."""
+    hosts.create_job()
+    for name in "ab":
+        hosts[name].start()
+        hosts[name].open(nproc=2)
+    hosts.form_round(1, "ab", nproc=2)
+    trainers = [
+        hosts["ab"[rank // 2]].trainer(rank, local_rank=rank % 2, world_size=4, generation=1) for rank in range(4)
+    ]
+    for trainer in trainers:
+        trainer.attach()
+        trainer.allocate(payload_bytes=5 * CHUNK_BYTES)
+    hosts.commit(trainers, [1, 2])
+    hosts["a"].close()
+    hosts["c"].start()
+    hosts["c"].open(nproc=2)
+    hosts.form_round(2, "cb", nproc=2)
+    for rank in range(4):
+        trainer = hosts["cb"[rank // 2]].trainer(rank, local_rank=rank % 2, world_size=4, generation=2)
+        trainer.attach(topology=TOPOLOGY)
+        answer = trainer.request("restore")
+        assert answer["source"] == ("peer" if rank < 2 else "local")
+        assert restored_bytes(answer["path"]) == payload(hosts.run_id, rank, (1, 2))
+        trainers[rank] = trainer
+    for trainer in trainers:
+        trainer.allocate(payload_bytes=6 * CHUNK_BYTES)
+    hosts.commit(trainers, [3, 4])

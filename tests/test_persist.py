@@ -1,0 +1,348 @@
+"""Persisting on real daemons: what is published, what comes back when memory is gone, and what failures leave."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import wait_until
+from etcd_process import EtcdProcess
+from hosts import Hosts, payload, restored_bytes
+
+from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
+from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.persist_plan import Answer, Request, is_due, merged
+from resilient_run.daemon.policy import PersistPolicy
+from resilient_run.daemon.rounds import Pair
+from resilient_run.daemon.tier import Tier
+from resilient_run.daemon.tier_manifest import RankFile
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_hosts(tmp_path: Path, etcd: EtcdProcess) -> Iterator[Hosts]:
+    """Hosts with an etcd that no other test uses."""
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig(endpoints=(etcd.endpoint,)))
+    made.policy = persist(tmp_path, every_steps=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    made.policy = persist(tmp_path, every_steps=2)
+    yield made
+    made.close()
+
+
+def persist(root: Path, **settings: Any) -> dict[str, Any]:
+    return {"persist": {"target": str(root / "tier"), "every_steps": 0, "every_s": 0, "grace_s": 60, **settings}}
+
+
+def wait_for_outage(hosts: Hosts) -> None:
+    """Wait until a paused etcd has kept every daemon waiting for longer than a lease or a request lasts."""
+
+    def count() -> int:
+        return min(host.log.count("not refreshed") for host in hosts.hosts.values())
+
+    before = count()
+    wait_until(lambda: count() >= before + 4, timeout_s=60, what="an outage")
+
+
+def published(hosts: Hosts) -> list[Pair]:
+    """Return the pairs that etcd says are published."""
+    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}ckpt/persisted"))
+    return [] if entry is None else [tuple(pair) for pair in entry.value["pairs"]]
+
+
+def wait_for_published(hosts: Hosts, pairs: list[Pair]) -> None:
+    logs = [host.log for host in hosts.hosts.values()]
+    wait_until(lambda: published(hosts) == pairs, timeout_s=60, what=f"{pairs} published\n{logs}")
+
+
+def tier_of(hosts: Hosts) -> Tier:
+    return Tier(hosts.policy["persist"]["target"], hosts.run_id)
+
+
+def lose_everything(hosts: Hosts) -> list[list[int]]:
+    """Take all daemons, their memory and the run's keys away; begin the run anew as the first launcher does."""
+    for host in hosts.hosts.values():
+        host.close()
+    hosts.etcd(lambda etcd: etcd.delete_prefix(hosts.prefix))
+    hosts.create_job("second")
+    for host in hosts.hosts.values():
+        host.start()
+    first = next(iter(hosts.hosts.values()))
+    first.open()
+    assert first.launcher is not None
+    pairs: list[list[int]] = first.launcher.request("persisted", run_id=hosts.run_id)["pairs"]
+    watermark = {"generation": pairs[-1][0], "step": pairs[-1][1]}
+    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}ckpt/watermark", watermark))
+    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}ckpt/persisted", {"pairs": pairs}))
+    return pairs
+
+
+def test_committed_steps_are_published_and_restored_when_all_memory_is_gone(hosts: Hosts) -> None:
+    trainers = hosts.run("ab")
+    for step in (1, 2, 3, 4):
+        hosts.commit(trainers, [step])
+        if step % 2 == 0:
+            wait_for_published(hosts, [(1, done) for done in range(2, step + 1, 2)])
+    hosts.commit(trainers, [5])
+    assert lose_everything(hosts) == [[1, 2], [1, 4]]
+    trainers = hosts.run("ab", generation=2)
+    for rank, trainer in enumerate(trainers):
+        answer = trainer.request("restore")
+        # The own host or a peer may have fetched it from the tier already.
+        assert answer["source"] in ("persisted", "peer", "local")
+        assert restored_bytes(answer["path"]) == payload(hosts.run_id, rank, (1, 4))
+    hosts.wait_for_replicas("ab", (1, 4), 4)
+    hosts.commit(trainers, [5, 6])
+    wait_for_published(hosts, [(1, 2), (1, 4), (2, 6)])
+
+
+def test_only_the_newest_are_kept(hosts: Hosts) -> None:
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent, every_steps=1, keep=2)
+    trainers = hosts.run("ab")
+    for step in (1, 2, 3, 4):
+        hosts.commit(trainers, [step])
+        wait_for_published(hosts, [(1, done) for done in (step - 1, step) if done])
+    directory = Path(hosts.policy["persist"]["target"]) / hosts.run_id
+    assert sorted(path.name for path in directory.iterdir()) == ["1-3", "1-4"]
+    assert sorted(path.name for path in (directory / "1-4").iterdir()) == ["manifest.json", "rank0.zst", "rank1.zst"]
+    assert hosts["a"].status()["jobs"][0]["persist"]["written"] == [1, 4]
+
+
+def test_failing_storage_stops_neither_commits_nor_the_next_attempt(hosts: Hosts) -> None:
+    """The target is a file: every write fails until an administrator makes a directory of it."""
+    target = Path(hosts.policy["persist"]["target"])
+    target.write_text("in the way")
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, range(1, 8))
+    wait_until(lambda: "is not persisted yet, trying again" in hosts["a"].log, timeout_s=30, what="a warning")
+    assert hosts.watermark() == (1, 7)
+    target.unlink()
+    wait_for_published(hosts, [(1, 2)])
+    hosts.commit(trainers, [8, 9])
+    wait_until(lambda: published(hosts)[1:], timeout_s=30, what="another pair")
+    assert tier_of(hosts).published() == published(hosts)
+
+
+def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None:
+    """One host's writes fail, so the pair stays half written, and then the host dies."""
+    target = Path(hosts.policy["persist"]["target"])
+    directory = target / hosts.run_id / "1-2"
+    directory.mkdir(parents=True)
+    (directory / "rank1.zst.part").symlink_to("/dev/full")
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1, 2])
+    wait_until((directory / "rank0.zst").exists, timeout_s=30, what="the file of rank 0")
+    hosts["b"].kill()
+    assert tier_of(hosts).published() == []
+    hosts["b"].drop_clients()
+    hosts["b"].start()
+    trainers = hosts.run("ab", generation=2)
+    for trainer in trainers:
+        trainer.request("restore")
+    hosts.commit(trainers, [3, 4])
+    # Its successor may still write the pair that was asked for, or its root asks for a newer one: whole either way.
+    wait_until(lambda: published(hosts), timeout_s=30, what="a published pair")
+    tier = tier_of(hosts)
+    for pair in tier.published():
+        for rank in range(2):
+            data = b"".join(tier.read(pair, rank))
+            offset = tier.manifest(pair).ranks[rank].payload_offset
+            assert data[offset:] == payload(hosts.run_id, rank, pair)
+
+
+def test_damaged_file_is_refused_and_its_pair_taken_back(hosts: Hosts) -> None:
+    trainers = hosts.run("ab")
+    for step in (1, 2, 3, 4):
+        hosts.commit(trainers, [step])
+        if step % 2 == 0:
+            wait_for_published(hosts, [(1, done) for done in range(2, step + 1, 2)])
+    path = Path(hosts.policy["persist"]["target"]) / hosts.run_id / "1-4" / "rank1.zst"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert lose_everything(hosts)[-1] == [1, 4]
+    trainers = hosts.run("ab", generation=2)
+    with pytest.raises(RestoreError, match="no verified copy of rank 1 at step 4"):
+        trainers[1].request("restore")
+    wait_for_published(hosts, [(1, 2)])
+    assert "does not match its checksums" in hosts["a"].log + hosts["b"].log
+    # The next start of this run id falls back to the older pair, on every rank.
+    assert lose_everything(hosts) == [[1, 2]]
+    for rank, trainer in enumerate(hosts.run("ab", generation=2)):
+        assert restored_bytes(trainer.request("restore")["path"]) == payload(hosts.run_id, rank, (1, 2))
+
+
+@pytest.mark.slow
+def test_etcd_hears_of_a_damaged_pair_after_an_outage(own_hosts: Hosts, etcd: EtcdProcess) -> None:
+    hosts = own_hosts
+    trainers = hosts.run("ab")
+    for step in (1, 2, 3, 4):
+        hosts.commit(trainers, [step])
+        if step % 2 == 0:
+            wait_for_published(hosts, [(1, done) for done in range(2, step + 1, 2)])
+    path = Path(hosts.policy["persist"]["target"]) / hosts.run_id / "1-4" / "rank1.zst"
+    damaged = path.read_bytes()[:-1]
+    path.unlink()
+    lose_everything(hosts)
+    trainers = hosts.run("ab", generation=2)
+    etcd.pause()
+    path.write_bytes(damaged)
+    with pytest.raises(RestoreError, match="no verified copy of rank 1 at step 4"):
+        trainers[1].request("restore")
+    wait_for_outage(hosts)
+    etcd.resume()
+    wait_for_published(hosts, [(1, 2)])
+
+
+def test_other_world_size_is_refused(hosts: Hosts) -> None:
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1, 2])
+    wait_for_published(hosts, [(1, 2)])
+    lose_everything(hosts)
+    trainers = hosts.run("abc", generation=2)
+    for trainer in trainers:
+        with pytest.raises(TopologyError, match="saved by 2 ranks, this run has 3"):
+            trainer.request("restore")
+
+
+def test_sigterm_persists_the_newest_step(hosts: Hosts) -> None:
+    """All daemons are told to end at once, as in a preemption; none is asked for anything by its trainers."""
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent)
+    hosts.commit(hosts.run("ab"), [1, 2, 3])
+    assert published(hosts) == []
+    for host in hosts.hosts.values():
+        assert host.process is not None
+        host.process.terminate()
+    for host in hosts.hosts.values():
+        assert host.process is not None
+        assert host.process.wait(90) == 0, host.log
+    assert tier_of(hosts).published() == [(1, 3)]
+    assert published(hosts) == [(1, 3)]
+
+
+@pytest.mark.slow
+def test_sigterm_while_nobody_is_root_persists_too(own_hosts: Hosts, etcd: EtcdProcess) -> None:
+    """Every lease has expired, the root's too, when the daemons have written their parts."""
+    hosts = own_hosts
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent)
+    hosts.commit(hosts.run("ab"), [1, 2, 3])
+    etcd.pause()
+    for host in hosts.hosts.values():
+        assert host.process is not None
+        host.process.terminate()
+    wait_for_outage(hosts)
+    etcd.resume()
+    for host in hosts.hosts.values():
+        assert host.process is not None
+        assert host.process.wait(90) == 0, host.log
+    assert tier_of(hosts).published() == [(1, 3)]
+    assert published(hosts) == [(1, 3)]
+
+
+def test_sigterm_of_one_daemon_asks_all_hosts(hosts: Hosts) -> None:
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent)
+    hosts.commit(hosts.run("ab"), [1, 2])
+    assert hosts["b"].stop() == 0
+    wait_for_published(hosts, [(1, 2)])
+
+
+def test_sigterm_ends_within_the_grace_when_storage_hangs(hosts: Hosts) -> None:
+    """A pipe nobody reads takes the place of a hung network file system."""
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent, grace_s=1)
+    directory = Path(hosts.policy["persist"]["target"]) / hosts.run_id / "1-1"
+    directory.mkdir(parents=True)
+    os.mkfifo(directory / "rank0.zst.part")
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    assert hosts["a"].stop() == 0
+    assert "was not persisted within 1 s" in hosts["a"].log
+
+
+def test_closed_job_is_persisted_unless_discarded(hosts: Hosts) -> None:
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent)
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1, 2])
+    assert hosts["a"].launcher is not None
+    hosts["a"].launcher.request("close_job", run_id=hosts.run_id, discard=False)
+    wait_for_published(hosts, [(1, 2)])
+
+
+def test_copies_count_in_the_memory_budget(hosts: Hosts) -> None:
+    hosts.create_job()
+    hosts["a"].start()
+    hosts["a"].open(memory_limit_bytes=5 << 20)
+    hosts.form_round(1, "a")
+    with pytest.raises(MemoryBudgetError, match="and 1 copies while they are persisted"):
+        hosts["a"].trainer(0, world_size=1, generation=1).attach(estimate_bytes=2 << 20)
+
+
+def test_unknown_storage_is_refused_when_the_job_is_opened(hosts: Hosts) -> None:
+    hosts.create_job()
+    hosts["a"].start()
+    with pytest.raises(DaemonError, match=r"persist\.target nosuch://x"):
+        hosts["a"].open(policy=persist(Path("/"), target="nosuch://x"))
+
+
+def test_newer_commits_wait_for_the_copy_but_are_not_lost(hosts: Hosts) -> None:
+    """Every step is asked for; what is published is exactly what was captured at that step."""
+    hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent, every_steps=1, keep=9)
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, range(1, 9))
+    wait_until(lambda: published(hosts), timeout_s=30, what="a published pair")
+    lose_everything(hosts)
+    pairs = published(hosts)
+    for rank, trainer in enumerate(hosts.run("ab", generation=2)):
+        assert restored_bytes(trainer.request("restore")["path"]) == payload(hosts.run_id, rank, pairs[-1])
+
+
+# The pure part.
+
+
+def due(pair: Pair, *, now_s: float = 1000.0, last: Pair | None = None, settled: bool = True, **policy: Any) -> bool:
+    request = None if last is None else Request(pair=last, unix_s=900.0)
+    settings = PersistPolicy(**{"target": "x", "every_s": 0.0, **policy})
+    return is_due(settings, pair, last=request, settled=settled, since_step=0, since_unix_s=950.0, now_unix_s=now_s)[0]
+
+
+def test_when_a_pair_is_due() -> None:
+    assert not due((1, 100))
+    assert due((1, 10), every_steps=10)
+    assert not due((1, 9), every_steps=10)
+    assert not due((1, 19), every_steps=10, last=(1, 10))
+    assert due((1, 20), every_steps=10, last=(1, 10))
+    assert due((1, 1), every_s=50.0)
+    assert not due((1, 1), every_s=51.0)
+    assert due((1, 11), every_s=100.0, last=(1, 10))
+    assert not due((1, 11), every_s=101.0, last=(1, 10))
+    # One at a time, unless nothing can come of the one before.
+    assert not due((1, 30), every_steps=10, last=(1, 10), settled=False)
+    assert due((2, 30), every_steps=10, last=(1, 10), settled=False)
+    assert due((1, 30), every_steps=10, last=(1, 10), settled=False, now_s=1501.0)
+
+
+def test_a_pair_is_published_when_every_rank_is_written() -> None:
+    file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=10)
+    first = Answer(pair=(1, 2), world_size=3, ranks={0: file, 1: file}, error=None)
+    second = Answer(pair=(1, 2), world_size=3, ranks={2: file}, error=None)
+    whole = merged((1, 2), "run", {"a": first, "b": second})
+    assert whole is not None
+    assert whole.ranks.keys() == {0, 1, 2}
+    assert merged((1, 2), "run", {"a": first}) is None
+    assert merged((1, 3), "run", {"a": first, "b": second}) is None
+    assert merged((1, 2), "run", {"a": first, "b": Answer(pair=(1, 2), world_size=0, ranks={}, error="full")}) is None
+    assert Answer.parse(json.loads(json.dumps(first.to_value()))) == first

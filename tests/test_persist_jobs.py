@@ -1,0 +1,134 @@
+"""Whole jobs that lose all their memory, and go on bit-identical from the persistent tier."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
+from etcd_process import EtcdProcess
+
+from resilient_run.daemon.tier import Tier
+
+pytestmark = pytest.mark.slow
+
+STEPS = 24
+SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.kill()
+
+
+def launch(
+    cluster: Cluster, names: str, etcd: EtcdProcess, config: Path, *extra: str, script: list[str] = SCRIPT
+) -> list[Host]:
+    """Start one single-worker launcher per name for a run on two hosts, with the tier that `config` describes."""
+    hosts = [cluster.host(name) for name in names]
+    arguments = ["--nnodes", "2", "--rdzv-backend", "etcd-v3", "--rdzv-endpoint", etcd.endpoint]
+    arguments += ["--rdzv-id", cluster.name, "--rdzv-conf", "lease_ttl=3", "--local-addr", "127.0.0.1", *extra]
+    for host in hosts:
+        host.launch([*arguments, "--rr-config", str(config)], script)
+    return hosts
+
+
+def test_run_id_goes_on_after_all_hosts_and_etcd_are_lost(cluster: Cluster, etcd: EtcdProcess, tmp_path: Path) -> None:
+    reference = cluster.host("reference")
+    reference.launch(["--standalone", "--nproc-per-node", "2"], SCRIPT)
+    config = tmp_path / "run.toml"
+    config.write_text(f'[persist]\ntarget = "{tmp_path}/tier"\nevery_steps = 4\nevery_s = 0\n')
+    assert reference.wait() == 0, reference.output
+    hosts = launch(cluster, "ab", etcd, config)
+    tier = Tier(str(tmp_path / "tier"), cluster.name)
+    wait_until(tier.published, timeout_s=60, what="a published step", host=hosts[0])
+    for host in hosts:
+        host.lose()
+        host.wait()
+        host.shm_dir.mkdir(mode=0o700, exist_ok=True)
+    etcd.kill()
+    newest = tier.published()[-1]
+    trained = len(hosts[0].steps())
+    fresh = EtcdProcess(tmp_path / "fresh etcd")
+    fresh.start()
+    try:
+        launch(cluster, "ab", fresh, config)
+        for host in hosts:
+            assert host.wait() == 0, host.output
+    finally:
+        fresh.kill()
+    assert f"begins with the persisted step {newest[1]}" in hosts[0].output + hosts[1].output
+    assert hosts[0].steps()[trained][1] == newest[1] + 1, "the relaunched run began at another step"
+    expected = {(rank, step): loss for rank, step, loss in reference.steps()}
+    for host in hosts:
+        for rank, step, loss in host.steps():
+            assert expected[rank, step] == loss, f"rank {rank} step {step}"
+    assert {host.params_sha256() for host in hosts} - {None} == {reference.params_sha256()}
+
+
+def test_lost_only_copy_takes_every_rank_back(cluster: Cluster, etcd: EtcdProcess, tmp_path: Path) -> None:
+    """Case 2 of the Gemini chapter (6.6.2): one rank's memory is gone, so all ranks restore the persisted step."""
+    reference = cluster.host("reference")
+    reference.launch(["--standalone", "--nproc-per-node", "2"], SCRIPT)
+    config = tmp_path / "run.toml"
+    config.write_text(f'[persist]\ntarget = "{tmp_path}/tier"\nevery_steps = 8\nevery_s = 0\n')
+    assert reference.wait() == 0, reference.output
+    alone = ("--rr-replicas", "1")
+    survivor, lost = launch(cluster, "ab", etcd, config, *alone)
+    tier = Tier(str(tmp_path / "tier"), cluster.name)
+    wait_until(lambda: survivor.reached(1), timeout_s=60, what="step 1", host=survivor)
+    (standby,) = launch(cluster, "c", etcd, config, *alone)
+    wait_until(lambda: tier.published() and survivor.reached(12), timeout_s=60, what="step 12", host=survivor)
+    lost.lose()
+    for host in (survivor, standby):
+        assert host.wait() == 0, host.output
+    logs = "".join((host.run_dir / "resilientd.log").read_text() for host in (survivor, standby))
+    assert re.search("every rank falls back to step (8|16) in the persistent tier", logs), logs
+    expected = {(rank, step): loss for rank, step, loss in reference.steps()}
+    seen = [line for host in (survivor, lost, standby) for line in host.steps()]
+    assert {(rank, step) for rank, step, _ in seen} == expected.keys()
+    for rank, step, loss in seen:
+        assert expected[rank, step] == loss, f"rank {rank} step {step}"
+    assert {host.params_sha256() for host in (survivor, standby)} - {None} == {reference.params_sha256()}
+
+
+def test_lost_placement_group_falls_back_to_the_persistent_tier(
+    cluster: Cluster, etcd: EtcdProcess, tmp_path: Path
+) -> None:
+    """Both hosts that hold the committed step die at once; two standbys go on from the persisted one."""
+    steps = ["--steps", "80"]
+    reference = cluster.host("reference")
+    reference.launch(["--standalone", "--nproc-per-node", "2"], [*SCRIPT, *steps])
+    config = tmp_path / "run.toml"
+    config.write_text(f'[persist]\ntarget = "{tmp_path}/tier"\nevery_steps = 4\nevery_s = 0\n')
+    assert reference.wait() == 0, reference.output
+    hosts = launch(cluster, "abcd", etcd, config, script=[*SCRIPT, *steps])
+    tier = Tier(str(tmp_path / "tier"), cluster.name)
+    wait_until(tier.published, timeout_s=60, what="a published step", host=hosts[0])
+    members = ("get", "--prefix", "--keys-only", f"/resilient-run/{cluster.name}/rdzv/members/")
+    wait_until(lambda: etcd.ctl(*members).count("/members/") == 4, timeout_s=60, what="two standbys")
+    active = [host for host in hosts if host.starts()]
+    standbys = [host for host in hosts if not host.starts()]
+    assert len(active) == len(standbys) == 2
+    for host in active:
+        host.lose()
+    for host in standbys:
+        assert host.wait() == 0, host.output
+    expected = {(rank, step): loss for rank, step, loss in reference.steps()}
+    for host in [*active, *standbys]:
+        for rank, step, loss in host.steps():
+            assert expected[rank, step] == loss, f"rank {rank} step {step}"
+    persisted = {host.steps()[0][1] - 1 for host in standbys}
+    assert len(persisted) == 1, "the ranks went on from different steps"
+    assert persisted.pop() % 4 == 0
+    assert {host.params_sha256() for host in standbys} - {None} == {reference.params_sha256()}

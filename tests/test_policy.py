@@ -1,0 +1,49 @@
+"""The configuration file: what it may say, and how it says no."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.policy import Policy
+from resilient_run.launcher import cli
+from resilient_run.launcher.config import RunConfig
+
+
+def test_nothing_said_is_the_default_and_what_is_said_comes_back() -> None:
+    assert Policy.parse({}) == Policy() == Policy.parse(Policy().to_dict())
+    changed = Policy.parse({"root": {"stalled_recoveries": 2}})
+    assert changed.root.stalled_recoveries == 2
+    assert Policy.parse(changed.to_dict()) == changed
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"rot": {}}, "no section 'rot'; did you mean 'root'"),
+        ({"root": 3}, "'root' is 3, not a table"),
+        ({"root": {"stalled_recovery": 1}}, "no setting root.stalled_recovery; did you mean 'stalled_recoveries'"),
+        ({"root": {"stalled_recoveries": "5"}}, "root.stalled_recoveries is '5'; it must be an integer of at least 1"),
+        ({"root": {"stalled_recoveries": 0}}, "is 0; it must be an integer of at least 1"),
+        ({"root": {"stalled_recoveries": True}}, "is True; it must be an integer"),
+    ],
+)
+def test_wrong_settings_are_named(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(DaemonError, match=message):
+        Policy.parse(tables)
+
+
+def test_launcher_reads_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[root]\nstalled_recoveries = 9\n")
+    params = cli.ResilientRun().make_context("resilient-run", [f"--rr-config={file}", "train.py"]).params
+    assert RunConfig.from_params(params).policy.root.stalled_recoveries == 9
+
+
+@pytest.mark.parametrize("text", ["[root", "[root]\nstalled = 1\n", "\xff"])
+def test_launcher_names_a_wrong_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(Exception, match=r"run\.toml: "):
+        cli.ResilientRun().make_context("resilient-run", [f"--rr-config={file}", "train.py"])

@@ -1,0 +1,374 @@
+"""Whole jobs that lose workers, daemons and hosts, and must end bit-identical to the undisturbed run."""
+
+import asyncio
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, wait_until
+from etcd_process import EtcdProcess
+
+from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+LEASE_TTL_S = 3
+SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
+STANDALONE = ["--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Host]]:
+    """World size → the host that printed everything of an undisturbed run (losses and hash are the reference)."""
+    runs = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    hosts = {}
+    for world_size in (2, 3):
+        host = hosts[world_size] = runs.host(f"w{world_size}")
+        host.launch(["--standalone", "--nproc-per-node", str(world_size)], SCRIPT)
+        assert host.wait() == 0, host.output
+        assert host.params_sha256() is not None
+        assert not host.recoveries()
+    yield hosts
+    runs.close()
+
+
+def assert_at_most_one_step_lost(hosts: list[Host], *, recoveries: int) -> None:
+    """Every host that was there from start to end reports that many recoveries, none with more than one step lost."""
+    for host in hosts:
+        events = [event for event in host.recoveries() if event["complete"]]
+        assert len(events) == recoveries, host.recoveries()
+        for event in events:
+            assert event["steps_lost"] is None or event["steps_lost"] <= 1, event
+
+
+@pytest.mark.parametrize("victims", ["one worker", "all workers"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_killed_workers_on_one_host(cluster: Cluster, undisturbed: dict[int, Host], victims: str, seed: int) -> None:
+    """Kills at seeded moments of a step fall into capture, commit, forward or backward."""
+    moments = random.Random(seed)
+    host = cluster.host("solo")
+    host.launch(STANDALONE, SCRIPT)
+    kills = sorted(moments.sample(range(2, STEPS - 2), 3))
+    for count, step in enumerate(kills, start=1):
+        wait_until(lambda step=step: host.reached(step), timeout_s=60, what=f"step {step}", host=host)
+        time.sleep(moments.uniform(0, 0.1))
+        pids = host.pids()
+        for pid in list(pids.values()) if victims == "all workers" else [pids[moments.randrange(2)]]:
+            kill(pid)
+        wait_until(lambda count=count: recovered(host) == count, timeout_s=60, what=f"recovery {count}", host=host)
+    assert host.wait() == 0, host.output
+    assert_same_training([host], undisturbed[2])
+    assert_at_most_one_step_lost([host], recoveries=len(kills))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_while_restoring(cluster: Cluster, undisturbed: dict[int, Host], seed: int) -> None:
+    """A worker that dies again just after its restart, before it has its state back, costs nothing more."""
+    moments = random.Random(seed)
+    host = cluster.host("solo")
+    host.launch(STANDALONE, SCRIPT)
+    wait_until(lambda: host.reached(10), timeout_s=60, what="step 10")
+    for restart in range(1, 4):
+        kill(host.pids()[moments.randrange(2)])
+        wait_until(
+            lambda restart=restart: host.starts() == 2 * (restart + 1),
+            timeout_s=60,
+            what=f"restart {restart}",
+            host=host,
+        )
+        time.sleep(moments.uniform(0, 0.15))
+    assert host.wait() == 0, host.output
+    assert_same_training([host], undisturbed[2])
+
+
+def launch_hosts(cluster: Cluster, names: str, endpoint: str, *extra: str) -> list[Host]:
+    """Start one single-worker launcher per name on its own loopback host, with `extra` arguments."""
+    hosts = [cluster.host(name) for name in names]
+    arguments = ["--nnodes", "3", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3"]
+    arguments += ["--rdzv-endpoint", endpoint, "--rdzv-id", cluster.name, "--rdzv-conf", f"lease_ttl={LEASE_TTL_S}"]
+    arguments += ["--local-addr", "127.0.0.1", *extra]
+    for host in hosts:
+        host.launch(arguments, SCRIPT)
+    return hosts
+
+
+def ranks(hosts: list[Host]) -> dict[str, set[int]]:
+    """Return host name → the ranks that ever announced themselves there."""
+    return {host.name: {line["rank"] for line in host.lines if "pid" in line} for host in hosts}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_workers_on_three_hosts(
+    cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str, seed: int
+) -> None:
+    moments = random.Random(seed)
+    hosts = launch_hosts(cluster, "abc", etcd_endpoint)
+    for count, step in enumerate(sorted(moments.sample(range(3, STEPS - 2), 2)), start=1):
+        wait_until(lambda step=step: hosts[0].reached(step), timeout_s=60, what=f"step {step}", host=hosts[0])
+        time.sleep(moments.uniform(0, 0.1))
+        for victim in hosts if seed % 2 else [moments.choice(hosts)]:
+            kill(next(iter(victim.pids().values())))
+        for host in hosts:
+            wait_until(
+                lambda host=host, count=count: recovered(host) == count,
+                timeout_s=60,
+                what=f"recovery {count} of {host.name}",
+                host=host,
+            )
+    for host in hosts:
+        assert host.wait() == 0, host.output
+    assert_same_training(hosts, undisturbed[3])
+    assert_at_most_one_step_lost(hosts, recoveries=2)
+    assert sorted(rank for held in ranks(hosts).values() for rank in held) == [0, 1, 2], "a host changed its rank"
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1, 2])
+def test_lost_host_is_replaced_from_peer_memory(
+    cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str, lost_rank: int
+) -> None:
+    """Launcher, workers and daemon of a host die and its memory is gone; a waiting fourth host takes its rank."""
+    hosts = launch_hosts(cluster, "abc", etcd_endpoint)
+    wait_until(lambda: hosts[0].reached(2), timeout_s=60, what="step 2", host=hosts[0])
+    (standby,) = launch_hosts(cluster, "d", etcd_endpoint)
+    wait_until(lambda: hosts[0].reached(8), timeout_s=60, what="step 8")
+    assert not standby.starts(), "the standby trains though nobody was lost"
+    before = ranks(hosts)
+    (lost,) = [host for host in hosts if lost_rank in before[host.name]]
+    lost.lose()
+    survivors = [host for host in hosts if host is not lost]
+    for host in [*survivors, standby]:
+        assert host.wait() == 0, host.output
+    assert_same_training([*hosts, standby], undisturbed[3])
+    assert_at_most_one_step_lost(survivors, recoveries=1)
+    assert ranks(survivors) == {host.name: before[host.name] for host in survivors}
+    assert ranks([standby]) == {"d": before[lost.name]}
+    assert any("from peer memory" in line for line in standby.text) or lost_rank in ranks([standby])["d"]
+
+
+@pytest.fixture
+def by_trainers(tmp_path: Path) -> str:
+    """The option that lets trainers move replicas."""
+    file = tmp_path / "run.toml"
+    file.write_text('[replication]\ntransport = "trainer"\n')
+    return f"--rr-config={file}"
+
+
+def brought_by_trainers(host: Host) -> bool:
+    """Tell whether the trainer of this host had connections to others."""
+    return any("brings its captures itself to hosts ['" in log.read_text() for log in host.run_dir.glob("*.log"))
+
+
+def test_killed_workers_that_replicate_themselves(
+    cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str, by_trainers: str
+) -> None:
+    hosts = launch_hosts(cluster, "abc", etcd_endpoint, by_trainers)
+    for count, (step, victims) in enumerate([(8, hosts[1:2]), (20, hosts)], start=1):
+        wait_until(lambda step=step: hosts[0].reached(step), timeout_s=60, what=f"step {step}", host=hosts[0])
+        for victim in victims:
+            kill(next(iter(victim.pids().values())))
+        for host in hosts:
+            wait_until(
+                lambda host=host, count=count: recovered(host) == count,
+                timeout_s=60,
+                what=f"recovery {count} of {host.name}",
+                host=host,
+            )
+    for host in hosts:
+        assert host.wait() == 0, host.output
+        assert brought_by_trainers(host)
+    assert_same_training(hosts, undisturbed[3])
+    assert_at_most_one_step_lost(hosts, recoveries=2)
+
+
+def test_lost_host_whose_trainer_replicated_itself(
+    cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str, by_trainers: str
+) -> None:
+    hosts = launch_hosts(cluster, "abc", etcd_endpoint, by_trainers)
+    wait_until(lambda: hosts[0].reached(2), timeout_s=60, what="step 2", host=hosts[0])
+    (standby,) = launch_hosts(cluster, "d", etcd_endpoint, by_trainers)
+    wait_until(lambda: hosts[0].reached(8), timeout_s=60, what="step 8")
+    hosts[1].lose()
+    survivors = [hosts[0], hosts[2]]
+    for host in [*survivors, standby]:
+        assert host.wait() == 0, host.output
+        assert brought_by_trainers(host)
+    assert_same_training([*hosts, standby], undisturbed[3])
+    assert_at_most_one_step_lost(survivors, recoveries=1)
+
+
+def test_standby_is_as_warm_as_the_host_that_it_replaces(cluster: Cluster, etcd_endpoint: str, tmp_path: Path) -> None:
+    """It prepares its workers' start while it waits; a cold one would cost the import of torch on top."""
+    script, done = tmp_path / "waits.py", tmp_path / "done"
+    script.write_text(
+        f"import os, time\nprint('works')\nwhile not os.path.exists({str(done)!r}):\n    time.sleep(0.05)\n"
+    )
+    lost, standby = cluster.host("a"), cluster.host("b")
+    arguments = ["--nnodes", "1", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--local-addr", "127.0.0.1"]
+    arguments += ["--rdzv-endpoint", etcd_endpoint, "--rdzv-id", cluster.name, "--rdzv-conf", "lease_ttl=3"]
+    lost.launch(arguments, [str(script)])
+    wait_until(lambda: "works" in lost.output, timeout_s=60, what="the script", host=lost)
+    standby.launch(arguments, [str(script)], LOGLEVEL="INFO")
+    wait_until(lambda: "the zygote is ready" in standby.output, timeout_s=60, what="a warm standby", host=standby)
+    lost.lose()
+    wait_until(lambda: "works" in standby.output, timeout_s=60, what="the script on the standby", host=standby)
+    done.touch()
+    assert standby.wait() == 0, standby.output
+    assert "cold start" not in standby.output, standby.output
+
+
+def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, Host], tmp_path: Path) -> None:
+    """Every lease expires while etcd stands still; nobody is lost, no worker restarts, and commits go on."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    try:
+        hosts = launch_hosts(cluster, "abc", server.endpoint)
+        wait_until(lambda: hosts[0].reached(5), timeout_s=60, what="step 5", host=hosts[0])
+        server.pause()
+        wait_until(lambda: hosts[0].reached(9), timeout_s=60, what="step 9 without etcd", host=hosts[0])
+        # Held back, so that there are steps left for after the outage.
+        worker = next(iter(hosts[0].pids().values()))
+        os.kill(worker, signal.SIGSTOP)
+        time.sleep(2 * LEASE_TTL_S)
+        server.resume()
+        below = f"/resilient-run/{cluster.name}/"
+        wait_until(lambda: len(entries(server.endpoint, f"{below}ckpt/hosts/")) == 3, timeout_s=60, what="all daemons")
+        os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: committed(server.endpoint, below) > 10, timeout_s=60, what="a commit after the outage")
+        for host in hosts:
+            assert host.wait() == 0, host.output
+            assert host.starts() == 1, host.output
+            assert "giving" in host.output, "the outage was not long enough"
+    finally:
+        server.resume()
+        cluster.close()
+        server.kill()
+    assert_same_training(hosts, undisturbed[3])
+
+
+def committed(endpoint: str, below: str) -> int:
+    """Return the step of the watermark, 0 when there is none."""
+    return max((entry.value["step"] for entry in entries(endpoint, f"{below}ckpt/watermark").values()), default=0)
+
+
+def entries(endpoint: str, prefix: str) -> dict[str, Entry]:
+    """Return what etcd has below `prefix`."""
+
+    async def read() -> dict[str, Entry]:
+        etcd = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)))
+        try:
+            return await etcd.list(prefix)
+        finally:
+            await etcd.close()
+
+    return asyncio.run(read())
+
+
+def test_standby_that_is_not_needed_ends_with_the_run(cluster: Cluster, etcd_endpoint: str) -> None:
+    hosts = launch_hosts(cluster, "abcd", etcd_endpoint)
+    for host in hosts:
+        assert host.wait() == 0, host.output
+    assert sorted(len(held) for held in ranks(hosts).values()) == [0, 1, 1, 1]
+
+
+def test_killed_daemon_is_not_noticed_and_recovers(cluster: Cluster, undisturbed: dict[int, Host]) -> None:
+    """Training goes on while the daemon is gone; the restarted one adopts the slots and the next failure uses them."""
+    host = cluster.host("solo")
+    host.launch(STANDALONE, SCRIPT)
+    wait_until(lambda: host.reached(5), timeout_s=60, what="step 5")
+    first = host.daemon_pid()
+    assert first is not None
+    kill(first)
+    wait_until(lambda: host.daemon_pid() not in (None, first), timeout_s=30, what="a new daemon", host=host)
+    assert host.starts() == 2, "a worker was restarted because of the daemon"
+    reached = max(step for _, step, _ in host.steps())
+    wait_until(lambda: host.committed_step() > reached, timeout_s=60, what="a commit by the new daemon", host=host)
+    kill(host.pids()[1])
+    assert host.wait() == 0, host.output
+    assert_same_training([host], undisturbed[2])
+    assert_at_most_one_step_lost([host], recoveries=1)
+
+
+def test_daemon_and_worker_die_together(cluster: Cluster, undisturbed: dict[int, Host]) -> None:
+    host = cluster.host("solo")
+    host.launch(STANDALONE, SCRIPT)
+    wait_until(lambda: host.reached(8), timeout_s=60, what="step 8")
+    kill(host.daemon_pid() or 0)
+    kill(host.pids()[0])
+    assert host.wait() == 0, host.output
+    assert_same_training([host], undisturbed[2])
+    assert_at_most_one_step_lost([host], recoveries=1)
+
+
+def test_relaunch_after_every_launcher_was_killed(
+    cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str
+) -> None:
+    """The same run id, started again on the same hosts, goes on from memory."""
+    hosts = launch_hosts(cluster, "abc", etcd_endpoint)
+    wait_until(lambda: hosts[0].reached(8), timeout_s=60, what="step 8")
+    for host in hosts:
+        assert host.launcher is not None
+        kill(host.launcher.pid)
+        host.wait()
+    launch_hosts(cluster, "abc", etcd_endpoint)
+    for host in hosts:
+        assert host.wait() == 0, host.output
+    assert_same_training(hosts, undisturbed[3])
+    trained = [step for rank, step, _ in hosts[0].steps() if rank == hosts[0].steps()[0][0]]
+    assert trained.count(3) == 1, "the relaunched run began again from the start"
+
+
+def test_success_leaves_nothing_behind(cluster: Cluster) -> None:
+    host = cluster.host("solo")
+    host.launch(STANDALONE, SCRIPT)
+    assert host.wait() == 0, host.output
+    assert not list(host.shm_dir.iterdir())
+    shutil.rmtree(host.shm_dir)
+
+
+def test_failure_without_a_checkpointer_is_torchrun_s(cluster: Cluster, tmp_path: Path) -> None:
+    """A script that never attaches a Checkpointer gets exactly --max-restarts attempts, zero by default."""
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys\nprint('attempt', flush=True)\nsys.exit(3)\n")
+    host = cluster.host("solo")
+    host.launch(["--standalone"], [str(script)])
+    assert host.wait() == 1
+    assert host.output.count("attempt\n") == 1
+    assert "exitcode  : 3" in host.output
+
+
+def test_failure_that_no_restart_cures_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    """An exception that comes back at the same step: the root ends the run and names the cause."""
+    script = tmp_path / "loops.py"
+    script.write_text(
+        "import torch\n"
+        "from resilient_run import Checkpointer\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "checkpointer = Checkpointer(model=model, optimizer=optimizer)\n"
+        "for step in range(checkpointer.restore(), 10):\n"
+        "    if step == 4:\n"
+        "        raise ValueError('this batch is poison')\n"
+        "    model(torch.ones(4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    checkpointer.step(step + 1)\n"
+    )
+    host = cluster.host("solo")
+    host.launch(["--standalone"], [str(script)])
+    assert host.wait() == 1
+    assert 5 <= host.output.count("ValueError: this batch is poison\n") <= 12
+    assert re.search(r"training failed 5 times at step [34] in the same way, so no restart cures this", host.output)
+    assert re.search(r"the last time: rank 0 \(pid \d+\) on host solo exited with code 1", host.output)

@@ -1,0 +1,672 @@
+"""The etcd-v3 rendezvous on a real etcd: handlers in threads, and in processes where they get killed."""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_process import EtcdProcess
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.rounds import Round as DaemonRound
+from resilient_run.launcher.rendezvous import EtcdRendezvous
+from resilient_run.launcher.rounds import Round
+
+WAIT_S = 60.0
+OUTAGE_S = 4.5
+"""Longer than twice the leases of these tests."""
+
+
+def wait_until(condition: Callable[[], Any], what: str = "") -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+    return value
+
+
+class Launchers:
+    """The launchers of one run: handlers of this process by host name, and processes."""
+
+    def __init__(self, endpoint: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.prefix = f"/resilient-run/{run_id}/"
+        self.handlers: dict[str, EtcdRendezvous] = {}
+        self._monkeypatch = monkeypatch
+        self._threads = ThreadPoolExecutor(max_workers=8)
+        self._processes: list[subprocess.Popen[str]] = []
+        self._made: list[EtcdRendezvous] = []
+
+    def make(self, host: str, nnodes: tuple[int, int], **options: Any) -> EtcdRendezvous:
+        """Return a new handler that runs as `host`."""
+        self._monkeypatch.setenv("RESILIENT_HOST_ID", host)
+        params = RendezvousParameters("etcd-v3", self.endpoint, self.run_id, *nnodes, **{"lease_ttl": "2", **options})
+        handler = get_rendezvous_handler(params)
+        assert isinstance(handler, EtcdRendezvous)
+        self.handlers[host] = handler
+        self._made.append(handler)
+        return handler
+
+    def join(self, hosts: str) -> dict[str, "Future[RendezvousInfo]"]:
+        """Start `next_rendezvous` on each of these hosts, in this order of arrival."""
+        futures = {}
+        for host in hosts:
+            futures[host] = self._threads.submit(self.handlers[host].next_rendezvous)
+            wait_until(lambda host=host: futures[host].done() or host in self.members())
+        return futures
+
+    def joined(self, hosts: str) -> dict[str, RendezvousInfo]:
+        """Return what `next_rendezvous` gives these hosts."""
+        return {host: future.result(WAIT_S) for host, future in self.join(hosts).items()}
+
+    def launch(self, host: str, nnodes: tuple[int, int], **options: str) -> subprocess.Popen[str]:
+        """Start a process that joins every generation as `host`."""
+        script = Path(__file__).parent / "rendezvous_host.py"
+        settings = [f"{name}={value}" for name, value in {"lease_ttl": "2", **options}.items()]
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(script), self.endpoint, self.run_id, *map(str, nnodes), *settings],
+            env={**os.environ, "RESILIENT_HOST_ID": host},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def keys(self) -> dict[str, Entry]:
+        """Return the run's keys without their common prefix."""
+
+        async def read(etcd: Etcd) -> dict[str, Entry]:
+            return await etcd.list(self.prefix)
+
+        return {key.removeprefix(self.prefix): entry for key, entry in self.ask(read).items()}
+
+    def members(self) -> set[str]:
+        """Return the hosts that are registered now."""
+        return {key.rpartition("/")[2] for key in self.keys() if key.startswith("rdzv/members/")}
+
+    def ask(self, request: Callable[[Etcd], Awaitable[Any]]) -> Any:
+        """Return what `request` gives on a client of its own."""
+
+        async def main() -> Any:
+            etcd = await Etcd.connect(EtcdConfig(endpoints=(self.endpoint,)))
+            try:
+                return await request(etcd)
+            finally:
+                await etcd.close()
+
+        return asyncio.run(main())
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        for handler in self._made:
+            handler.leave()
+        self._threads.shutdown()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@pytest.fixture
+def launchers(
+    etcd_endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Launchers]:
+    run = Launchers(etcd_endpoint, request.node.name, monkeypatch)
+    yield run
+    run.close()
+
+
+def place(process: subprocess.Popen[str]) -> tuple[int, int, int]:
+    """Return (generation, rank, world size) of the process's next generation."""
+    assert process.stdout is not None
+    line = json.loads(process.stdout.readline())
+    return line["generation"], line["rank"], line["world_size"]
+
+
+def ranks(infos: dict[str, RendezvousInfo]) -> dict[str, int]:
+    return {host: info.rank for host, info in infos.items()}
+
+
+def test_hosts_form_a_round(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (3, 3)).describe(nproc=2, role="trainer")
+    assert launchers.handlers["a"].num_nodes_waiting() == 0
+    infos = launchers.joined("bca")
+    assert ranks(infos) == {"b": 0, "c": 1, "a": 2}
+    assert {info.world_size for info in infos.values()} == {3}
+    assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos.values()}) == 1
+    infos["a"].store.set("key", "value")
+    assert infos["c"].store.get("key") == b"value"
+    for host, handler in launchers.handlers.items():
+        assert (handler.generation, handler.failure, handler.num_nodes_waiting()) == (1, None, 0)
+        assert handler.host == host
+        assert handler.use_agent_store
+        assert handler.round is not None
+        assert [(seat.host, seat.nproc, seat.role) for seat in handler.round.members] == [
+            (name, 2, "trainer") for name in "bca"
+        ]
+    assert len({handler.job_token for handler in launchers.handlers.values()}) == 1
+
+
+def test_labels_reach_the_round(launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As launchers write the round and daemons read it; two racks of two hosts."""
+    for host, label in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "y")):
+        monkeypatch.setenv("RESILIENT_LABEL", label)
+        launchers.make(host, (4, 4))
+    launchers.joined("abcd")
+    keys = launchers.keys()
+    assert keys["rdzv/members/c"].value["label"] == "y"
+    formed = DaemonRound.parse(keys["rdzv/round"].value, keys["rdzv/round"].revision)
+    assert formed.labels == ("x", "x", "y", "y")
+    assert [formed.holders(rank, 2) for rank in range(4)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
+
+
+def test_failure_reaches_all_hosts_and_each_generation_has_a_fresh_store(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (3, 3))
+    first = launchers.joined("abc")
+    first["a"].store.set("stale", "1")
+    other = launchers.handlers["c"]
+    other.clear_changed()
+    launchers.handlers["b"].report_failure(kind="worker_exit", rank=1, pid=7, exitcode=-9, message="rank 1 died")
+    assert select.select([other.changed_fd], [], [], WAIT_S)[0]
+    for handler in launchers.handlers.values():
+        wait_until(lambda handler=handler: handler.num_nodes_waiting() > 0)
+        failure = handler.failure
+        assert failure is not None
+        assert (failure.host, failure.kind, failure.rank, failure.pid, failure.exitcode) == (
+            "b",
+            "worker_exit",
+            1,
+            7,
+            -9,
+        )
+    launchers.handlers["a"].report_failure(kind="late", message="second")
+    second = launchers.joined("cba")
+    assert ranks(second) == {"a": 0, "b": 1, "c": 2}
+    assert {handler.generation for handler in launchers.handlers.values()} == {2}
+    assert {handler.failure for handler in launchers.handlers.values()} == {None}
+    assert not second["b"].store.check(["stale"])
+    ports = {info.bootstrap_store_info.master_port for info in (*first.values(), *second.values())}
+    assert len(ports) == 2
+
+
+def test_a_host_that_only_comes_back_breaks_the_generation_for_all(launchers: Launchers) -> None:
+    """torch's own agent reports nothing when its worker failed: it just joins again."""
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    again = launchers.join("b")
+    wait_until(lambda: launchers.handlers["a"].num_nodes_waiting() > 0)
+    failure = launchers.handlers["a"].failure
+    assert failure is not None
+    assert (failure.kind, failure.host) == ("restart", "b")
+    assert ranks(launchers.joined("a")) == {"a": 0}
+    assert again["b"].result(WAIT_S).rank == 1
+
+
+def test_killed_host_is_replaced_and_the_others_keep_their_ranks(launchers: Launchers) -> None:
+    processes = {}
+    for host in "abc":
+        processes[host] = launchers.launch(host, (3, 3))
+        wait_until(lambda host=host: host in launchers.members())
+    assert {host: place(process) for host, process in processes.items()} == {
+        "a": (1, 0, 3),
+        "b": (1, 1, 3),
+        "c": (1, 2, 3),
+    }
+    processes["a"].kill()
+    processes["d"] = launchers.launch("d", (3, 3))
+    assert {host: place(processes[host]) for host in "bcd"} == {"b": (2, 1, 3), "c": (2, 2, 3), "d": (2, 0, 3)}
+
+
+def test_all_killed_hosts_start_again_with_their_ranks(launchers: Launchers) -> None:
+    """Same run id, long leases: each launcher replaces its dead predecessor at once and the generation goes on."""
+    hosts = {host: launchers.launch(host, (2, 2), lease_ttl="600") for host in "ab"}
+    before = {host: place(process) for host, process in hosts.items()}
+    for process in hosts.values():
+        process.kill()
+        process.wait()
+    again = {host: launchers.launch(host, (2, 2), lease_ttl="600") for host in "ba"}
+    assert {host: place(process) for host, process in again.items()} == {
+        host: (2, rank, 2) for host, (_, rank, _) in before.items()
+    }
+
+
+def test_launcher_that_is_told_to_end_leaves_at_once(launchers: Launchers) -> None:
+    process = launchers.launch("a", (1, 1), lease_ttl="600")
+    assert place(process) == (1, 0, 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 0
+    assert launchers.members() == set()
+
+
+def test_standby_waits_without_disturbing_and_takes_a_vacated_rank(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (2, 2), join_timeout="2")
+    infos = launchers.joined("ab")
+    standby = launchers.join("c")["c"]
+    deadline = time.monotonic() + 2.5
+    while time.monotonic() < deadline:
+        # A standby's patience does not run out while the round is whole.
+        assert not standby.done()
+        assert launchers.handlers["a"].num_nodes_waiting() == 0
+        time.sleep(0.05)
+    launchers.handlers["b"].leave()
+    wait_until(lambda: launchers.handlers["a"].num_nodes_waiting() > 0)
+    assert ranks(launchers.joined("a")) == {"a": infos["a"].rank}
+    assert standby.result(WAIT_S).rank == infos["b"].rank
+
+
+def test_round_grows(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (2, 3), last_call_timeout="0.1")
+    assert ranks(launchers.joined("ab")) == {"a": 0, "b": 1}
+    newcomer = launchers.join("c")["c"]
+    for host in "ab":
+        wait_until(lambda host=host: launchers.handlers[host].num_nodes_waiting() > 0)
+        assert launchers.handlers[host].failure is None
+    again = launchers.join("b")
+    wait_until(lambda: launchers.handlers["a"].failure)
+    assert launchers.handlers["a"].failure is not None
+    assert launchers.handlers["a"].failure.kind == "membership"
+    assert ranks(launchers.joined("a")) == {"a": 0}
+    assert again["b"].result(WAIT_S).rank == 1
+    assert newcomer.result(WAIT_S).rank == 2
+
+
+def test_round_shrinks_to_the_minimum(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (2, 3))
+    launchers.joined("abc")
+    launchers.handlers["a"].leave()
+    infos = launchers.joined("bc")
+    assert ranks(infos) == {"b": 0, "c": 1}
+    assert infos["b"].world_size == 2
+
+
+def quarantine(launchers: Launchers, host: str, for_s: float) -> None:
+    value = {"since_unix_s": time.time(), "until_unix_s": time.time() + for_s, "reason": "it failed three times"}
+    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/quarantine/{host}", value))
+
+
+def test_host_in_quarantine_makes_room_for_a_standby(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
+    for host in "abc":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    standby = launchers.join("c")["c"]
+    quarantine(launchers, "b", 600)
+    launchers.handlers["b"].report_failure(kind="worker_exit", message="rank 1 died")
+    avoided = launchers.join("b")["b"]
+    assert ranks(launchers.joined("a")) == {"a": 0}
+    assert standby.result(WAIT_S).rank == 1
+    assert not avoided.done()
+    assert "host b is in quarantine for another" in caplog.text
+    launchers.handlers["c"].leave()
+    wait_until(lambda: launchers.handlers["a"].num_nodes_waiting() > 0)
+    assert ranks(launchers.joined("a")) == {"a": 0}
+    assert avoided.result(WAIT_S).rank == 1, "there is no other"
+
+
+def test_round_grows_when_a_cool_down_ends(launchers: Launchers) -> None:
+    """Nothing in etcd changes then: every launcher looks at its clock."""
+    for host in "ab":
+        launchers.make(host, (1, 2), last_call_timeout="0.1")
+    quarantine(launchers, "b", 3)
+    assert ranks(launchers.joined("a")) == {"a": 0}
+    waiting = launchers.join("b")["b"]
+    wait_until(lambda: launchers.handlers["a"].num_nodes_waiting() > 0)
+    assert ranks(launchers.joined("a")) == {"a": 0}
+    assert waiting.result(WAIT_S).rank == 1
+
+
+def test_host_that_dies_while_a_round_is_formed(launchers: Launchers) -> None:
+    """Group rank 0 never serves its store: the others give that generation up once its lease is gone."""
+
+    async def register(etcd: Etcd) -> Any:
+        lease = await etcd.lease(600, keep_alive=False)
+        value = {"session": "x.1", "nproc": 1, "role": "", "addr": "127.0.0.1", "pid": 1, "ready": 1}
+        await etcd.put(f"{launchers.prefix}rdzv/members/x", value, lease=lease)
+        return lease.id
+
+    lease_id = launchers.ask(register)
+    for host in "ab":
+        launchers.make(host, (2, 3), last_call_timeout="0.5")
+    joining = launchers.join("ab")
+    wait_until(lambda: launchers.handlers["a"]._link.membership.view.round)
+    assert not any(future.done() for future in joining.values())
+    launchers.ask(lambda etcd: etcd.revoke(lease_id))
+    assert {future.result(WAIT_S).world_size for future in joining.values()} == {2}
+    assert {handler.generation for handler in launchers.handlers.values()} == {2}
+
+
+def test_lost_lease(launchers: Launchers) -> None:
+    """Nobody waits for a host that was cut off; when it is back, it takes part in the next generation."""
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    lease = launchers.handlers["b"]._link.membership._lease
+    assert lease is not None
+    launchers.ask(lambda etcd: etcd.revoke(lease.id))
+    for handler in launchers.handlers.values():
+        wait_until(lambda handler=handler: handler.num_nodes_waiting() > 0)
+        failure = handler.failure
+        assert failure is not None
+        assert (failure.kind, failure.host) == ("host_lost", "b")
+    assert ranks(launchers.joined("ab")) == {"a": 0, "b": 1}
+
+
+def test_outage_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    launchers = Launchers(server.endpoint, "run", monkeypatch)
+    try:
+        for host in "ab":
+            launchers.make(host, (2, 2))
+        launchers.joined("ab")
+        server.kill()
+        handler = launchers.handlers["a"]
+        assert handler.num_nodes_waiting() == 0
+        handler.report_failure(kind="worker_exit", message="rank 0 died in the outage")
+        again = {host: launchers._threads.submit(launchers.handlers[host].next_rendezvous) for host in "ab"}
+        server.start()
+        assert ranks({host: future.result(WAIT_S) for host, future in again.items()}) == {"a": 0, "b": 1}
+    finally:
+        launchers.close()
+        server.kill()
+
+
+def test_outage_that_outlasts_every_lease_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launchers register again; only the host that died meanwhile is lost, and that is noticed then."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    launchers = Launchers(server.endpoint, "run", monkeypatch)
+    try:
+        for host in "ab":
+            launchers.make(host, (3, 3))
+        joining = launchers.join("ab")
+        process = launchers.launch("c", (3, 3))
+        assert place(process)[0] == 1
+        for future in joining.values():
+            future.result(WAIT_S)
+        before = created(launchers)
+        server.pause()
+        time.sleep(OUTAGE_S)
+        server.resume()
+        wait_until(lambda: len(after := created(launchers)) == 3 and all(after[host] > before[host] for host in "abc"))
+        assert not any(key.startswith("rdzv/failure/") for key in launchers.keys())  # noqa: SIM118
+        assert {handler.failure for handler in launchers.handlers.values()} == {None}
+        server.pause()
+        process.kill()
+        time.sleep(OUTAGE_S)
+        server.resume()
+        failure = wait_until(lambda: launchers.handlers["a"].failure)
+        assert (failure.kind, failure.host) == ("host_lost", "c")
+        assert launchers.members() == {"a", "b"}
+    finally:
+        server.resume()
+        launchers.close()
+        server.kill()
+
+
+def created(launchers: Launchers) -> dict[str, int]:
+    """Return host → the revision at which its member key was made."""
+    keys = launchers.keys().items()
+    return {key.rpartition("/")[2]: entry.created for key, entry in keys if key.startswith("rdzv/members/")}
+
+
+def put_watermark(launchers: Launchers, generation: int, step: int) -> None:
+    key = f"{launchers.prefix}ckpt/watermark"
+    launchers.ask(lambda etcd: etcd.put(key, {"generation": generation, "step": step}))
+
+
+def test_round_restores_the_watermark(launchers: Launchers) -> None:
+    handler = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    assert handler.round is not None
+    assert handler.round.restore is None
+    put_watermark(launchers, 1, 41)
+    launchers.joined("a")
+    assert handler.round.restore == {"generation": 1, "step": 41}
+    assert Round.from_value(launchers.keys()["rdzv/round"].value) == handler.round
+
+
+def test_damaged_watermark_is_named(launchers: Launchers) -> None:
+    launchers.make("a", (1, 1))
+    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}ckpt/watermark", {"step": "x"}))
+    with pytest.raises(RendezvousStateError, match=r"ckpt/watermark is damaged .*; delete it"):
+        launchers.handlers["a"].next_rendezvous()
+
+
+def test_watermark_that_moves_while_a_round_is_formed(launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    put_watermark(launchers, 1, 41)
+    get = Etcd.get
+    moved = []
+
+    async def get_then_move(self: Etcd, key: str) -> Entry | None:
+        entry = await get(self, key)
+        if key.endswith("ckpt/watermark") and not moved:
+            moved.append(key)
+            await self.put(key, {"generation": 1, "step": 42})
+        return entry
+
+    monkeypatch.setattr(Etcd, "get", get_then_move)
+    launchers.joined("a")
+    assert moved
+    assert handler.round is not None
+    assert handler.round.restore == {"generation": 1, "step": 42}
+
+
+def test_success_ends_the_run_for_a_standby_and_frees_its_id(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    put_watermark(launchers, 1, 41)
+    standby = launchers.join("c")["c"]
+    assert not launchers.handlers["a"].all_done()
+    for host in "ab":
+        launchers.handlers[host].report_done()
+    wait_until(launchers.handlers["a"].all_done)
+    launchers.handlers["a"].close("the training script succeeded", failed=False)
+    with pytest.raises(RendezvousGracefulExitError, match="the training script succeeded"):
+        standby.result(WAIT_S)
+    wait_until(lambda: launchers.handlers["b"].is_closed())
+    assert launchers.handlers["b"].num_nodes_waiting() > 0
+    assert all(handler.shutdown() for handler in launchers.handlers.values())
+    assert launchers.keys() == {}
+    launchers.make("a", (1, 1))
+    assert launchers.joined("a")["a"].world_size == 1
+    assert launchers.handlers["a"].generation == 1
+
+
+def test_failure_ends_the_run_and_leaves_what_a_new_start_needs(launchers: Launchers) -> None:
+    for host in "abc":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    standby = launchers.join("c")["c"]
+    put_watermark(launchers, 1, 41)
+    launchers.handlers["b"].close("rank 1 failed", failed=True)
+    launchers.handlers["a"].close("too late", failed=False)
+    for end in (standby, launchers._threads.submit(launchers.handlers["a"].next_rendezvous)):
+        with pytest.raises(RendezvousClosedError, match="rank 1 failed"):
+            end.result(WAIT_S)
+    assert all(handler.shutdown() for handler in launchers.handlers.values())
+    assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "ckpt/watermark"}
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    assert ranks(launchers.joined("ba")) == {"a": 0, "b": 1}
+    handler = launchers.handlers["a"]
+    assert handler.round is not None
+    assert (handler.generation, handler.round.restore) == (2, {"generation": 1, "step": 41})
+
+
+def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:
+    launchers.make("a", (1, 1))
+    launchers.joined("a")
+    launchers.handlers["a"].close("rank 0 failed", failed=True)
+    assert launchers.handlers["a"].shutdown()
+    assert launchers.keys() == {}
+
+
+def test_new_start_waits_until_the_end_of_the_last_one_has_passed(launchers: Launchers) -> None:
+    async def announce(etcd: Etcd) -> None:
+        lease = await etcd.lease(1, keep_alive=False)
+        await etcd.put(f"{launchers.prefix}rdzv/closed", {"reason": "over", "failed": True}, lease=lease)
+
+    launchers.ask(announce)
+    launchers.make("a", (1, 1))
+    assert launchers.joined("a")["a"].world_size == 1
+
+
+def test_standby_that_ends_does_not_end_the_run(launchers: Launchers) -> None:
+    handler = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    standby = launchers.launch("b", (1, 1), lease_ttl="600")
+    wait_until(lambda: launchers.members() == {"a", "b"})
+    standby.send_signal(signal.SIGTERM)
+    assert standby.wait(WAIT_S) == 0
+    assert launchers.members() == {"a"}
+    assert (handler.closed, handler.failure) == (None, None)
+
+
+def test_exception_under_way_makes_a_shutdown_a_failure(launchers: Launchers) -> None:
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+
+    def run_agent() -> None:
+        try:
+            raise KeyError("worker")
+        finally:
+            launchers.handlers["a"].shutdown()
+
+    with pytest.raises(KeyError):
+        run_agent()
+    closed = wait_until(lambda: launchers.handlers["b"].closed)
+    assert closed.failed
+    assert closed.reason == "the launcher on host a failed with KeyError"
+
+
+def test_two_live_launchers_on_one_host(launchers: Launchers) -> None:
+    first = launchers.make("a", (1, 2), last_call_timeout="0.1", lease_ttl="1")
+    launchers.joined("a")
+    launchers.make("a", (1, 2), lease_ttl="1")
+    message = (
+        rf"run id '{launchers.run_id}' already has a live launcher on host a \(pid {os.getpid()} .*RESILIENT_HOST_ID"
+    )
+    with pytest.raises(RendezvousStateError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        launchers.handlers["a"].next_rendezvous()
+    assert launchers.handlers["a"].shutdown()
+    assert (first.failure, first.closed) == (None, None)
+
+
+def test_other_nnodes_than_the_run_has(launchers: Launchers) -> None:
+    launchers.make("a", (1, 2), last_call_timeout="0.1", lease_ttl="1")
+    launchers.joined("a")
+    launchers.make("b", (3, 3), lease_ttl="1")
+    with pytest.raises(RendezvousStateError, match=r"--nnodes=1:2, but this launcher has --nnodes=3:3"):
+        launchers.handlers["b"].next_rendezvous()
+    assert launchers.handlers["b"].shutdown()
+    launchers.handlers["a"].leave()
+    launchers.make("c", (1, 1))
+    assert launchers.joined("c")["c"].world_size == 1
+
+
+def test_too_few_hosts(launchers: Launchers) -> None:
+    launchers.make("a", (3, 3), join_timeout="0.3")
+    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 3 hosts are ready\. Ready hosts: a\. Start the"):
+        launchers.handlers["a"].next_rendezvous()
+
+
+def test_unreachable_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RendezvousConnectionError, match=r"cannot reach etcd at 127\.0\.0\.1:1"):
+        get_rendezvous_handler(RendezvousParameters("etcd-v3", "127.0.0.1:1", "run", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("run_id", "endpoint", "options", "message"),
+    [
+        ("a/b", "127.0.0.1:1", {}, "--rdzv-id"),
+        ("a", "", {}, "--rdzv-endpoint"),
+        ("a", "127.0.0.1:1", {"lease_ttl": "soon"}, "lease_ttl=soon"),
+        ("a", "127.0.0.1:1", {"join_timeout": "-1"}, "join_timeout=-1"),
+        ("a", "127.0.0.1:1", {"user": "trainer"}, "RESILIENT_ETCD_PASSWORD"),
+    ],
+)
+def test_unusable_options_are_named(run_id: str, endpoint: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_rendezvous_handler(RendezvousParameters("etcd-v3", endpoint, run_id, 1, 1, **options))
+
+
+def test_loopback_address_beside_others_names_the_remedy(launchers: Launchers) -> None:
+    async def register(etcd: Etcd) -> None:
+        value = {"session": "x.1", "nproc": 1, "role": "", "addr": "10.0.0.9", "pid": 1, "ready": 1}
+        await etcd.put(f"{launchers.prefix}rdzv/members/x", value, lease=await etcd.lease(600, keep_alive=False))
+
+    launchers.make("a", (2, 2))
+    future = launchers.join("a")["a"]
+    launchers.ask(register)
+    with pytest.raises(RendezvousStateError, match="give --local-addr on host a"):
+        future.result(WAIT_S)
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if sys.argv[1] == "crash" and attempt == 0 and dist.get_rank() == 1:
+    os._exit(3)
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["succeed", "crash"])
+def test_plain_torchrun(launchers: Launchers, tmp_path: Path, mode: str) -> None:
+    """The handler alone, under torch's own launcher and agent."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={launchers.endpoint}", "--rdzv-id", launchers.run_id]
+    command += ["--max-restarts=1", "--monitor-interval=0.1", str(script), mode]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "RESILIENT_HOST_ID": host, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in "ab"
+    ]
+    outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith("rank ")]
+    assert sorted(lines) == ["rank 0 of 2: 3", "rank 1 of 2: 3"], "\n".join(outputs)
+    assert launchers.keys() == {}

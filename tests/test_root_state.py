@@ -1,0 +1,187 @@
+"""The root's incremental state is what one who reads every key anew sees, after any changes in any portions."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon import root_state
+from resilient_run.daemon.commit import parse_held
+from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig, update
+from resilient_run.daemon.root_state import RootState
+from resilient_run.daemon.rounds import Pair, Round
+
+REPLICAS = 2
+
+
+def held(*pairs: Pair, ranks: str = "0123") -> dict[str, Any]:
+    return {"held": {rank: [list(pair) for pair in pairs] for rank in ranks}}
+
+
+def round_value(hosts: str, generation: int = 1, restore: Pair | None = None) -> dict[str, Any]:
+    restored = None if restore is None else {"generation": restore[0], "step": restore[1]}
+    return {"generation": generation, "members": [{"host": host, "nproc": 1} for host in hosts], "restore": restored}
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), unique=True, max_size=3)
+OBSERVATION = {"kind": "gpu", "severity": "fail", "value": 1.0, "limit": 0.0, "message": "XID 79", "unix_s": 1.0}
+FAILURE = {"host": "a", "kind": "worker_exit", "rank": 0, "exitcode": 1, "message": "m", "unix_s": 1.0}
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "rdzv/round": st.builds(
+        round_value,
+        st.sampled_from(["a", "ab", "abc", "dcab"]),
+        st.integers(1, 3),
+        st.sampled_from([None, (1, 1), (1, 2), (2, 1)]),
+    ),
+    "rdzv/closed": st.just({"reason": "over"}),
+    "rdzv/store/1": st.just({}),
+    "rdzv/failure/1": st.just(FAILURE),
+    "rdzv/failure/2": st.just(FAILURE),
+    "ckpt/watermark": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 3)),
+    "ckpt/watermark/persist": st.just({}),
+    "ckpt/fence": st.just({"host": "a"}),
+    "ckpt/persisted": st.builds(lambda pairs: {"pairs": [list(pair) for pair in pairs]}, STEPS),
+    "ckpt/persisted/a": st.just({}),
+    "root/leader": st.just({"host": "a"}),
+    "root/decisions": st.just({"decisions": [{"kind": "replace"}]}),
+    "root/failures": st.just({"failures": [{**FAILURE, "generation": 1}]}),
+}
+for name in "abcd":
+    VALUES |= {
+        f"rdzv/members/{name}": st.builds(lambda ready: {"ready": ready}, st.integers(0, 2)),
+        f"rdzv/quarantine/{name}": st.just({"since_unix_s": 1.0, "until_unix_s": 2.0, "reason": "r"}),
+        f"ckpt/hosts/{name}": st.just({"addr": "x", "port": 1, "every": 1}),
+        f"ckpt/held/{name}": st.builds(
+            lambda pairs, ranks: held(*pairs, ranks=ranks), STEPS, st.sampled_from(["0123", "0123", "01", "3"])
+        ),
+        f"obs/{name}": st.builds(lambda count: {"observations": [OBSERVATION] * count}, st.integers(0, 2)),
+    }
+VITAL = ("rdzv/round", "ckpt/watermark")
+MALFORMED = st.sampled_from([{}, {"ready": -1}, {"held": 3}, {"pairs": [[1]]}, {"observations": [{"kind": "gpu"}]}])
+
+
+@st.composite
+def changes(draw: Any) -> dict[str, dict[str, Any] | None]:
+    """What one answer of etcd may bring, with more reports than anything else."""
+    reports = st.sampled_from([key for key in VALUES if key.startswith("ckpt/held/")])
+    found: dict[str, dict[str, Any] | None] = {}
+    for key in draw(st.lists(reports | st.sampled_from(list(VALUES)), max_size=6)):
+        values = VALUES[key] | st.none()
+        found[key] = draw(values if key in VITAL else values | MALFORMED)
+    return found
+
+
+def newest_committable(round_: Round, reports: Mapping[str, dict[int, frozenset[Pair]]]) -> Pair | None:
+    """The definition: the newest pair, made in this generation or restored by it, of which no replica is missing."""
+    found = {pair for report in reports.values() for pairs in report.values() for pair in pairs}
+    whole = (
+        pair
+        for pair in found
+        if (pair[0] == round_.generation or pair == round_.restore)
+        and all(
+            pair in reports.get(holder, {}).get(rank, ())
+            for rank in range(round_.world_size)
+            for holder in round_.holders(rank, REPLICAS)
+        )
+    )
+    return max(whole, default=None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(history=st.lists(changes(), max_size=12), own=STEPS, looks=st.booleans())
+def test_state_is_that_of_one_who_reads_everything_anew(
+    history: list[dict[str, dict[str, Any] | None]], own: list[Pair], looks: bool
+) -> None:
+    state, entries = RootState("a", REPLICAS), dict[str, Entry]()
+    for revision, values in enumerate(history, 1):
+        changed = {
+            key: None if value is None else Entry(value=value, revision=revision) for key, value in values.items()
+        }
+        update(entries, changed)
+        state.apply(changed)
+        mine = {rank: frozenset(own) for rank in range(4)}
+        if state.tally is not None:
+            state.tally.see("a", mine)
+        if not looks and values is not history[-1]:
+            continue
+        anew = RootState("a", REPLICAS)
+        anew.apply(entries)
+        assert (state.view, state.ignored, state.watermark) == (anew.view, anew.ignored, anew.watermark)
+        assert {key: state.revision(key) for key in VALUES} == {key: anew.revision(key) for key in VALUES}
+        assert (state.tally is None) == (anew.tally is None) == (state.view.round is None)
+        if state.tally is not None and anew.tally is not None and state.view.round is not None:
+            anew.tally.see("a", mine)
+            assert state.tally.newest == anew.tally.newest
+            assert state.tally.newest == newest_committable(state.view.round, {**state.view.held, "a": mine})
+
+
+def test_view_stays_as_it_was() -> None:
+    state = RootState("a", REPLICAS)
+    state.apply({"ckpt/held/b": Entry(value=held((1, 1)), revision=1)})
+    before = state.view
+    assert state.view is before
+    state.apply({"ckpt/held/b": None, "ckpt/fence": Entry(value={}, revision=2)})
+    assert (before.held.keys(), before.revisions) == ({"b"}, {"ckpt/held/b": 1})
+    assert (state.view.held, state.view.revisions) == ({}, {"ckpt/fence": 2})
+
+
+def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many hosts there are, one report makes the root read one report."""
+    parsed: list[Any] = []
+    monkeypatch.setattr(root_state, "parse_held", lambda value: parsed.append(value) or parse_held(value))
+    hosts = [f"host{index}" for index in range(100)]
+    state = RootState("host0", REPLICAS)
+    members = [{"host": host, "nproc": 1} for host in hosts]
+    state.apply({"rdzv/round": Entry(value={"generation": 1, "members": members}, revision=1)})
+    for revision, host in enumerate(hosts, 2):
+        state.apply({f"ckpt/held/{host}": Entry(value=held((1, 1)), revision=revision)})
+        assert state.view.held.keys() == set(hosts[: revision - 1])
+    assert len(parsed) == len(hosts)
+
+
+@pytest.mark.parametrize("key", VITAL)
+def test_what_everything_depends_on_must_have_its_form(key: str) -> None:
+    with pytest.raises(DaemonError, match=key):
+        RootState("a", REPLICAS).apply({key: Entry(value={}, revision=1)})
+
+
+def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) -> None:
+    """Through a real etcd: one has followed from the beginning, the other one reads when all is done."""
+
+    async def scenario() -> None:
+        etcd = await Etcd.connect(etcd_config)
+        prefix, early, late = "/root-state-test/", RootState("a", REPLICAS), RootState("a", REPLICAS)
+
+        async def follow(state: RootState) -> None:
+            async for changed in etcd.changes(prefix):
+                state.apply({key.removeprefix(prefix): entry for key, entry in changed.items()})
+                if state.view.closed:
+                    return
+
+        following = asyncio.create_task(follow(early))
+        try:
+            async with asyncio.timeout(30):
+                await etcd.put(prefix + "rdzv/round", round_value("abc"))
+                for step in range(1, 6):
+                    await asyncio.gather(
+                        *(etcd.put(f"{prefix}ckpt/held/{host}", held((1, step), (1, step + 1))) for host in "abc")
+                    )
+                    await etcd.put(prefix + "ckpt/watermark", {"generation": 1, "step": step})
+                await etcd.put(prefix + "obs/c", {"observations": [OBSERVATION]})
+                await etcd.delete(prefix + "ckpt/held/c")
+                await etcd.put(prefix + "rdzv/closed", {"reason": "over"})
+                await following
+                await follow(late)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await etcd.delete_prefix(prefix)
+            await etcd.close()
+        assert early.view == late.view
+        assert early.watermark == (1, 5)
+
+    asyncio.run(scenario())

@@ -1,0 +1,357 @@
+"""Who forms a round and with which ranks: examples of every rule, and invariants over random histories."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_run.daemon.etcd import Entry
+from resilient_run.daemon.quarantine import Quarantine
+from resilient_run.launcher.forming import Decision, next_round
+from resilient_run.launcher.rounds import (
+    Closed,
+    Failure,
+    Job,
+    Member,
+    Round,
+    Seat,
+    View,
+    assign_ranks,
+    broken,
+    newcomers,
+)
+
+NOW_S = 1_000_000.0
+PREFIX = "/resilient-run/run/rdzv/"
+
+
+def member(host: str, *, ready: int = 0, session: str = "", arrival: int = 0, label: str = "") -> Member:
+    return Member(
+        host=host,
+        session=session or f"{host}.1",
+        nproc=1,
+        role="default",
+        addr="10.0.0.1",
+        pid=1,
+        ready=ready,
+        arrival=arrival,
+        label=label,
+    )
+
+
+def seat(host: str) -> Seat:
+    return member(host).seat
+
+
+def view(members: Iterable[Member] = (), before: str = "", generation: int = 1, **other: Any) -> View:
+    """A view whose round, if `before` names hosts, is `generation`."""
+    formed = Round(generation=generation, members=tuple(map(seat, before)), restore=None) if before else None
+    keys = {"stores": {}, "failures": {}, "done": frozenset(), **other}
+    return View(members={item.host: item for item in members}, round=formed, **keys)
+
+
+def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0) -> Decision:
+    return next_round(
+        state,
+        generation=generation,
+        min_nodes=nnodes[0],
+        max_nodes=nnodes[1],
+        since_arrival_s=since_arrival_s,
+        last_call_s=30.0,
+        now_unix_s=NOW_S,
+    )
+
+
+def hosts(decision: Decision) -> str:
+    assert decision.members is not None, decision.reason
+    return "".join(item.host for item in decision.members)
+
+
+def ready(names: str, generation: int) -> list[Member]:
+    return [member(host, ready=generation, arrival=arrival) for arrival, host in enumerate(names)]
+
+
+def test_first_round_closes_at_once_when_it_is_full() -> None:
+    assert hosts(decide(view(ready("cab", 1)), 1, (1, 3))) == "cab"
+
+
+def test_first_round_waits_for_the_minimum() -> None:
+    decision = decide(view(ready("ab", 1)), 1, (3, 3), since_arrival_s=1000)
+    assert decision.members is None
+    assert decision.reason == "2 of at least 3 hosts are ready"
+    assert decision.wait_s is None
+
+
+def test_first_round_has_a_last_call() -> None:
+    early = decide(view(ready("ab", 1)), 1, (2, 3), since_arrival_s=10)
+    assert early.members is None
+    assert early.wait_s == pytest.approx(20.0)
+    assert hosts(decide(view(ready("ab", 1)), 1, (2, 3), since_arrival_s=30)) == "ab"
+
+
+def test_only_readiness_for_this_generation_counts() -> None:
+    assert decide(view([member("a", ready=1)], before="b", generation=1), 2, (1, 1)).members is None
+
+
+def test_a_standby_does_not_take_the_rank_of_a_member_that_is_still_stopping() -> None:
+    state = view([*ready("sab", 2), member("c")], before="abc")
+    decision = decide(state, 2, (3, 3))
+    assert decision.members is None
+    assert decision.reason == "waiting for c to stop its workers"
+    assert hosts(decide(view(ready("sabc", 2), before="abc"), 2, (3, 3))) == "abc"
+
+
+def test_a_standby_takes_the_rank_of_a_lost_member() -> None:
+    assert hosts(decide(view(ready("tsac", 2), before="abc"), 2, (3, 3))) == "atc"
+
+
+def test_a_later_round_has_a_short_last_call() -> None:
+    state = view(ready("ac", 2), before="abc")
+    early = decide(state, 2, (2, 3))
+    assert early.wait_s == pytest.approx(1.0)
+    assert early.reason.endswith("lost: b")
+    assert hosts(decide(state, 2, (2, 3), since_arrival_s=1.0)) == "ac"
+
+
+def test_a_run_that_starts_again_has_the_long_last_call_until_all_are_back() -> None:
+    again = [member(host, ready=2, session=f"{host}.2") for host in "ab"]
+    assert decide(view(again, before="abc"), 2, (2, 4)).wait_s == pytest.approx(30.0)
+    back = [*again, member("c", ready=2, session="c.2")]
+    assert decide(view(back, before="abc"), 2, (2, 4)).wait_s == pytest.approx(1.0)
+
+
+def test_a_run_that_starts_again_keeps_its_ranks() -> None:
+    again = [member(host, ready=8, session=f"{host}.2", arrival=n) for n, host in enumerate("cba")]
+    decision = decide(view(again, before="abc", generation=7), 8, (3, 3))
+    assert hosts(decision) == "abc"
+    assert decision.members is not None
+    assert all(item.session.endswith(".2") for item in decision.members)
+
+
+@pytest.mark.parametrize(
+    ("newcomers", "ranked"),
+    [("2x 1y", "2b1"), ("1y 2x", "2b1"), ("1z 2z", "1b2"), ("1x 2x", "1b2"), ("1z 2y 3x", "3b2")],
+)
+def test_a_newcomer_takes_the_rank_of_a_host_of_its_own_rack(newcomers: str, ranked: str) -> None:
+    before = tuple(member(host, label=label).seat for host, label in ("ax", "bx", "cy"))
+    now = [member("b", label="x"), *(member(host, label=label) for host, label in newcomers.split())]
+    members = {item.host: replace(item, arrival=arrival) for arrival, item in enumerate(now)}
+    assert "".join(seat.host for seat in assign_ranks(before, members, 3)) == ranked
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "limit", "ranked"),
+    [
+        ("abc", "abc", 3, "abc"),
+        ("abc", "xabc", 3, "abc"),
+        ("abc", "yxb", 3, "ybx"),
+        ("abcd", "bcd", 4, "bcd"),
+        ("abcd", "xcd", 4, "cdx"),
+        ("abc", "ab", 4, "ab"),
+        ("abc", "xab", 4, "abx"),
+        ("abc", "dcbae", 5, "abcde"),
+        ("abcd", "abcd", 2, "ab"),
+        ("", "ba", 2, "ba"),
+    ],
+)
+def test_ranks(before: str, now: str, limit: int, ranked: str) -> None:
+    members = {item.host: item for item in ready(now, 1)}
+    assert "".join(item.host for item in assign_ranks(tuple(map(seat, before)), members, limit)) == ranked
+
+
+names = st.permutations("abcdefgh").flatmap(lambda order: st.integers(0, 8).map(lambda n: "".join(order[:n])))
+
+
+@given(before=names, now=names, limit=st.integers(1, 8))
+def test_ranks_are_unique_and_stable(before: str, now: str, limit: int) -> None:
+    members = {item.host: item for item in ready(now, 1)}
+    ranked = [item.host for item in assign_ranks(tuple(map(seat, before)), members, limit)]
+    survivors = [host for host in before if host in now][:limit]
+    assert len(ranked) == min(len(now), limit)
+    assert len(set(ranked)) == len(ranked)
+    assert set(survivors) <= set(ranked)
+    if all(before.index(host) < len(ranked) for host in survivors):
+        assert all(ranked.index(host) == before.index(host) for host in survivors)
+    else:
+        assert ranked[: len(survivors)] == survivors
+    entered = [host for host in ranked if host not in survivors]
+    assert entered == [host for host in now if host not in before][: len(entered)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["come", "ready", "go"])), max_size=40))
+def test_history_of_a_run(history: list[tuple[str, str]]) -> None:
+    """In any order of arrivals, losses and stops, a formed round has between min and max live, ready hosts."""
+    low, high = 2, 3
+    state = view()
+    for arrival, (host, event) in enumerate(history):
+        members = dict(state.members)
+        generation = state.round.generation if state.round else 0
+        if event == "go":
+            members.pop(host, None)
+        else:
+            known = members.get(host, member(host, arrival=arrival, session=f"{host}.{arrival}"))
+            at = generation + 1 if event == "ready" else known.ready
+            members[host] = member(host, ready=at, session=known.session, arrival=known.arrival)
+        state = View(
+            members=members, round=state.round, stores={}, failures={}, done=frozenset(), round_revision=arrival
+        )
+        decision = decide(state, generation + 1, (low, high), since_arrival_s=60)
+        if decision.members is None:
+            continue
+        taken = [item.host for item in decision.members]
+        assert low <= len(taken) <= high
+        assert len(set(taken)) == len(taken)
+        assert all(members[name].ready == generation + 1 for name in taken)
+        formed = Round(generation=generation + 1, members=decision.members, restore=None)
+        after = [member(m.host, session=m.session, arrival=m.arrival) for m in members.values() if m.host in taken]
+        standbys = [m for m in members.values() if m.host not in taken]
+        state = View(
+            members={m.host: m for m in [*after, *standbys]},
+            round=formed,
+            stores={},
+            failures={},
+            done=frozenset(),
+        )
+        assert broken(state, generation + 1) is None
+
+
+FAILURE = Failure(host="a", kind="worker_exit", rank=0, pid=5, exitcode=1, unix_s=1.0, message="rank 0 exited")
+
+
+def test_broken_by_a_reported_failure() -> None:
+    whole = view(ready("ab", 0), before="ab")
+    assert broken(whole, 1) is None
+    assert broken(view(ready("ab", 0), before="ab", failures={1: FAILURE}), 1) == FAILURE
+    assert broken(view(ready("ab", 0), before="ab", generation=2, failures={1: FAILURE}), 2) is None
+
+
+def test_broken_by_a_lost_host() -> None:
+    lost = broken(view(ready("a", 0), before="ab"), 1)
+    assert lost is not None
+    assert (lost.kind, lost.host) == ("host_lost", "b")
+    replaced = broken(view([member("a"), member("b", session="b.2")], before="ab"), 1)
+    assert replaced is not None
+    assert (replaced.kind, replaced.host) == ("host_lost", "b")
+
+
+def test_broken_because_the_run_went_on() -> None:
+    later = broken(view(ready("ab", 0), before="ab", generation=3), 2)
+    assert later is not None
+    assert "generation 3" in later.message
+    ended = broken(view(ready("ab", 0)), 2)
+    assert ended is not None
+    assert "ended" in ended.message
+
+
+def test_newcomers_are_wanted_only_while_there_is_room() -> None:
+    members = [*ready("ab", 0), member("y", ready=2, arrival=9), member("x", ready=2, arrival=8), member("z", ready=1)]
+    assert newcomers(view(members, before="ab"), 3, NOW_S) == ["x", "y"]
+    assert newcomers(view(members, before="ab"), 2, NOW_S) == []
+    assert newcomers(view(members), 3, NOW_S) == []
+
+
+def quarantined(names: str, *, left_s: float = 60.0) -> dict[str, Quarantine]:
+    return {
+        host: Quarantine(since_unix_s=NOW_S - 99 + n, until_unix_s=NOW_S + left_s, reason="it failed three times")
+        for n, host in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "avoided", "nnodes", "taken"),
+    [
+        ("", "abc", "a", (2, 2), "bc"),
+        ("", "abc", "a", (1, 3), "bc"),
+        ("", "ab", "a", (2, 2), "ab"),
+        ("", "a", "a", (1, 1), "a"),
+        ("abc", "abcd", "b", (3, 3), "adc"),
+        ("abc", "abc", "b", (3, 3), "abc"),
+        ("abc", "abc", "b", (2, 3), "abc"),
+        ("ab", "abc", "b", (2, 3), "ac"),
+        ("abc", "acde", "ed", (3, 3), "aec"),
+        ("abc", "abde", "db", (3, 3), "abe"),
+        ("abc", "abd", "db", (3, 3), "abd"),
+        ("abc", "abc", "abc", (3, 3), "abc"),
+    ],
+)
+def test_host_in_quarantine_is_used_only_for_want_of_another(
+    before: str, now: str, avoided: str, nnodes: tuple[int, int], taken: str
+) -> None:
+    state = view(ready(now, 2 if before else 1), before=before, quarantines=quarantined(avoided))
+    decision = decide(state, 2 if before else 1, nnodes, since_arrival_s=60)
+    assert hosts(decision) == taken
+    left_out = sorted(set(avoided) - set(taken))
+    assert (f"in quarantine: {', '.join(left_out)}" in decision.reason) is (bool(left_out) and len(taken) < nnodes[1])
+
+
+def test_quarantine_that_is_over_means_nothing() -> None:
+    state = view(ready("abc", 1), quarantines=quarantined("a", left_s=0.0))
+    assert hosts(decide(state, 1, (2, 2))) == "ab"
+    assert state.cool_down_s(NOW_S) is None
+
+
+def test_round_does_not_grow_by_a_host_in_quarantine_until_its_cool_down_ends() -> None:
+    members = [*ready("ab", 0), member("x", ready=2)]
+    state = view(members, before="ab", quarantines=quarantined("x"))
+    assert newcomers(state, 3, NOW_S) == []
+    assert state.cool_down_s(NOW_S) == 60.0
+    assert newcomers(state, 3, NOW_S + 60.0) == ["x"]
+    assert view(ready("ab", 0), before="ab", quarantines=quarantined("x")).cool_down_s(NOW_S) is None
+
+
+def test_every_key_is_read_back_as_written() -> None:
+    job = Job(incarnation="i", min_nodes=1, max_nodes=2, token="t")
+    formed = Round(generation=4, members=(seat("a"), seat("b")), restore={"generation": 3, "step": 17})
+    closed = Closed(reason="done", failed=False)
+    a = member("a", ready=5, arrival=11, label="rack-1")
+    values = {
+        "job": job.to_value(),
+        "round": formed.to_value(),
+        "closed": closed.to_value(),
+        "members/a": a.to_value(),
+        "failure/4": FAILURE.to_value(),
+        "store/4": {"addr": "10.0.0.1", "port": 1234},
+        "done/4/b": {},
+        "quarantine/c": quarantined("c")["c"].to_value(),
+    }
+    entries = {PREFIX + key: Entry(value=value, revision=20, created=11) for key, value in values.items()}
+    assert View.parse(entries, PREFIX) == View(
+        members={"a": a},
+        round=formed,
+        round_revision=20,
+        stores={4: ("10.0.0.1", 1234)},
+        failures={4: FAILURE},
+        done=frozenset({(4, "b")}),
+        job=job,
+        closed=closed,
+        quarantines=quarantined("c"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("unknown", {}),
+        ("job", {"incarnation": "i", "min_nodes": "1", "max_nodes": 2, "token": "t"}),
+        ("round", {"generation": 1, "members": [{"host": "a"}], "restore": None}),
+        ("round", {"generation": 1, "members": ["a"], "restore": None}),
+        ("round", {"generation": 1, "members": [], "restore": {"generation": 1}}),
+        ("closed", {"reason": "r", "failed": 1}),
+        ("members/a", {**member("a").to_value(), "label": 1}),
+        ("members/a", {"session": "s", "nproc": True, "role": "", "addr": "", "pid": 1, "ready": 0}),
+        ("failure/x", FAILURE.to_value()),
+        ("failure/1", {**FAILURE.to_value(), "rank": "0"}),
+        ("store/1", {"addr": "a"}),
+        ("done/a/b/c", {}),
+        ("quarantine/a", {"until_unix_s": 1.0}),
+    ],
+)
+def test_damaged_keys_are_ignored_and_named(key: str, value: dict[str, Any]) -> None:
+    parsed = View.parse({PREFIX + key: Entry(value=value, revision=1)}, PREFIX)
+    assert [line.partition(":")[0] for line in parsed.ignored] == [PREFIX + key]
+    assert View.parse({}, PREFIX) == View(
+        members=parsed.members, stores=parsed.stores, failures=parsed.failures, done=parsed.done
+    )

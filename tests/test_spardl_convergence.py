@@ -1,0 +1,24 @@
+"""Training on real text: SparDL keeps up with top-k all-gather because of its residuals (SparDL, Section 4.1.3)."""
+
+import torch
+from byte_model import train
+
+from resilient_run.comm.spardl import SparDL
+from resilient_run.comm.topk_a import TopkA
+
+
+def test_global_residuals_converge_and_local_ones_do_so_visibly_worse() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        losses = [
+            train(scheme, ranks=8, steps=150, every=50)
+            for scheme in (TopkA, SparDL, lambda transport: SparDL(transport, residuals="local"))
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    gathered, kept, forgotten = losses
+    assert all(run[-1] < run[0] < 4.0 for run in losses), "each of them learns something"
+    assert kept[-1] < 1.05 * gathered[-1]
+    assert forgotten[-1] > kept[-1] + 0.05
+    assert forgotten[-1] - gathered[-1] > 2 * (kept[-1] - gathered[-1])

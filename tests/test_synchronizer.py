@@ -1,0 +1,190 @@
+"""The run-time that averages gradients by a plan, on real ranks: same training as by hand, whatever the groups."""
+
+import pytest
+import torch
+from ranks import run_hosts
+from torch import Tensor, nn
+
+from resilient_run.comm.compressors import named
+from resilient_run.comm.errors import CommError
+from resilient_run.comm.execute import OptionScheme, options_of
+from resilient_run.comm.fabric import Fabric
+from resilient_run.comm.feedback import ErrorFeedback
+from resilient_run.comm.synchronizer import GradientSynchronizer, dense_groups, group_key
+
+GROUPS = [["4.bias"], ["4.weight", "2.bias"], ["0.weight", "2.weight", "0.bias"]]
+
+HIERARCHICAL = "reduce_scatter@intra1 > all_reduce@inter > all_gather@intra2"
+
+
+def model() -> nn.Sequential:
+    """Make the same model in every thread; they share torch's own generator."""
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4, generator=generator)
+    return module
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def synchronizer(fabric: Fabric, module: nn.Module, option: str, density: float = 1.0) -> GradientSynchronizer:
+    options = options_of({group_key(names): option for names in GROUPS})
+    scheme = OptionScheme(fabric, ErrorFeedback(named("topk", density=density)), options)
+    return GradientSynchronizer(module, GROUPS, scheme)
+
+
+def by_hand(ranks: int, steps: int) -> list[Tensor]:
+    """Train with the mean gradient of all ranks, as one process."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (module(batch(rank, step)).pow(2).sum() / ranks).backward()
+        optimizer.step()
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize("option", ["dense", "compressed", HIERARCHICAL])
+def test_training_is_that_of_the_mean_gradient(option: str) -> None:
+    def work(fabric: Fabric) -> list[Tensor]:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        averaging = synchronizer(fabric, module, option)
+        averaging.attach(optimizer)
+        for step in range(5):
+            optimizer.zero_grad()
+            module(batch(fabric.flat.rank, step)).pow(2).sum().backward()
+            optimizer.step()
+        averaging.close()
+        return list(module.parameters())
+
+    expected = by_hand(4, 5)
+    ranks = run_hosts(2, 2, work)
+    for found in ranks:
+        for mine, first, wanted in zip(found, ranks[0], expected, strict=True):
+            torch.testing.assert_close(mine, wanted)
+            assert torch.equal(mine, first)
+
+
+def test_accumulated_gradients_are_averaged_once() -> None:
+    def work(fabric: Fabric) -> tuple[list[Tensor], int]:
+        module = model()
+        averaging = synchronizer(fabric, module, "dense")
+        with averaging.no_sync():
+            module(batch(fabric.flat.rank, 0)).pow(2).sum().backward()
+        averaging.synchronize()
+        assert fabric.flat.traffic.rounds == 0
+        module(batch(fabric.flat.rank, 1)).pow(2).sum().backward()
+        averaging.synchronize()
+        averaging.close()
+        return [parameter.grad.clone() for parameter in module.parameters()], fabric.flat.traffic.rounds
+
+    twin = model()
+    for step in range(2):
+        for rank in range(2):
+            (twin(batch(rank, step)).pow(2).sum() / 2).backward()
+    for gradients, rounds in run_hosts(1, 2, work):
+        assert rounds == len(GROUPS)
+        for found, parameter in zip(gradients, twin.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad)
+
+
+def test_parameter_without_gradient_counts_as_zero() -> None:
+    """Rank 1 uses only the first layer; all ranks take part in every group all the same."""
+
+    def work(fabric: Fabric) -> list[Tensor]:
+        module = model()
+        averaging = synchronizer(fabric, module, "dense")
+        layers = module if fabric.flat.rank == 0 else module[:1]
+        layers(batch(fabric.flat.rank, 0)).pow(2).sum().backward()
+        averaging.synchronize()
+        averaging.close()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    twin = model()
+    (twin(batch(0, 0)).pow(2).sum() / 2).backward()
+    (twin[:1](batch(1, 0)).pow(2).sum() / 2).backward()
+    for gradients in run_hosts(1, 2, work):
+        for found, parameter in zip(gradients, twin.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad)
+
+
+def test_restored_state_goes_on_bit_for_bit() -> None:
+    def work(fabric: Fabric) -> None:
+        def gradients(module: nn.Module, averaging: GradientSynchronizer, step: int) -> list[Tensor]:
+            module.zero_grad()
+            module(batch(fabric.flat.rank, step)).pow(2).sum().backward()
+            averaging.synchronize()
+            return [parameter.grad.clone() for parameter in module.parameters()]
+
+        module = model()
+        averaging = synchronizer(fabric, module, "compressed", density=0.1)
+        gradients(module, averaging, 0)
+        saved = averaging.state_dict()
+        expected = gradients(module, averaging, 1)
+        averaging.close()
+        again = synchronizer(fabric, module, "compressed", density=0.1)
+        again.load_state_dict(saved)
+        assert all(map(torch.equal, gradients(module, again, 1), expected))
+        again.close()
+
+    run_hosts(1, 2, work)
+
+
+def test_errors_reach_who_waits() -> None:
+    def work(fabric: Fabric) -> None:
+        module = model()
+        averaging = synchronizer(fabric, module, "compressed")
+        averaging.load_state_dict({"steps": {}, "kept": {"4.bias/0/0": [torch.zeros(3)]}})
+        module(batch(0, 0)).pow(2).sum().backward()
+        with pytest.raises(CommError, match=r"4\.bias/0/0 has 2 elements of .*, but 3 of"):
+            averaging.synchronize()
+        averaging.close()
+
+    run_hosts(1, 2, work)
+
+
+def test_second_backward_pass_without_no_sync_is_refused() -> None:
+    def work(fabric: Fabric) -> None:
+        module = model()
+        averaging = synchronizer(fabric, module, "dense")
+        module(batch(0, 0)).pow(2).sum().backward()
+        with pytest.raises(CommError, match=r"use no_sync\(\) for all backward passes"):
+            module(batch(0, 1)).pow(2).sum().backward()
+        averaging.synchronize()
+        averaging.close()
+
+    run_hosts(1, 2, work)
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([["4.bias"]], r"0\.bias \(5 in all\) is in no group"),
+        ([*GROUPS, ["head"]], r"no trainable parameter head \(1 in all\)"),
+        ([*GROUPS, ["4.bias"]], "a parameter is in two groups"),
+    ],
+)
+def test_groups_of_another_model_are_refused(groups: list[list[str]], reason: str) -> None:
+    def work(fabric: Fabric) -> None:
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk")), {})
+        with pytest.raises(CommError, match=reason):
+            GradientSynchronizer(model(), groups, scheme)
+
+    run_hosts(1, 1, work)
+
+
+def test_buckets_of_what_is_all_reduced() -> None:
+    """In the reverse order of definition, up to 25 MiB each, of one dtype."""
+    parameters = {
+        "a": nn.Parameter(torch.empty(7 << 20, dtype=torch.float16)),
+        "b": nn.Parameter(torch.empty(1)),
+        "c": nn.Parameter(torch.empty(6 << 20)),
+        "d": nn.Parameter(torch.empty(30 << 20)),
+        "e": nn.Parameter(torch.empty(1)),
+    }
+    assert [group.tensors for group in dense_groups(parameters)] == [("e",), ("d",), ("c", "b"), ("a",)]

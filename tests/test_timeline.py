@@ -1,0 +1,91 @@
+"""The recovery timeline: phases in order, one event per recovery, nothing from other generations."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilient_run.daemon.goodput import PHASES
+from resilient_run.launcher.timeline import Timeline
+
+
+def event(name: str, rank: int, generation: int = 2, **fields: Any) -> dict[str, Any]:
+    return {"op": "event", "event": name, "rank": rank, "generation": generation, **fields}
+
+
+def recover(timeline: Timeline, *, ranks: set[int], restored_step: int) -> None:
+    for phase in ("decide", "stop", "rendezvous"):
+        timeline.mark(phase)
+    timeline.spawned(generation=2, ranks=ranks)
+    for name in ("attached", "restored", "first_step"):
+        for rank in ranks:
+            timeline.on_event(event(name, rank, step=restored_step, source="local"))
+
+
+def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline.begin(kind="worker_exit", cause="rank 1 was killed by SIGKILL", detect_s=0.25, last_step=8)
+    with caplog.at_level(logging.WARNING):
+        recover(timeline, ranks={0, 1}, restored_step=7)
+    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written["complete"]
+    assert written["steps_lost"] == 1
+    assert written["restored_step"] == 7
+    assert written["sources"] == ["local"]
+    durations = [written[f"{phase}_s"] for phase in PHASES]
+    assert durations[0] == pytest.approx(0.25, abs=1e-3)
+    assert all(duration >= 0 for duration in durations)
+    assert sum(durations) == pytest.approx(written["total_s"], abs=1e-3)
+    (line,) = caplog.messages
+    assert "rank 1 was killed by SIGKILL" in line
+    assert "step 7 from local memory, 1 step(s) lost" in line
+
+
+def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline.begin(kind="host_lost", cause="host b was lost", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=2, ranks={0, 1})
+    timeline.on_event(event("first_step", 0, step=4))
+    timeline.on_event(event("first_step", 1, generation=1, step=4))
+    assert not path.exists()
+    timeline.on_event(event("first_step", 1, step=4))
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+    timeline.mark("decide")
+    timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
+    recover(timeline, ranks={0}, restored_step=3)
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (first["cause"], first["complete"]) == ("first", False)
+    assert "stop_s" not in first
+    assert (second["cause"], second["complete"], second["steps_lost"]) == ("second", True, 0)
+    assert "recovery interrupted" in caplog.messages[0]
+
+
+def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline.spawned(generation=1, ranks={0})
+    timeline.on_event(event("attached", 0, generation=1))
+    timeline.on_event(event("first_step", 0, generation=1, step=1))
+    timeline.close()
+    assert not path.exists()
+
+
+def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline.begin(kind="host_lost", cause="host a was cut off", detect_s=1.0, last_step=8)
+    timeline.mark("stop")
+    timeline.abandon()
+    recover(timeline, ranks={0}, restored_step=30)
+    timeline.close()
+    assert not path.exists()

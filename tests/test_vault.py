@@ -1,0 +1,276 @@
+"""Slots on a real tmpfs: geometry, what may be overwritten, the memory budget, and adoption after SIGKILL."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_watermark
+
+from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError
+from resilient_run.ckpt.slot import HEADER_BYTES, Slot, plan_layout
+from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.memory import MemoryBudget, default_limit_bytes
+from resilient_run.daemon.record import JobRecord
+from resilient_run.daemon.rounds import Pair, Round
+from resilient_run.daemon.slots import Geometry, JobSlots, SlotFile
+from resilient_run.daemon.vault import Vault, open_directory
+
+MIB = 1 << 20
+OFFSET, CAPACITY = plan_layout(len(MANIFEST), PAYLOAD_BYTES)
+SMALL = Geometry(capacity_bytes=CAPACITY, payload_offset=OFFSET)
+LARGE = Geometry(capacity_bytes=CAPACITY + MIB, payload_offset=OFFSET)
+
+
+@pytest.fixture
+def shm_dir(tmp_path: Path) -> Iterator[Path]:
+    path = Path("/dev/shm") / f"rr-test-{os.getpid()}-{tmp_path.name}"
+    open_directory(path, mode=0o700)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    yield made
+    made.close()
+
+
+def record(run_id: str = "run", *, uid: int | None = None) -> JobRecord:
+    uid = os.geteuid() if uid is None else uid
+    return JobRecord(
+        run_id=run_id, host="a", incarnation="i", uid=uid, replicas=2, attached=False, launcher_pid=os.getpid()
+    )
+
+
+def open_vault(shm_dir: Path, limit_bytes: int = 64 * MIB) -> Vault:
+    return Vault(shm_dir, MemoryBudget(shm_dir, limit_bytes))
+
+
+def fill(file: SlotFile, pair: Pair, *, run_id: str = "run") -> None:
+    """Let the daemon receive a replica into a placed slot."""
+    publish(file.slot, run_id=run_id, rank=file.rank, world_size=9, pair=pair)
+    file.pair, file.busy = pair, False
+
+
+async def place(slots: JobSlots, pair: Pair, committed: Pair | None, geometry: Geometry = SMALL) -> SlotFile | None:
+    file = await slots.place(3, geometry, committed=committed)
+    if file is not None:
+        fill(file, pair)
+    return file
+
+
+def test_only_what_is_older_than_the_watermark_is_overwritten(shm_dir: Path) -> None:
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(record())
+        first, second = await place(slots, (1, 1), None), await place(slots, (1, 2), None)
+        assert await place(slots, (1, 3), None) is None
+        assert await place(slots, (1, 3), (1, 1)) is None
+        assert await place(slots, (1, 3), (1, 2)) is first
+        assert await place(slots, (1, 4), (1, 3)) is second
+        assert slots.held() == {3: {(1, 3), (1, 4)}}
+        assert len(list(slots.files())) == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(1, 6))
+def test_allocation_that_was_cancelled_leaves_neither_file_nor_budget(shm_dir: Path, turns: int) -> None:
+    """A new round cancels the fetches of the last one, wherever they are; those of the new one need the same files."""
+
+    async def scenario() -> None:
+        slots = open_vault(shm_dir, limit_bytes=2 * -(-CAPACITY // HEADER_BYTES) * HEADER_BYTES).open(record())
+        fetch = asyncio.create_task(slots.place(3, SMALL, committed=None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert not fetch.done()
+        fetch.cancel()
+        await asyncio.wait([fetch])
+        assert fetch.cancelled()
+        assert await place(slots, (1, 1), None) is not None
+        assert await place(slots, (1, 2), None) is not None
+        assert slots.held() == {3: {(1, 1), (1, 2)}}
+
+    asyncio.run(scenario())
+
+
+def test_slot_that_is_being_received_is_nobody_else_s(shm_dir: Path) -> None:
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(record())
+        files = [await slots.place(3, SMALL, committed=None) for _ in range(3)]
+        assert files[0] is not files[1]
+        assert files[2] is None
+        assert {file.slot.state() for file in slots.files()} == {"WRITING"}
+        assert slots.held() == {}
+
+    asyncio.run(scenario())
+
+
+def test_watermark_survives_a_change_of_geometry(shm_dir: Path) -> None:
+    """Two files of the new size are made beside the one with the watermark; it goes once the watermark has moved."""
+
+    async def scenario() -> None:
+        vault = open_vault(shm_dir)
+        slots = vault.open(record())
+        await place(slots, (1, 1), None)
+        kept = await place(slots, (1, 2), (1, 1))
+        lent = await slots.allocate(3, LARGE, committed=(1, 2))
+        assert len(lent) == 2
+        assert kept not in lent
+        assert slots.held() == {3: {(1, 2)}}
+        assert await slots.allocate(3, LARGE, committed=(1, 2)) == lent
+        slots.trim({3}, (1, 2))
+        assert len(list(slots.files())) == 3
+        fill(lent[0], (2, 3))
+        slots.trim({3}, (2, 3))
+        assert [file.slot.path for file in slots.files()] == [file.slot.path for file in lent]
+        slots.trim({}, (2, 3))
+        assert list(shm_dir.glob("*/*.slot")) == []
+        assert vault.budget.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_round_clears_what_it_did_not_restore(shm_dir: Path) -> None:
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(record())
+        await place(slots, (1, 7), None)
+        await place(slots, (1, 8), None)
+        slots.clear_dead(Round(generation=2, hosts=("a",), nprocs=(4,), restore=(1, 7), revision=1))
+        assert slots.held() == {3: {(1, 7)}}
+        assert sorted(file.slot.state() for file in slots.files()) == ["COMPLETE", "EMPTY"]
+
+    asyncio.run(scenario())
+
+
+def test_vault_adopts_what_verifies_and_clears_the_rest(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def before() -> list[Path]:
+        slots = open_vault(shm_dir).open(record())
+        files = [await slots.place(rank, SMALL, committed=None) for rank in range(6)]
+        for step, file in enumerate(files):
+            assert file is not None
+            fill(file, (1, step))
+        return [file.slot.path for file in slots.files()]
+
+    async def after() -> dict[int, set[Pair]]:
+        vault = open_vault(shm_dir)
+        (slots,) = vault.scan()
+        assert slots.record == record()
+        assert slots.held() == {}
+        await slots.adopt()
+        assert vault.budget.used_bytes == 5 * CAPACITY
+        return slots.held()
+
+    paths = asyncio.run(before())
+    corrupt(paths[1])
+    slot = Slot.open(paths[2], writable=True)
+    slot.begin()
+    paths[3].write_bytes(b"no slot")
+    slot.close()
+    publish(Slot.open(paths[4], writable=True), run_id="another", rank=4, world_size=9, pair=(1, 4))
+    (shm_dir / ("0" * 32)).mkdir()
+    assert asyncio.run(after()) == {0: {(1, 0)}, 5: {(1, 5)}}
+    assert caplog.text.count("is corrupt and was cleared") == 2
+    assert [Slot.open(path).state() for path in (paths[1], paths[2], paths[4])] == ["EMPTY", "WRITING", "EMPTY"]
+    assert not paths[3].exists()
+    assert not (shm_dir / ("0" * 32)).exists()
+
+
+def test_files_are_private_and_allocated_in_full(shm_dir: Path) -> None:
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(record())
+        for file in await slots.allocate(0, SMALL, committed=None):
+            stat = file.slot.path.stat()
+            assert stat.st_mode & 0o777 == 0o600
+            assert stat.st_blocks * 512 >= stat.st_size == CAPACITY
+        assert slots.directory.stat().st_mode & 0o777 == 0o700
+
+    asyncio.run(scenario())
+
+
+def test_run_id_of_another_user_is_refused(shm_dir: Path) -> None:
+    vault = open_vault(shm_dir)
+    vault.open(record())
+    with pytest.raises(DaemonError, match="another user"):
+        vault.open(record(uid=os.geteuid() + 1))
+
+
+def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(DaemonError, match="must be a directory owned by"):
+        open_directory(tmp_path / "link", mode=0o700)
+
+
+def test_budget_counts_every_job_and_says_what_to_change(shm_dir: Path) -> None:
+    budget = MemoryBudget(shm_dir, 100 * MIB)
+    budget.reserve("one", needed_bytes=60 * MIB, limit_bytes=None, formula="60")
+    with pytest.raises(
+        MemoryBudgetError, match=r"need 41.00 MiB \(41\), other jobs have 60.00 MiB .* is 100.00 MiB.*--rr-"
+    ):
+        budget.reserve("two", needed_bytes=41 * MIB, limit_bytes=None, formula="41")
+    with pytest.raises(MemoryBudgetError, match=r"limit is 30\.00 MiB"):
+        budget.reserve("two", needed_bytes=40 * MIB, limit_bytes=30 * MIB, formula="40")
+    budget.reserve("two", needed_bytes=40 * MIB, limit_bytes=None, formula="40")
+    budget.reserve("one", needed_bytes=50 * MIB, limit_bytes=None, formula="50")
+    budget.allocate("one", 60 * MIB)
+    with pytest.raises(MemoryBudgetError, match="does not fit"):
+        budget.allocate("one", 1 * MIB)
+    budget.release("two")
+    budget.allocate("one", 40 * MIB)
+    budget.free("one", 40 * MIB)
+    assert budget.used_bytes == 60 * MIB
+
+
+def test_budget_never_promises_more_than_the_tmpfs_has(shm_dir: Path) -> None:
+    stat = os.statvfs(shm_dir)
+    assert 0 < default_limit_bytes(shm_dir) <= 0.8 * stat.f_blocks * stat.f_frsize
+    free = stat.f_bavail * stat.f_frsize
+    budget = MemoryBudget(shm_dir, 4 * free)
+    with pytest.raises(MemoryBudgetError, match="enlarge the tmpfs"):
+        budget.reserve("one", needed_bytes=2 * free, limit_bytes=None, formula="all")
+    with pytest.raises(MemoryBudgetError, match="does not fit"):
+        budget.allocate("one", 2 * free)
+    assert budget.used_bytes == 0
+
+
+def test_killed_daemon_adopts_its_slots_and_goes_on(hosts: Hosts) -> None:
+    """SIGKILL in the middle of a generation; the trainers come back, and what they captured meanwhile counts."""
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1, 2])
+    hosts["a"].kill()
+    trainers[0].capture(3, announce=False)
+    trainers[1].capture(3)
+    hosts["a"].drop_clients()
+    hosts["a"].start()
+    hosts["a"].open()
+    again = hosts["a"].trainer(0, world_size=2, generation=1)
+    assert again.attach()["watermark"] == {"generation": 1, "step": 2}
+    paths = trainers[0].paths
+    again.allocate()
+    assert again.paths == paths
+    wait_for_watermark([again, trainers[1]], (1, 3))
+    hosts.commit([again, trainers[1]], [4])
+    hosts["a"].kill()
+    hosts["a"].drop_clients()
+    hosts["a"].start()
+    trainers = hosts.run("ab", generation=2)
+    assert trainers[0].request("restore")["source"] == "local"
+    assert hosts["a"].launcher is not None
+    assert hosts["a"].launcher.request("job_status", run_id=hosts.run_id)["attached"] is True
+
+
+def test_killed_daemon_s_corrupt_slot_is_found_at_adoption_and_replaced(hosts: Hosts) -> None:
+    hosts.commit(hosts.run("ab"), [1, 2])
+    hosts["a"].kill()
+    (path,) = hosts["a"].slot_paths(1, (1, 2))
+    slot = Slot.open(path, writable=True)
+    slot.buffer[HEADER_BYTES + 1] ^= 1
+    slot.close()
+    hosts["a"].drop_clients()
+    hosts["a"].start()
+    hosts.run("ab", generation=2)
+    hosts.wait_for_replicas("ab", (1, 2), 4)
+    assert f"{path} is corrupt and was cleared" in hosts["a"].log

@@ -1,0 +1,159 @@
+"""Wrong input to whole jobs: each gets a clear message and a non-zero exit, and nothing is restored wrongly."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Host, kill, wait_until
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import os, sys, time
+import torch
+from resilient_run import Checkpointer
+
+width, steps, pause_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Linear(width, width)
+optimizer = torch.optim.Adam(model.parameters())
+checkpointer = Checkpointer(model=model, optimizer=optimizer)
+start = checkpointer.restore()
+print(f'{{"started_at": {start}, "rank": {os.environ["RANK"]}, "pid": {os.getpid()}}}', flush=True)
+for step in range(start + 1, steps + 1):
+    model(torch.ones(width)).sum().backward()
+    optimizer.step()
+    checkpointer.step(step)
+    print(f'{{"rank": 0, "step": {step}, "loss": 0}}', flush=True)
+    time.sleep(pause_s)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def on_etcd(cluster: Cluster, endpoint: str, *, nproc: int = 1) -> list[str]:
+    return [
+        "--nnodes=1",
+        f"--nproc-per-node={nproc}",
+        "--rdzv-backend=etcd-v3",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={cluster.name}",
+        "--rdzv-conf=lease_ttl=2",
+        "--local-addr=127.0.0.1",
+    ]
+
+
+def started_at(host: Host) -> list[int]:
+    return [line["started_at"] for line in host.lines if "started_at" in line]
+
+
+def interrupt_at(host: Host, step: int) -> None:
+    """Kill the launcher once the workers have passed `step` and a commit can be assumed soon after."""
+    wait_until(lambda: host.reached(step), timeout_s=60, what=f"step {step}", host=host)
+    assert host.launcher is not None
+    kill(host.launcher.pid)
+    host.wait()
+
+
+def test_unreachable_etcd(cluster: Cluster, script: Path) -> None:
+    host = cluster.host("a")
+    host.launch(on_etcd(cluster, "127.0.0.1:1"), [str(script), "4", "5", "0"])
+    assert host.wait() == 1
+    assert "cannot reach etcd at 127.0.0.1:1" in host.output
+    assert not host.lines
+
+
+def test_no_room_is_refused_before_the_first_step(cluster: Cluster, script: Path) -> None:
+    host = cluster.host("a")
+    host.launch(["--standalone", "--rr-memory=1MiB"], [str(script), "1024", "5", "0"])
+    assert host.wait() == 1
+    assert "MemoryBudgetError" in host.output
+    assert "--rr-memory" in host.output
+    assert not host.steps()
+
+
+def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+    first = cluster.host("a")
+    first.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"])
+    wait_until(lambda: first.reached(3), timeout_s=60, what="step 3", host=first)
+    second = cluster.host("same host, second run")
+    second.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "5", "0"], RESILIENT_HOST_ID="a")
+    assert second.wait() == 1
+    assert "already has a live launcher on host a" in second.output
+    assert not second.lines
+    reached = max(step for _, step, _ in first.steps())
+    wait_until(lambda: first.reached(reached + 5), timeout_s=30, what="the first run going on")
+    assert first.starts() == 1
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_corrupt_slots_are_never_restored(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+    host = cluster.host("a")
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "64", "400", "0.05"])
+    interrupt_at(host, 5)
+    slots = sorted(host.shm_dir.rglob("rank0.*.slot"))
+    assert len(slots) == 2
+    for slot in slots:
+        flip_byte(slot, slot.stat().st_size - 5000)
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "64", "10", "0"])
+    assert host.wait() == 1
+    assert "RestoreError" in host.output
+    assert "checksum" in host.output
+    assert len(started_at(host)) == 1
+
+
+def test_changed_shapes_are_refused_and_nothing_is_lost(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+    host = cluster.host("a")
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "64", "400", "0.05"])
+    interrupt_at(host, 5)
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "32", "10", "0"])
+    assert host.wait() == 1
+    assert "StateError" in host.output
+    assert "weight" in host.output
+    assert len(started_at(host)) == 1
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "64", "10", "0"])
+    assert host.wait() == 0, host.output
+    assert started_at(host)[-1] >= 4
+
+
+def test_another_world_size_is_refused(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+    host = cluster.host("a")
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "64", "400", "0.05"])
+    interrupt_at(host, 5)
+    host.launch(on_etcd(cluster, etcd_endpoint, nproc=2), [str(script), "64", "10", "0"])
+    assert host.wait() == 1
+    assert "TopologyError" in host.output
+    assert "world size" in host.output
+    assert len(started_at(host)) == 1
+
+
+def test_without_a_daemon_it_warns_once_and_trains(script: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RESILIENT_")}
+    command = [sys.executable, "-P", str(script), "4", "3", "0"]
+    done = subprocess.run(command, env={**environment, "RANK": "0"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines() if "step" in line] == [1, 2, 3]
+    assert done.stderr.count("RuntimeWarning") == 1, done.stderr
