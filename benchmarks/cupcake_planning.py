@@ -1,0 +1,131 @@
+"""How long does it take to plan fusion, against Algorithm 5.1, and how much faster is an iteration with the plan?
+
+The models are those of Tables 4.5, 4.6 and 5.1 of the thesis (benchmarks/models), with a backward pass at 10 TFLOP/s
+and a forward pass of half its time. 8 workers compress to 1 bit an element and gather from each other over links of
+three speeds: a ring's bytes and rounds, 15 us a round; 0.3 ms + 0.1 ns a byte to encode, 0.1 ms + 0.05 ns a byte to
+decode. Algorithm 5.1 does not know decoding, so planning times are compared with a free one. Goal: 10 ms at 314 tensors
+(the thesis: 6.6 s).
+"""
+
+import multiprocessing
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from report import Summary, parser, table, write_json
+
+from resilient_run.comm.algorithm_5_1 import algorithm_5_1
+from resilient_run.comm.cupcake import PLANNERS, cupcake, fused
+from resilient_run.comm.curve import FREE, Affine
+from resilient_run.comm.fusion import FusionProblem
+from resilient_run.comm.model import Model, read_model
+from resilient_run.comm.system import System
+
+MODELS = ("lstm", "vgg16", "gpt2", "ugatit", "resnet50", "bert_base", "resnet101")
+LINKS_GBIT = (10, 25, 100)
+WORKERS = 8
+BASELINES = ("dense", "layer-wise", "hipress", "bucket-fusion", "evenly-split")
+
+
+def system_of(model: Model, link_gbit: int) -> System:
+    """Return what compressing to 1 bit and gathering costs on links of this speed."""
+    byte_s = 8 / (link_gbit * 1e9)
+    latency_s = (WORKERS - 1) * 15e-6
+    return System(
+        forward_s=model.backward_s / 2,
+        bytes_per_element=4.0,
+        compress=Affine(alpha_s=3e-4, beta_s_per_byte=1e-10),
+        communicate=Affine(alpha_s=latency_s, beta_s_per_byte=(WORKERS - 1) / 32 * byte_s),
+        decompress=Affine(alpha_s=1e-4, beta_s_per_byte=5e-11),
+        communicate_dense=Affine(alpha_s=2 * latency_s, beta_s_per_byte=2 * (WORKERS - 1) / WORKERS * byte_s),
+    )
+
+
+def planning(problem: FusionProblem, repetitions: int) -> Summary:
+    """Return the CPU time of the exact planner in milliseconds."""
+    taken = []
+    for _ in range(repetitions):
+        begin_s = time.process_time()
+        fused(problem)
+        taken.append((time.process_time() - begin_s) * 1e3)
+    return Summary.of(taken)
+
+
+def reference(problem: FusionProblem, limit_s: float) -> tuple[float, float] | None:
+    """Return the CPU time of Algorithm 5.1 and of an iteration with its plan; None if it does not end in time."""
+    mine, other = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=_reference, args=(problem, other))
+    process.start()
+    other.close()
+    found: tuple[float, float] | None = mine.recv() if mine.poll(limit_s) else None
+    process.kill()
+    process.join()
+    return found
+
+
+def _reference(problem: FusionProblem, answer: Connection) -> None:
+    begin_s = time.process_time()
+    strategy = algorithm_5_1(problem)
+    answer.send((time.process_time() - begin_s, problem.iteration_s(strategy)))
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = parser(__doc__)
+    options.add_argument("--repetitions", type=int, default=20)
+    options.add_argument("--limit-s", type=float, default=20.0, help="of Algorithm 5.1")
+    args = options.parse_args()
+
+    results, planning_rows, iteration_rows = {}, [], []
+    for name in MODELS:
+        model = read_model(Path(__file__).parent / "models" / f"{name}.json", flops_per_s=1e13)
+        for link_gbit in LINKS_GBIT:
+            system = system_of(model, link_gbit)
+            problem = FusionProblem(model.tensors, system)
+            undecoded = FusionProblem(model.tensors, replace(system, decompress=FREE))
+            plan_ms, undecoded_ms = planning(problem, args.repetitions), planning(undecoded, args.repetitions)
+            printed = reference(undecoded, args.limit_s)
+            exact_s = undecoded.iteration_s(fused(undecoded))
+            iteration_s = {planner: problem.iteration_s(PLANNERS[planner](problem)) for planner in BASELINES}
+            fusion = fused(problem)
+            plan_s = problem.iteration_s(cupcake(problem))
+            iteration_s = {"all compressed": problem.iteration_s(fusion), "plan": plan_s, **iteration_s}
+            results[f"{name}, {link_gbit} Gbit/s"] = {
+                "tensors": len(model.tensors),
+                "groups_all_compressed": len(fusion),
+                "planning_ms": plan_ms,
+                "planning_without_decoding_ms": undecoded_ms,
+                "algorithm_5_1_s": printed and printed[0],
+                "algorithm_5_1_iteration_s": printed and printed[1],
+                "iteration_without_decoding_s": exact_s,
+                "iteration_s": iteration_s,
+            }
+            start = [name, str(len(model.tensors)), str(link_gbit)]
+            slow = f"> {args.limit_s:.0f} s" if printed is None else f"{printed[0] * 1e3:.1f} ms"
+            equal = "" if printed is None else f"{printed[1] / exact_s - 1:.0e}"
+            planning_rows.append([*start, f"{undecoded_ms:.1f}", slow, equal, f"{plan_ms:.1f}"])
+            ratios = [f"{iteration_s[planner] / plan_s:.3f}" for planner in ("all compressed", *BASELINES)]
+            iteration_rows.append([*start, f"{plan_s * 1e3:.1f}", *ratios])
+
+    columns = ["model", "tensors", "Gbit/s"]
+    table(
+        "Planning: CPU milliseconds, median (p10..p90); Algorithm 5.1 and how much worse its plan is",
+        [*columns, "free decoding", "Algorithm 5.1", "worse by", "with decoding"],
+        planning_rows,
+    )
+    table(
+        "Predicted iteration: milliseconds with the plan (groups may stay dense), and the others in relation to it",
+        [*columns, "plan", "all compressed", *BASELINES],
+        iteration_rows,
+    )
+    write_json(
+        args.json,
+        question="cupcake_planning",
+        parameters={"repetitions": args.repetitions, "limit_s": args.limit_s, "workers": WORKERS},
+        results=results,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The training that benchmarks run: a stack of linear layers with AdamW, as large as asked for."""
+
+import itertools
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+_WIDTH = 1024
+_BYTES_PER_PARAMETER = 12  # float32, and AdamW's two moments
+
+
+def build(state_bytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer whose states together take about `state_bytes`."""
+    torch.manual_seed(0)
+    layers = max(1, round(state_bytes / (_BYTES_PER_PARAMETER * _WIDTH * (_WIDTH + 1))))
+    pairs = ((nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(layers))
+    model = nn.Sequential(*itertools.chain.from_iterable(pairs))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, batch: int) -> None:
+    """One forward, backward and update."""
+    model(torch.randn(batch, _WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return every tensor of the state, once the optimizer has made a step."""
+    moments: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach() for tensor in (*model.parameters(), *moments)]
+
+
+def emit(line: str) -> None:
+    """Write one line to stdout in one call, so that lines of different ranks never interleave."""
+    os.write(1, f"{line}\n".encode())

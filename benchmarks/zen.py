@@ -1,0 +1,227 @@
+"""How much faster than all-reduce are sparse schemes, and how near is Zen to its limit (Zen, Figures 3.13 and 3.15)?
+
+Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each; gradients are those of
+`sparse_workload.py`. Each scheme makes three steps; the messages of the last one are then repeated, with nothing
+computed between them, since the hosts share this machine's processors. Ratios are between medians of the same run. The
+limit of a scheme is its formula's bytes (docs/comm.md) at the rate of the link, of which at most 95.6 % are payload.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Summary, parser, table, write_json
+from sparse_workload import WIDTH, WORKLOADS, gradient, row_probability
+
+from resilient_run.comm import sparsity
+from resilient_run.comm.limits import LIMITS, Sparsity
+from resilient_run.comm.partition import Balanced
+from resilient_run.launcher.netlab import NetLab, NetLabError
+
+WORKER = str(Path(__file__).with_name("zen_worker.py"))
+SCHEMES = ("dense", "agsparse", "sparcml", "sparse-ps", "omnireduce", "zen, elements", "zen", "index-free")
+
+
+def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
+    """Return what rank 0 measured, one object for each workload and scheme, in a lab of so many hosts."""
+    with NetLab(ranks, rate=rate) as lab:
+        common = {
+            "address": lab.hosts[0].address,
+            "ranks": ranks,
+            "elements": options.elements,
+            "gpus": options.gpus,
+            "workloads": options.workloads,
+            "schemes": options.schemes,
+            "repeats": options.repeats,
+        }
+        workers = [
+            host.popen(
+                [sys.executable, "-P", WORKER, json.dumps({**common, "rank": rank})],
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(WORKER).parent)},
+                stdout=subprocess.PIPE if rank == 0 else None,
+                text=True,
+            )
+            for rank, host in enumerate(lab.hosts)
+        ]
+        try:
+            assert workers[0].stdout is not None
+            found = [json.loads(line) for line in workers[0].stdout]
+            codes = [worker.wait(60) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        rate_bit_s = lab.rate_bit_s
+    if any(codes):
+        raise RuntimeError(f"{ranks} ranks at {rate}: exit codes {codes}")
+    for workload in options.workloads:
+        sparse = survey(workload, ranks=ranks, options=options)
+        lines = [line for line in found if line["workload"] == workload]
+        dense_s = next((Summary.of(line["messages_s"]).median for line in lines if line["scheme"] == "dense"), None)
+        for line in lines:
+            line |= {"ranks": ranks, "rate": rate, "densities": sparse.densities, "skew": sparse.skew}
+            line["messages_s"], line["step_s"] = Summary.of(line["messages_s"]), Summary.of(line["step_s"])
+            line["speedup"] = None if dense_s is None else dense_s / line["messages_s"].median
+            line["over_limit"] = line["messages_s"].median / limit_s(line["scheme"], sparse, rate_bit_s)
+    return found
+
+
+def survey(workload: str, *, ranks: int, options: Any) -> Sparsity:
+    """Return the sparsity of the gradients of all hosts."""
+    given = [
+        gradient(WORKLOADS[workload], rank, elements=options.elements, gpus=options.gpus).view(-1)
+        for rank in range(ranks)
+    ]
+    return Sparsity(
+        dense_bytes=given[0].nbytes,
+        densities=sparsity.densities(given),
+        skew=max(sparsity.skewness(each, ranks) for each in given),
+    )
+
+
+def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
+    """Return the time of the scheme's own formula; where there is none that without indices, as for rows."""
+    name = {"zen, elements": "zen", "zen": "index-free"}.get(scheme, scheme)
+    limit = LIMITS.get(name, LIMITS["index-free"])
+    return 8 * limit(sparse) / rate_bit_s
+
+
+def imbalance() -> dict[str, dict[int, dict[str, float]]]:
+    """Return workload → servers → imbalance of Push and Pull, of even ranges and of Zen (Figure 3.15)."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for name, workload in WORKLOADS.items():
+        if workload.exponent is None:
+            continue
+        rows = round(workload.millions * 1e6 / 4 / WIDTH)
+        probability, generator = row_probability(workload, rows), torch.Generator().manual_seed(0)
+        workers = [
+            (
+                (torch.rand(rows, generator=generator, dtype=torch.float64) < probability).nonzero() * WIDTH
+                + torch.arange(WIDTH)
+            ).view(-1)
+            for _ in range(2)
+        ]
+        found[name] = {}
+        for servers in (8, 128):
+            cut, length = Balanced(length=rows * WIDTH, servers=servers), rows * WIDTH
+            found[name][servers] = {
+                "push": sparsity.push_imbalance(workers, servers, cut.servers_of),
+                "pull": sparsity.pull_imbalance(workers, servers, cut.servers_of),
+                "push, even ranges": sparsity.push_imbalance(
+                    workers, servers, lambda indices, n=servers, length=length: indices * n // length
+                ),
+            }
+    return found
+
+
+def show(lines: list[dict[str, Any]], *, ranks: int, rate: str) -> None:
+    """Print one table for a lab."""
+    table(
+        f"{ranks} hosts at {rate}: messages of one step",
+        (
+            "workload, scheme",
+            "ms",
+            "speed-up over dense",
+            "over its limit",
+            "received MB",
+            "step with computing, ms",
+            "",
+        ),
+        [
+            (
+                f"{line['workload']} {line['scheme']}",
+                f"{line['messages_s'].median * 1e3:.1f}",
+                "" if line["speedup"] is None else f"{line['speedup']:.2f}",
+                f"{line['over_limit']:.2f}",
+                f"{line['received_bytes'] / 1e6:.2f}",
+                f"{line['step_s'].median * 1e3:.0f}",
+                line["chosen"] or "",
+            )
+            for line in lines
+        ],
+    )
+
+
+def plot(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Write the figure: speed-up over dense of each scheme, by workload and hosts; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "resilient-run"
+    from matplotlib import pyplot as plt
+
+    labs = list(dict.fromkeys((line["ranks"], line["rate"]) for line in lines))
+    workloads = list(dict.fromkeys(line["workload"] for line in lines))
+    schemes = [scheme for scheme in dict.fromkeys(line["scheme"] for line in lines) if scheme != "dense"]
+    figure, grid = plt.subplots(len(labs), 1, figsize=(10, 3 * len(labs)), squeeze=False)
+    for axes, (ranks, rate) in zip(grid[:, 0], labs, strict=True):
+        for place, scheme in enumerate(schemes):
+            speedups = {
+                line["workload"]: line["speedup"]
+                for line in lines
+                if (line["ranks"], line["rate"], line["scheme"]) == (ranks, rate, scheme)
+            }
+            positions = [index + (place + 0.5) / (len(schemes) + 1) - 0.5 for index in range(len(workloads))]
+            heights = [speedups.get(name, 0) for name in workloads]
+            axes.bar(positions, heights, 1 / (len(schemes) + 1), label=scheme)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(workloads)), workloads)
+        axes.set_ylabel("speed-up over dense")
+        axes.set_title(f"{ranks} hosts, {rate}")
+    grid[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--hosts", type=int, nargs="+", default=[4, 8])
+    arguments.add_argument("--rates", nargs="+", default=["100mbit"])
+    arguments.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    arguments.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    arguments.add_argument("--elements", type=int, default=2_000_000, help="of a gradient; ratios hardly depend on it")
+    arguments.add_argument("--gpus", type=int, default=8, help="of a host, whose gradients are summed before")
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
+    options = arguments.parse_args()
+    lines: list[dict[str, Any]] = []
+    for ranks in options.hosts:
+        for rate in options.rates:
+            found = run(ranks=ranks, rate=rate, options=options)
+            show(found, ranks=ranks, rate=rate)
+            sys.stdout.flush()
+            lines += found
+    balance = imbalance()
+    table(
+        "Imbalance of one GPU's gradients, a quarter of the full size",
+        ("model, servers", "push", "pull", "push, even ranges"),
+        [
+            (f"{name} {servers}", *(f"{value:.3f}" for value in values.values()))
+            for name, by_servers in balance.items()
+            for servers, values in by_servers.items()
+        ],
+    )
+    parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
+    parameters["load_average"] = os.getloadavg()[0]
+    paper = {name: workload.paper_speedup for name, workload in WORKLOADS.items()}
+    write_json(
+        options.json,
+        question=(__doc__ or "").splitlines()[0],
+        parameters=parameters,
+        results={"measured": lines, "imbalance": balance, "zen_speedup_in_the_thesis_16_machines": paper},
+    )
+    if options.plot is not None:
+        plot(options.plot, lines)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except NetLabError as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,41 @@
+"""One rank of `zen.py` on a host of the laboratory network. Its options are a JSON object; rank 0 prints lines."""
+
+import gc
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sparse_workload import WORKLOADS, gradient
+from workload import emit
+
+from resilient_run.comm.measure import RecordingTransport, measure
+from resilient_run.comm.schemes import named
+from resilient_run.comm.zen import Zen
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zen": ("zen", {"profile_steps": 1}),
+    "zen, elements": ("zen", {"route": "parallel", "rows": ()}),
+}
+
+options = json.loads(sys.argv[1])
+rank = options["rank"]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://{options['address']}:29500", rank=rank, world_size=options["ranks"])
+transport = RecordingTransport(dist.group.WORLD)
+for workload in options["workloads"]:
+    own = gradient(WORKLOADS[workload], rank, elements=options["elements"], gpus=options["gpus"])
+    for name in options["schemes"]:
+        kind, arguments = OPTIONS.get(name, (name, {}))
+        scheme = named(kind, transport, **arguments)
+        inputs = (own.clone() for _ in range(3))
+        found = measure(scheme, transport, inputs, repeats=options["repeats"], sample_s=0.5, at_most_s=4.0)
+        if rank == 0:
+            plan = next(iter(scheme.plans.values())) if isinstance(scheme, Zen) else None
+            chosen = None if plan is None else f"{plan.route}, rows of {plan.width}"
+            emit(json.dumps({"workload": workload, "scheme": name, "chosen": chosen, **asdict(found)}))
+        del scheme
+        gc.collect()
+dist.destroy_process_group()
