@@ -21,7 +21,7 @@ _HOPELESS = 1 / 4
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What is known of one key: counts of the profiled steps, then the plan."""
+    """What is known of one key since it was last profiled: steps, counts of those profiled, then the plan."""
 
     steps: int = 0
     counts: list[int] = field(default_factory=list)
@@ -40,6 +40,8 @@ class Zen(Scheme):
         rows: Numbers of consecutive elements that may go under one index, apart from 1; those that do not divide the
             last dimensions of a gradient are lowered for it until they do.
         profile_steps: Steps to count before the choice.
+        replan_steps: Steps after which densities are counted and the choice is made anew, since they drift. Under the
+            DDP hook what is to be all-reduced stays so: it does not come here any more (`fuses`).
         route: Choose this one without counting.
         partition: Find each rank's rows exactly, or by the hierarchical hash of the thesis; the result is the same.
         seed: Of the hash that shares rows among ranks; the same on all ranks.
@@ -53,6 +55,7 @@ class Zen(Scheme):
         *,
         rows: Sequence[int] = (16, 64, 256),
         profile_steps: int = 2,
+        replan_steps: int = 1000,
         route: Route | None = None,
         partition: Literal["exact", "hash"] = "exact",
         seed: int = 0,
@@ -60,6 +63,7 @@ class Zen(Scheme):
         super().__init__(transport)
         self._rows = tuple(rows)
         self._profile_steps = profile_steps
+        self._replan_steps = replan_steps
         self._route = route
         self._partition = partition
         self._seed = seed
@@ -80,12 +84,15 @@ class Zen(Scheme):
         if self.transport.size == 1 or gradient.numel() == 0:
             return gradient
         seen = self._seen.setdefault(key, _Seen())
+        if self._route is None and seen.steps >= self._profile_steps + self._replan_steps:
+            seen = self._seen[key] = _Seen()
         if seen.plan is None and self._route is not None:
             width = max(self._widths(gradient)) if self._route != "dense" else 1
             self._agree(key, gradient, [])
             seen.plan = Plan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
         if seen.plan is None:
             return self._profile(key, gradient, seen)
+        seen.steps += 1
         if seen.plan.route == "dense":
             return self._dense.reduce(key, gradient)
         own = compress(gradient, seen.plan.width)

@@ -242,6 +242,30 @@ def test_ranks_with_other_seeds_or_shapes_are_told() -> None:
         run_ranks(2, lambda transport: Zen(transport).reduce("weight", torch.ones(4 + transport.rank)))
 
 
+def test_zen_plans_anew_as_densities_drift() -> None:
+    """As in the warm-up of DGC: dense at first, sparse later; also when the state moves to another object."""
+    early, late = gradients(2, (5000,), density=1), gradients(2, (5000,), density=0.01)
+
+    def work(transport: Transport) -> list[str]:
+        def make() -> Zen:
+            return Zen(transport, profile_steps=1, replan_steps=3, rows=())
+
+        scheme, routes = make(), []
+        for step in range(9):
+            given = (early if step < 2 else late)[transport.rank]
+            total = scheme.reduce("weight", given.clone())
+            torch.testing.assert_close(total, in_order(early if step < 2 else late))
+            routes.append(scheme.plans["weight"].route)
+            again = make()
+            again.load_state_dict(scheme.state_dict())
+            scheme = again
+        return routes
+
+    for routes in run_ranks(2, work):
+        assert routes[:4] == ["dense"] * 4
+        assert "dense" not in routes[4:]
+
+
 def test_unknown_names_are_refused() -> None:
     def work(transport: Transport) -> None:
         named("zero", transport)
