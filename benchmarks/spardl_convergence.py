@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from convergence import plot
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.gtopk import GTopk
@@ -37,27 +38,6 @@ def variants(density: float) -> dict[str, Callable[[Transport], Scheme]]:
         "gtopk": lambda transport: GTopk(transport, density=density),
         "ok-topk": lambda transport: OkTopk(transport, density=density),
     }
-
-
-def plot(path: Path, curves: dict[str, list[float]], every: int) -> None:
-    """Write the figure: mean loss by steps; needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "resilient-run"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for name, losses in curves.items():
-        style = "--" if name in {"gtopk", "ok-topk"} else "-"
-        axes.plot([every * (point + 1) for point in range(len(losses))], losses, style, label=name)
-    axes.set_xlabel("steps")
-    axes.set_ylabel("loss on held-out text")
-    axes.set_ylim(top=max(losses[len(losses) // 6] for losses in curves.values()))
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -97,7 +77,8 @@ def main() -> None:
     parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
     write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
     if options.plot is not None:
-        plot(options.plot, {name: found["loss"] for name, found in results.items()}, options.every)
+        curves = {name: found["loss"] for name, found in results.items()}
+        plot(options.plot, curves, options.every, dashed=("gtopk", "ok-topk"))
 
 
 if __name__ == "__main__":

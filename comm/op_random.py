@@ -64,9 +64,11 @@ def _check(numel: int, k: int, seed: int) -> None:
 
 @cpu_kernel
 def _select(elements: NDArray[Any], seed: int, values: NDArray[Any]) -> None:
+    start = 0
     for i in range(values.size):
-        start, end = i * elements.size // values.size, (i + 1) * elements.size // values.size
+        end = (i + 1) * elements.size // values.size
         values[i] = elements[start + ((murmur_cpu(i, seed) * (end - start)) >> 32)]
+        start = end
 
 
 def _select_cpu(dense: Tensor, k: int, *, seed: int) -> Tensor:
@@ -79,9 +81,11 @@ def _select_cpu(dense: Tensor, k: int, *, seed: int) -> Tensor:
 
 @cpu_kernel
 def _place(values: NDArray[Any], seed: int, dense: NDArray[Any]) -> None:
+    start = 0
     for i in range(values.size):
-        start, end = i * dense.size // values.size, (i + 1) * dense.size // values.size
+        end = (i + 1) * dense.size // values.size
         dense[start + ((murmur_cpu(i, seed) * (end - start)) >> 32)] = values[i]
+        start = end
 
 
 def _place_cpu(values: Tensor, numel: int, *, seed: int) -> Tensor:

@@ -13,6 +13,8 @@ from .kernels import CudaKernel, check_numel, cpu_kernel, flat, host
 from .op import Op
 from .op_bitmap import bitmap_bytes
 
+_LANES = 32
+
 
 class Signs(NamedTuple):
     """A tensor of known size, one bit for each element.
@@ -77,21 +79,41 @@ def _check(bitmap: Tensor, levels: Tensor, numel: int) -> None:
 
 
 @cpu_kernel
-def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> tuple[float, float, int]:
-    """Write the signs; return the sum of what is not below zero, the sum of what is, and the number of that."""
-    above, below, count_below = 0.0, 0.0, 0
-    for byte in range(bitmap.size):
+def _sums(elements: NDArray[Any]) -> tuple[float, float]:
+    """Return the sum of what is not below zero, and of what is."""
+    # In lanes and without branches: signs cannot be guessed, and one sum would be a chain of waits.
+    above, below = np.zeros(_LANES), np.zeros(_LANES)
+    whole = elements.size // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            value = elements[start + lane]
+            above[lane] += 0.0 if value < 0 else value
+            below[lane] += value if value < 0 else 0.0
+    for i in range(whole, elements.size):
+        value = elements[i]
+        above[0] += 0.0 if value < 0 else value
+        below[0] += value if value < 0 else 0.0
+    return above.sum(), below.sum()
+
+
+@cpu_kernel
+def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> int:
+    """Write the signs; return how many elements are below zero."""
+    for byte in range(elements.size // 8):
         word = 0
-        for i in range(byte * 8, min(byte * 8 + 8, elements.size)):
-            value = elements[i]
-            if value < 0:
-                word |= 1 << (i - byte * 8)
-                below += value
-                count_below += 1
-            else:
-                above += value
+        for i in range(8):
+            word |= (elements[byte * 8 + i] < 0) << i
         bitmap[byte] = word
-    return above, below, count_below
+    if elements.size % 8:
+        word = 0
+        for i in range(elements.size // 8 * 8, elements.size):
+            word |= (elements[i] < 0) << (i % 8)
+        bitmap[elements.size // 8] = word
+    count = 0
+    for byte in range(bitmap.size):
+        for i in range(8):
+            count += (bitmap[byte] >> i) & 1
+    return count
 
 
 def _encode_cpu(dense: Tensor) -> Signs:
@@ -99,7 +121,8 @@ def _encode_cpu(dense: Tensor) -> Signs:
     numel = elements.numel()
     bitmap = torch.empty(bitmap_bytes(numel), dtype=torch.uint8)
     wide = elements if elements.dtype == torch.float64 else elements.float()
-    above, below, count_below = _pack(host(wide), host(bitmap))
+    count_below = _pack(host(wide), host(bitmap))
+    above, below = _sums(host(wide))
     means = (above / max(numel - count_below, 1), below / max(count_below, 1), (above - below) / max(numel, 1))
     return Signs(bitmap, torch.tensor(means, dtype=torch.float32))
 
