@@ -54,6 +54,16 @@ class CostedOption:
     labels: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Costed:
+    """A step of some options: what it takes, and the place of the holding that it leaves behind."""
+
+    resource: Resource | None
+    seconds: Array
+    label: str
+    after: int
+
+
 class Costs:
     """What the steps of options take for tensors of some sizes on a cluster; a tensor of no bytes needs no step.
 
@@ -65,36 +75,47 @@ class Costs:
     def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float]) -> None:
         self._cluster = cluster
         self._sizes_bytes = np.array(sizes_bytes, dtype=np.float64)
-        self._known: dict[tuple[Step, Holding], tuple[Resource | None, Array, Holding]] = {}
+        self._holdings = [Holding(senders=cluster.gpus_per_host)]
+        self._costed: list[_Costed] = []
 
     def options(self, options: Iterable[Option]) -> tuple[CostedOption, ...]:
         """Return the options that the compressor's devices allow, with their costs."""
         devices = frozenset(self._cluster.compressor.coders)
-        return tuple(self._option(option) for option in options if option.devices <= devices)
+        chosen = [option for option in options if option.devices <= devices]
+        # Thousands of options share a few steps, which are kept alive by the options: their identity is a quick key.
+        known: dict[tuple[int, tuple[Phase, ...], int], int] = {}
+        paths = []
+        for option in chosen:
+            holding, path = 0, []
+            for step, ways in zip(option.steps, option.ways, strict=True):
+                key = (id(step), ways, holding)
+                place = known.get(key)
+                if place is None:
+                    place = known[key] = self._add(step, ways, self._holdings[holding])
+                holding = self._costed[place].after
+                path.append(place)
+            paths.append(path)
+        return tuple(self._option(*made) for made in zip(chosen, paths, strict=True))
 
-    def _option(self, option: Option) -> CostedOption:
-        holding = Holding(senders=self._cluster.gpus_per_host)
-        resources, seconds, labels = [], [], []
-        for index, step in enumerate(option.steps):
-            if isinstance(step, Comp):
-                holding = replace(holding, payloads=1, pieces=self._pieces(option.steps[index + 1 :]))
-            resource, taken, holding = self._step(step, holding)
-            if resource is not None:
-                resources.append(resource)
-                seconds.append(taken)
-                labels.append(str(step))
+    def _option(self, option: Option, path: list[int]) -> CostedOption:
+        steps = [costed for place in path if (costed := self._costed[place]).resource is not None]
         return CostedOption(
             option=option,
-            resources=tuple(resources),
-            seconds=np.array(seconds).reshape(len(seconds), len(self._sizes_bytes)),
-            labels=tuple(labels),
+            resources=tuple([step.resource for step in steps if step.resource is not None]),
+            seconds=np.array([step.seconds for step in steps]).reshape(len(steps), len(self._sizes_bytes)),
+            labels=tuple([step.label for step in steps]),
         )
 
-    def _step(self, step: Step, holding: Holding) -> tuple[Resource | None, Array, Holding]:
-        known = self._known.get((step, holding))
-        if known is None:
-            known = self._known[step, holding] = self._cost(step, holding)
-        return known
+    def _add(self, step: Step, ways: tuple[Phase, ...], holding: Holding) -> int:
+        """Cost a step, and return its place among those costed."""
+        if isinstance(step, Comp):
+            holding = replace(holding, payloads=1, pieces=math.prod(map(self._participants, ways)))
+        resource, seconds, after = self._cost(step, holding)
+        if after not in self._holdings:
+            self._holdings.append(after)
+        costed = _Costed(resource=resource, seconds=seconds, label=str(step), after=self._holdings.index(after))
+        self._costed.append(costed)
+        return len(self._costed) - 1
 
     def _cost(self, step: Step, holding: Holding) -> tuple[Resource | None, Array, Holding]:
         if isinstance(step, Comm):
@@ -115,12 +136,6 @@ class Costs:
             return coder.decompress.over(call_bytes) + coder.accumulate.over((holding.payloads - 1) * call_bytes)
         further = (holding.payloads - 1) * coder.accumulate.over(call_bytes)
         return calls * (coder.decompress.over(call_bytes) + further)
-
-    def _pieces(self, steps: Sequence[Step]) -> int:
-        """Return how many ways the parts of what is compressed go, until the next decompression."""
-        until = next(index for index, step in enumerate(steps) if isinstance(step, Decomp))
-        routines = [step for step in steps[:until] if isinstance(step, Comm) and step.routine is Routine.ALL_TO_ALL]
-        return math.prod(self._participants(step.phase) for step in routines)
 
     def _comm(self, step: Comm, holding: Holding) -> tuple[Resource | None, Array]:
         cluster, participants = self._cluster, self._participants(step.phase)

@@ -2,6 +2,8 @@
 
 A prefix of tensors with chosen options leaves the queues in some state. A state that is nowhere smaller than another
 can be dropped (`maxplus`), and so can one from which the iteration cannot become faster than the best strategy known.
+States are compared after each queue has been moved to the latest time that makes no difference any more: a link that
+is free before the next tensor can be ready is as good as one that is free just then.
 The lower bound for that weighs the time for which the GPU is busy against every other way through the timeline: a
 convex combination of two times is no more than the larger one, and its least value over all strategies falls apart
 into one independent choice for each tensor. That knows what compression costs as well as what it saves.
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import maxplus
-from .maxplus import Array
+from .espresso_legs import Future, Legs, Slack
 from .strategy import Fronts, Problem, Strategy
 from .sweep import improve
 
@@ -26,7 +28,6 @@ _WIDENING = 4
 _CHEAP = 50_000
 _MOST = 100_000
 _ROUNDING = 1e-12
-_GRID = np.linspace(0.0, 0.95, 20)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,19 +60,17 @@ def search(problem: Problem, fronts: Fronts, incumbent: Strategy) -> Found:
 
 
 class _Search:
-    """The passes over all tensors; queues that no choice uses are left out of the states."""
+    """The passes over all legs."""
 
     def __init__(self, problem: Problem, fronts: Fronts) -> None:
         self._problem, self._fronts = problem, fronts
-        self._queues = _used(problem, fronts)
-        take = np.ix_(self._queues, self._queues)
-        self._matrices = [problem.matrices[kind][front][(slice(None), *take)] for kind, front in enumerate(fronts)]
-        self._future = _Future(problem, self._matrices, self._queues)
+        self._legs = Legs(problem, fronts)
+        self._future, self._slack = Future(self._legs, overlap=problem.overlap), Slack(self._legs)
 
     def run(self, incumbent: Strategy) -> Found:
         best = improve(self._problem, self._fronts, incumbent)
         best_s, bound_s, width = self._problem.iteration_s(best), self._future.bound_s, _FIRST_WIDTH
-        for_each_state = sum(len(self._fronts[kind]) for kind in self._problem.kinds)
+        for_each_state = sum(len(self._legs.matrices[kind]) for kind in self._legs.kinds)
         while bound_s < best_s * (1 - _ROUNDING):
             states = for_each_state * width
             close = best_s <= bound_s * (1 + CLOSE_ENOUGH)
@@ -88,92 +87,30 @@ class _Search:
 
     def _pass(self, width: int, limit_s: float) -> tuple[Strategy | None, float]:
         """Return a strategy that takes less than `limit_s`, if one was kept, and the least bound of the others."""
-        problem, states, trail = self._problem, np.zeros((1, len(self._queues))), []
-        dropped_s = np.inf
-        for index, (kind, backward_s) in enumerate(zip(problem.kinds, problem.backward_s, strict=True)):
-            matrices = self._matrices[kind]
-            after = maxplus.apply(maxplus.compute(states, backward_s), matrices).reshape(-1, len(self._queues))
-            at_least_s = self._future.after(index, after)
+        legs, trail, dropped_s = self._legs, [], np.inf
+        states = np.zeros((1, len(legs.queues)))
+        for leg, kind in enumerate(legs.kinds):
+            matrices = legs.matrices[kind]
+            ready = maxplus.apply(states, legs.before[leg][None])[:, 0]
+            after = maxplus.apply(ready, matrices).reshape(-1, len(legs.queues))
+            at_least_s = self._future.after(leg, after)
             kept = np.flatnonzero(at_least_s < limit_s * (1 - _ROUNDING))
             kept = kept[np.argsort(at_least_s[kept], kind="stable")]
             if len(kept) > 4 * width:
                 dropped_s = min(dropped_s, float(at_least_s[kept[4 * width]]))
                 kept = kept[: 4 * width]
-            kept = kept[maxplus.pareto(after[kept])]
-            if len(kept) > width:
-                dropped_s = min(dropped_s, float(at_least_s[kept[width]]))
-                kept = kept[:width]
             if not len(kept):
                 return None, dropped_s
+            settled = self._slack.settle(leg, after[kept])
+            front = maxplus.pareto(settled)
+            if len(front) > width:
+                dropped_s = min(dropped_s, float(at_least_s[kept[front[width]]]))
+                front = front[:width]
+            kept, states = kept[front], settled[front]
             trail.append(np.stack([kept // len(matrices), kept % len(matrices)]))
-            states = after[kept]
-        state, strategy = int(states.max(axis=1).argmin()), []
-        for kind, (parents, choices) in zip(reversed(problem.kinds), reversed(trail), strict=True):
-            strategy.append(int(self._fronts[kind][choices[state]]))
+        state = int(maxplus.apply(states, legs.before[-1][None]).max(axis=(1, 2)).argmin())
+        choices = []
+        for parents, chosen in reversed(trail):
+            choices.append(int(chosen[state]))
             state = int(parents[state])
-        return tuple(reversed(strategy)), dropped_s
-
-
-class _Future:
-    """How long the iteration takes at least from a state on, for several weightings of the queues' own work."""
-
-    def __init__(self, problem: Problem, matrices: list[Array], queues: list[int]) -> None:
-        self._problem, self._matrices = problem, matrices
-        self._works = [place for place, queue in enumerate(queues) if _weighed(queue, problem.overlap)]
-        self._own = [np.diagonal(of_kind, axis1=1, axis2=2)[:, self._works] for of_kind in matrices]
-        self._weights = self._weigh()
-        self._after = self._bounds(self._weights)
-        self.bound_s = float(self._after[0].max())
-
-    def after(self, index: int, states: Array) -> Array:
-        """Return a lower bound of the time of iterations that leave the tensor `index` behind in these states."""
-        rest = (1 - self._weights.sum(axis=1))[:, None] * states[:, None, :] + self._after[index + 1]
-        bounds: Array = (rest.max(axis=2) + states[:, self._works] @ self._weights.T).max(axis=1)
-        return bounds
-
-    def _weigh(self) -> Array:
-        """Return weightings that bound well: none, and those on the way to the best one, queue by queue."""
-        best = np.zeros(len(self._works))
-        chosen = [best]
-        for work in (*range(len(self._works)), *(range(len(self._works)) if len(self._works) > 1 else ())):
-            tried = (1 - _GRID[:, None]) * best + _GRID[:, None] * np.eye(len(self._works))[work]
-            bounds = self._bounds(tried)[0].max(axis=1)
-            best = tried[bounds.argmax()]
-            chosen.append(best)
-        return np.unique(chosen, axis=0)
-
-    def _bounds(self, weights: Array) -> list[Array]:
-        """Return, for before each tensor and the end, (weightings, queues)."""
-        rest = 1 - weights.sum(axis=1)
-        least = [
-            (rest[:, None, None, None] * matrices + (weights @ own.T)[:, :, None, None]).min(axis=1)
-            for matrices, own in zip(self._matrices, self._own, strict=True)
-        ]
-        # The first of the weighed queues is the GPU with all its work, which the backward pass belongs to.
-        shift = np.zeros((len(weights), self._matrices[0].shape[1]))
-        shift += weights[:, :1]
-        shift[:, [maxplus.GPU, maxplus.BUSY]] += rest[:, None]
-        bound = np.zeros_like(shift)
-        found = [bound]
-        for kind, backward_s in zip(reversed(self._problem.kinds), reversed(self._problem.backward_s), strict=True):
-            bound = (bound[:, :, None] + least[kind]).max(axis=1) + backward_s * shift
-            found.append(bound)
-        return found[::-1]
-
-
-def _weighed(queue: int, overlap: bool) -> bool:
-    """Return whether to weigh a queue: those that tensors can be moved between."""
-    return queue in (maxplus.BUSY, maxplus.CPU, maxplus.CPU_LATE) or (
-        overlap and queue in (maxplus.INTRA, maxplus.INTER)
-    )
-
-
-def _used(problem: Problem, fronts: Fronts) -> list[int]:
-    """Return the queues that some choice uses; the GPU's two always are."""
-    identity = np.where(np.eye(maxplus.WIDTH, dtype=bool), 0.0, maxplus.NEVER)
-    used = np.zeros(maxplus.WIDTH, dtype=bool)
-    used[[maxplus.GPU, maxplus.BUSY]] = True
-    for kind, front in enumerate(fronts):
-        differs = (problem.matrices[kind][front] != identity).any(axis=0)
-        used |= differs.any(axis=1)
-    return [int(queue) for queue in np.flatnonzero(used)]
+        return legs.strategy(choices[::-1]), dropped_s

@@ -21,8 +21,9 @@ Array = NDArray[np.float64]
 
 GPU, BUSY, CPU, CPU_LATE, INTRA, INTER, DECODE = range(7)
 WIDTH = 7
+COMPUTING = [GPU, BUSY]
 NEVER = -np.inf
-_FEW = 64
+_MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,24 @@ class Operators:
     ready: Array
 
 
-def compute(states: Array, seconds: float) -> Array:
+def compute(states: Array, seconds: float | Array) -> Array:
     """Return the states after so much backward computation."""
     after = states.copy()
-    after[..., GPU] += seconds
-    after[..., BUSY] += seconds
+    after[..., COMPUTING] += seconds
     return after
 
 
-def operators(chain: Sequence[Resource], seconds: Array, *, overlap: bool) -> Operators:
+def queues(chain: Sequence[Resource], *, overlap: bool) -> tuple[int, ...]:
+    """Return which queue serves each step of a chain; `overlap`: the links have a queue each."""
+    return tuple(_queue(resource, place, overlap) for resource, place in zip(chain, places(chain), strict=True))
+
+
+def operators(served: Sequence[int], seconds: Array) -> Operators:
     """Return what a chain does.
 
     Args:
-        chain: What its steps occupy.
+        served: The queues that serve its steps.
         seconds: How long each step takes for each tensor (steps, tensors).
-        overlap: The links have a queue each.
     """
     count = seconds.shape[1]
     matrix = np.full((count, WIDTH, WIDTH), NEVER)
@@ -60,43 +64,41 @@ def operators(chain: Sequence[Resource], seconds: Array, *, overlap: bool) -> Op
     ready = np.full((count, WIDTH), NEVER)
     now = matrix[:, GPU].copy()
     communicates = False
-    for resource, place, taken in zip(chain, places(chain), seconds[:, :, None], strict=True):
-        if resource is Resource.GPU:
+    for queue, taken in zip(served, seconds[:, :, None], strict=True):
+        if queue in (GPU, DECODE):
             matrix[:, BUSY] += taken
-            if place is Place.LAST:
-                now = np.maximum(now, matrix[:, DECODE]) + taken
-                matrix[:, DECODE] = now
-            else:
-                matrix[:, GPU] += taken
-                now = now + taken
+        if queue == GPU:
+            matrix[:, GPU] += taken
+            now = now + taken
             continue
-        if resource.link and not communicates:
+        if queue in (INTRA, INTER) and not communicates:
             ready, communicates = now.copy(), True
-        queue = _queue(resource, place, overlap)
         now = np.maximum(now, matrix[:, queue]) + taken
         matrix[:, queue] = now
     return Operators(matrices=matrix, ready=ready)
 
 
 def _queue(resource: Resource, place: Place, overlap: bool) -> int:
-    if resource is Resource.CPU:
-        return CPU if place is Place.EARLY else CPU_LATE
-    return INTRA if overlap and resource is Resource.INTRA else INTER
+    match resource:
+        case Resource.GPU:
+            return DECODE if place is Place.LAST else GPU
+        case Resource.CPU:
+            return CPU if place is Place.EARLY else CPU_LATE
+        case _:
+            return INTRA if overlap and resource is Resource.INTRA else INTER
 
 
 def apply(states: Array, matrices: Array) -> Array:
     """Return each state after each chain: (states, 7) and (chains, 7, 7) make (states, chains, 7)."""
-    after: Array = (states[:, None, None, :] + matrices[None, :, :, :]).max(axis=3)
-    return after
+    return compose(matrices[None], states[:, None, :, None])[..., 0]
 
 
-def before(bound: Array, matrix: Array) -> Array:
-    """Return the bound on the future that holds before a chain, given the one that holds after it.
-
-    A bound gives, for each queue, how much later than that queue's time the iteration ends at least.
-    """
-    earlier: Array = (bound[:, None] + matrix).max(axis=0)
-    return earlier
+def compose(second: Array, first: Array) -> Array:
+    """Return the products of matrices: what is done by the first and then by the second, of each pair."""
+    product: Array = second[..., :, 0, None] + first[..., None, 0, :]
+    for between in range(1, second.shape[-1]):
+        np.maximum(product, second[..., :, between, None] + first[..., None, between, :], out=product)
+    return product
 
 
 def pareto(points: Array) -> NDArray[np.intp]:
@@ -104,13 +106,20 @@ def pareto(points: Array) -> NDArray[np.intp]:
     finite = np.isfinite(points)
     # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
     left = np.lexsort((np.where(finite, points, 0.0).sum(axis=1), finite.sum(axis=1)))
-    if len(points) <= _FEW:
-        ordered = points[left]
-        no_larger = (ordered[:, None, :] <= ordered[None, :, :]).all(axis=2)
-        return np.sort(left[~np.triu(no_larger, 1).any(axis=0)])
-    kept: list[int] = []
+    points = points[:, (points != points[:1]).any(axis=0)]
+    kept, count = [], 1
     while len(left):
-        first = left[0]
-        kept.append(int(first))
-        left = left[(points[left] < points[first]).any(axis=1)]
-    return np.array(sorted(kept), dtype=np.intp)
+        # The first ones leave few of the others, so that more can be compared at once.
+        head, left, count = left[:count], left[count:], min(2 * count, _MOST_AT_ONCE)
+        head = head[~np.triu(_no_larger(points[head], points[head]), 1).any(axis=0)]
+        kept.append(head)
+        left = left[~_no_larger(points[head], points[left]).any(axis=0)]
+    return np.sort(np.concatenate(kept))
+
+
+def _no_larger(left: Array, right: Array) -> NDArray[np.bool_]:
+    """Return for each pair of a left and a right point whether the left one is nowhere larger."""
+    found = np.ones((len(left), len(right)), dtype=bool)
+    for place in range(left.shape[1]):
+        found &= left[:, None, place] <= right[None, :, place]
+    return found

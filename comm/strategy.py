@@ -46,19 +46,31 @@ class Problem:
         return len(self.names)
 
     def _derive(self) -> tuple[Array, Array]:
-        """Return what each choice does to the state of each kind, at once for choices that occupy the same."""
-        alike: dict[tuple[Resource, ...], list[int]] = {}
-        for index, (chain, _, _) in enumerate(self.choices):
-            alike.setdefault(chain, []).append(index)
+        """Return what each choice does to the state of each kind, at once for choices that the same queues serve."""
+        alike: dict[tuple[int, ...], list[tuple[list[int], Array]]] = {}
+        for chain, indices in self._by_chain().items():
+            served = maxplus.queues(chain, overlap=self.overlap)
+            # Steps in a row on one queue are one step.
+            starts = [place for place, queue in enumerate(served) if place == 0 or queue != served[place - 1]]
+            taken = np.stack([self.choices[index][1] for index in indices], axis=1)
+            merged = np.add.reduceat(taken, starts) if starts else taken
+            alike.setdefault(tuple(served[place] for place in starts), []).append((indices, merged))
         kind_count = self.choices[0][1].shape[1]
         matrices = np.empty((kind_count, len(self.choices), maxplus.WIDTH, maxplus.WIDTH))
         ready = np.empty((kind_count, len(self.choices), maxplus.WIDTH))
-        for chain, indices in alike.items():
-            seconds = np.concatenate([self.choices[index][1] for index in indices], axis=1)
-            made = maxplus.operators(chain, seconds, overlap=self.overlap)
+        for served, parts in alike.items():
+            indices = [index for some, _ in parts for index in some]
+            seconds = np.concatenate([merged for _, merged in parts], axis=1)
+            made = maxplus.operators(served, seconds.reshape(len(served), len(indices) * kind_count))
             for target, found in ((matrices, made.matrices), (ready, made.ready)):
                 target[:, indices] = found.reshape(len(indices), kind_count, *found.shape[1:]).swapaxes(0, 1)
         return matrices, ready
+
+    def _by_chain(self) -> dict[tuple[Resource, ...], list[int]]:
+        alike: dict[tuple[Resource, ...], list[int]] = {}
+        for index, (chain, _, _) in enumerate(self.choices):
+            alike.setdefault(chain, []).append(index)
+        return alike
 
     @cached_property
     def alone_s(self) -> Array:

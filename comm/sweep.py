@@ -20,43 +20,43 @@ class Sweep:
 
     def __init__(self, problem: Problem, strategy: Strategy) -> None:
         self._problem = problem
-        self._strategy = list(strategy)
+        self._strategy = np.array(strategy, dtype=np.intp)
+        self._maps = problem.matrices[problem.kinds, self._strategy]
+        self._maps[:, :, maxplus.COMPUTING] += np.array(problem.backward_s)[:, None, None]
         self._states = np.zeros((len(problem) + 1, maxplus.WIDTH))
         self._rest = np.zeros((len(problem) + 1, maxplus.WIDTH))
-        for index in range(len(problem)):
-            self._forward(index)
-        self._back(len(problem) - 1)
+        self._states_to, self._rest_from = 0, len(problem)
 
     @property
     def strategy(self) -> Strategy:
         """The strategy as it is now."""
-        return tuple(self._strategy)
+        return tuple(map(int, self._strategy))
 
     @property
     def makespan_s(self) -> float:
         """Its time without the forward pass."""
-        return float(self._states[-1].max())
+        return float(self._state(len(self._problem)).max())
 
     def times_s(self, index: int, choices: Indices) -> Array:
         """Return the time without the forward pass if a tensor took each of these choices."""
         matrices = self._problem.matrices[self._problem.kinds[index]][choices]
-        after = (self._computed(index) + matrices).max(axis=2)
-        times: Array = (after + self._rest[index + 1]).max(axis=1)
+        state = maxplus.compute(self._state(index), self._problem.backward_s[index])
+        times: Array = ((state + matrices).max(axis=2) + self._rest_of(index + 1)).max(axis=1)
         return times
 
     def take(self, index: int, choice: int) -> None:
         """Change the choice of one tensor."""
         self._strategy[index] = choice
-        for later in range(index, len(self._problem)):
-            self._forward(later)
-        self._back(index)
+        self._maps[index] = self._problem.matrices[self._problem.kinds[index], choice]
+        self._maps[index][:, maxplus.COMPUTING] += self._problem.backward_s[index]
+        self._states_to = min(self._states_to, index)
+        self._rest_from = max(self._rest_from, index + 1)
 
     def last_bubble(self) -> int:
         """Return the last tensor that the links wait for; 0 if they wait for none but the first."""
+        self._state(len(self._problem))
         ready = self._problem.ready[self._problem.kinds, self._strategy]
-        backward = np.array(self._problem.backward_s)
-        before = self._states[:-1].copy()
-        before[:, [maxplus.GPU, maxplus.BUSY]] += backward[:, None]
+        before = maxplus.compute(self._states[:-1], np.array(self._problem.backward_s)[:, None])
         idle = before[:, [maxplus.INTRA, maxplus.INTER]].max(axis=1)
         waits = np.flatnonzero(idle < (before + ready).max(axis=1))
         return int(waits[-1]) if len(waits) else 0
@@ -66,29 +66,35 @@ class Sweep:
         changed = False
         best_s = self.makespan_s
         for index, kind in enumerate(self._problem.kinds):
-            times_s = self.times_s(index, fronts[kind])
+            front = fronts[kind]
+            if len(front) == 1 and front[0] == self._strategy[index]:
+                continue
+            times_s = self.times_s(index, front)
             least = int(times_s.argmin())
             if times_s[least] < best_s * (1 - _ROUNDING):
-                self._strategy[index], best_s, changed = int(fronts[kind][least]), float(times_s[least]), True
-            self._forward(index)
-        if changed:
-            self._back(len(self._problem) - 1)
+                self.take(index, int(front[least]))
+                best_s, changed = float(times_s[least]), True
         return changed
 
-    def _computed(self, index: int) -> Array:
-        return maxplus.compute(self._states[index], self._problem.backward_s[index])
+    def _state(self, index: int) -> Array:
+        """Return the state before a tensor, once those since the last change are known."""
+        added = np.empty((maxplus.WIDTH, maxplus.WIDTH))
+        for known in range(self._states_to, index):
+            np.add(self._maps[known], self._states[known], out=added)
+            np.maximum.reduce(added, axis=1, out=self._states[known + 1])
+        self._states_to = max(self._states_to, index)
+        state: Array = self._states[index]
+        return state
 
-    def _matrix(self, index: int) -> Array:
-        chosen: Array = self._problem.matrices[self._problem.kinds[index], self._strategy[index]]
-        return chosen
-
-    def _forward(self, index: int) -> None:
-        self._states[index + 1] = (self._computed(index) + self._matrix(index)).max(axis=1)
-
-    def _back(self, start: int) -> None:
-        for index in range(start, -1, -1):
-            self._rest[index] = (self._rest[index + 1][:, None] + self._matrix(index)).max(axis=0)
-            self._rest[index, [maxplus.GPU, maxplus.BUSY]] += self._problem.backward_s[index]
+    def _rest_of(self, index: int) -> Array:
+        """Return how long the iteration takes from each queue on before a tensor, once that is known behind it."""
+        added = np.empty((maxplus.WIDTH, maxplus.WIDTH))
+        for known in range(self._rest_from, index, -1):
+            np.add(self._maps[known - 1], self._rest[known][:, None], out=added)
+            np.maximum.reduce(added, axis=0, out=self._rest[known - 1])
+        self._rest_from = min(self._rest_from, index)
+        rest: Array = self._rest[index]
+        return rest
 
 
 def improve(problem: Problem, fronts: Fronts, strategy: Strategy) -> Strategy:

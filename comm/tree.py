@@ -8,7 +8,7 @@ options with both devices and with GPUs only.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 
 
 class Device(StrEnum):
@@ -98,7 +98,7 @@ Step = Comm | Comp | Decomp
 Steps = tuple[Step, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Option:
     """One path of the tree, from a gradient of this worker to the sum of all workers' gradients."""
 
@@ -107,22 +107,35 @@ class Option:
     def __str__(self) -> str:
         return " > ".join(map(str, self.steps))
 
-    @property
+    @cached_property
     def compressions(self) -> int:
         """How often the tensor is compressed."""
         return sum(isinstance(step, Comp) for step in self.steps)
 
-    @property
+    @cached_property
     def devices(self) -> frozenset[Device]:
         """The devices it compresses and decompresses on; empty without compression."""
         return frozenset(step.device for step in self.steps if not isinstance(step, Comm))
+
+    @cached_property
+    def ways(self) -> tuple[tuple[Phase, ...], ...]:
+        """For each step that compresses, the all-to-alls that part its output before it is decompressed; else none."""
+        found: list[tuple[Phase, ...]] = []
+        ahead: tuple[Phase, ...] = ()
+        for step in reversed(self.steps):
+            found.append(ahead if isinstance(step, Comp) else ())
+            if not isinstance(step, Comm):
+                ahead = ()
+            elif step.routine is Routine.ALL_TO_ALL:
+                ahead = (step.phase, *ahead)
+        return tuple(reversed(found))
 
     @property
     def flat(self) -> bool:
         """True when all GPUs take part in one phase."""
         return self.comms[0].phase is Phase.FLAT
 
-    @property
+    @cached_property
     def comms(self) -> tuple[Comm, ...]:
         """The collectives, in order."""
         return tuple(step for step in self.steps if isinstance(step, Comm))
@@ -235,17 +248,21 @@ def inter_second_dense(second: Routine, last: Routine) -> Iterator[Steps]:
             yield (comp, _compressed(Phase.INTER, Role.SECOND, second), *rest)
 
 
+@cache
 def _comps() -> tuple[Comp, ...]:
     return tuple(Comp(device=device) for device in Device)
 
 
+@cache
 def _decomps() -> tuple[Decomp, ...]:
     return tuple(Decomp(device=device) for device in Device)
 
 
+@cache
 def _dense(phase: Phase, role: Role, routine: Routine) -> Comm:
     return Comm(phase=phase, role=role, routine=routine, compressed=False)
 
 
+@cache
 def _compressed(phase: Phase, role: Role, routine: Routine) -> Comm:
     return Comm(phase=phase, role=role, routine=routine, compressed=True)

@@ -18,6 +18,7 @@ from espresso_instances import (
 from resilient_run.comm import maxplus
 from resilient_run.comm.espresso_exact import search
 from resilient_run.comm.espresso_greedy import greedy, offload
+from resilient_run.comm.espresso_legs import Future, Legs, Slack
 from resilient_run.comm.strategy import Problem
 from resilient_run.comm.sweep import Sweep, improve
 from resilient_run.comm.timeline import derive
@@ -75,6 +76,36 @@ def test_the_exact_planner_equals_brute_force_over_a_dozen_tensors(seed: int) ->
     for problem in random_problems(100 + seed, 25, tensors=(9, 12), choices=(2, 2), one_link=True):
         least_s = every_time_s(problem).min()
         assert optimum(problem) == pytest.approx((least_s, least_s), rel=1e-9, abs=1e-12)
+
+
+def test_settled_states_are_no_smaller_and_every_future_takes_as_long_and_no_less_than_bounded() -> None:
+    seeded = np.random.default_rng(8)
+    moved = 0
+    for problem in random_problems(8, 200, tensors=(2, 6), choices=(2, 4)):
+        legs = Legs(problem, problem.fronts(range(len(problem.choices))))
+        if not legs.kinds:
+            continue
+        leg = int(seeded.integers(len(legs.kinds)))
+        states = seeded.uniform(0, 10, size=(5, len(legs.queues)))
+        settled = Slack(legs).settle(leg, states)
+        assert (settled >= states).all()
+        moved += int((settled > states).any())
+        times_s = futures_s(legs, leg, states)
+        assert futures_s(legs, leg, settled) == pytest.approx(times_s, rel=1e-12)
+        bounds_s = Future(legs, overlap=problem.overlap).after(leg, states)
+        assert (bounds_s <= times_s.min(axis=1) * (1 + 1e-12)).all()
+    assert moved > 50
+
+
+def futures_s(legs: Legs, leg: int, states: np.ndarray) -> np.ndarray:
+    """Return when each of these states behind a leg ends, for all choices of the later legs (states, strategies)."""
+    reached = states[:, None, :]
+    for kind, before in zip(legs.kinds[leg + 1 :], legs.before[leg + 1 : -1], strict=True):
+        passed = (reached[..., None, :] + before).max(axis=-1)
+        passed = (passed[:, :, None, None, :] + legs.matrices[kind]).max(axis=-1)
+        reached = passed.reshape(len(states), -1, states.shape[1])
+    times: np.ndarray = (reached[..., None, :] + legs.before[-1]).max(axis=(-1, -2))
+    return times
 
 
 def test_one_tensor_and_tensors_of_no_time() -> None:
