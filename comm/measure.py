@@ -73,14 +73,19 @@ class RecordingTransport(Transport):
             self._recording = True
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Iterable[int], *, sizes_bytes: Mapping[int, int] | None = None
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Iterable[int],
+        *,
+        sizes_bytes: Mapping[int, int] | None = None,
+        in_turn: bool = False,
     ) -> dict[int, Tensor]:
         """As of `Transport`."""
         senders = list(sources)
         if self._recording:
             again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
-            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=sizes_bytes))
-        return super().exchange(outgoing, senders, sizes_bytes=sizes_bytes)
+            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=sizes_bytes, in_turn=in_turn))
+        return super().exchange(outgoing, senders, sizes_bytes=sizes_bytes, in_turn=in_turn)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """As of `Transport`."""

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions
 from .errors import MessageError
 
 _SIZE_BYTES = 8
+_AT_ONCE_BYTES = 256 << 10
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,15 +64,22 @@ class Transport:
         return self._group.size()
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Iterable[int], *, sizes_bytes: Mapping[int, int] | None = None
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Iterable[int],
+        *,
+        sizes_bytes: Mapping[int, int] | None = None,
+        in_turn: bool = False,
     ) -> dict[int, Tensor]:
-        """Send each message to its rank and return source → the message that it sent here, all at once.
+        """Send each message to its rank and return source → the message that it sent here.
 
         Args:
             outgoing: Other rank → message.
             sources: Other ranks that send a message to this one.
             sizes_bytes: Source → size of its message, where both sides know it (as 0 too); None announces the sizes
                 first, which costs a round trip and `_SIZE_BYTES` for each message.
+            in_turn: Where the n-th message of each rank goes to the rank whose n-th source it is, as in `all_to_all`: long
+                messages may follow each other then; else all go at once.
 
         Raises:
             MessageError: A size that was announced is not possible.
@@ -80,7 +88,12 @@ class Transport:
         if sizes_bytes is None:
             sizes_bytes = self._announce(outgoing, senders)
         incoming = {rank: torch.empty(sizes_bytes[rank], dtype=torch.uint8, device=self.device) for rank in senders}
-        self._pass(outgoing, incoming)
+        if in_turn and self.device.type == "cpu" and sum(map(Tensor.numel, incoming.values())) > _AT_ONCE_BYTES:
+            # Many senders at once overrun the queue in front of a receiver, and TCP waits and sends again (incast).
+            for (target, message), (source, room) in zip(outgoing.items(), incoming.items(), strict=True):
+                self._pass({target: message}, {source: room})
+        else:
+            self._pass(outgoing, incoming)
         self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
         self.traffic.received_bytes += sum(message.numel() for message in incoming.values())
         self.traffic.rounds += 1
@@ -88,9 +101,11 @@ class Transport:
 
     def all_to_all(self, messages: Sequence[Tensor], *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `messages[r]` to rank r and return what each rank sent here, in the order of ranks; own by reference."""
-        others = self._others()
-        known = None if sizes_bytes is None else {rank: sizes_bytes[rank] for rank in others}
-        received = self.exchange({rank: messages[rank] for rank in others}, others, sizes_bytes=known)
+        distances = range(1, self.size)
+        outgoing = {rank: messages[rank] for rank in ((self.rank + distance) % self.size for distance in distances)}
+        sources = [(self.rank - distance) % self.size for distance in distances]
+        known = None if sizes_bytes is None else {rank: sizes_bytes[rank] for rank in sources}
+        received = self.exchange(outgoing, sources, sizes_bytes=known, in_turn=True)
         received[self.rank] = messages[self.rank]
         return [received[rank] for rank in range(self.size)]
 
@@ -121,10 +136,6 @@ class Transport:
         self._group._allgather_base(whole, share.contiguous()).wait()
         self._count_ring((self.size - 1) * share.nbytes)
         return whole
-
-    def _others(self) -> list[int]:
-        # Each rank begins with its successor, so that not all send to the same one at first.
-        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _announce(self, outgoing: Mapping[int, Tensor], senders: list[int]) -> dict[int, int]:
         sizes = {

@@ -21,6 +21,7 @@ BRIDGE = "bridge"
 NETWORK = ipaddress.ip_network("10.73.0.0/16")
 """Addresses of the hosts, the first host's first; every lab has the same, because none sees another."""
 
+_CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 _LINK = "eth0"
 _BURST_S = 0.005
 _BURST_BYTES = (16 << 10, 1 << 20)
@@ -165,6 +166,8 @@ class LabHost:
         run(*own, "address", "add", f"{self.address}/{NETWORK.prefixlen}", "dev", _LINK)
         for device in ("lo", _LINK):
             run(*own, "link", "set", device, "up")
+        # Every kernel has Reno, for every namespace. BBR, some machines' default, overruns queues as short as these.
+        run(*self.prefix, "sh", "-c", f"echo reno > {_CONGESTION_CONTROL}")
         run("ip", "-n", switch, "link", "set", self._port, "master", BRIDGE, "up")
         self._shape(self._state.rate_bit_s)
         for directory in (self.directory, self.run_dir, self.shm_dir):

@@ -13,21 +13,24 @@ from resilient_run.comm.scheme import Dense
 from resilient_run.comm.transport import Transport, from_bytes, to_bytes
 
 
-def message(sender: int, receiver: int) -> Tensor:
+def message(sender: int, receiver: int, unit_bytes: int = 1) -> Tensor:
     """Make a message whose size depends on the pair; some are empty."""
-    return torch.full((sender * receiver,), 10 * sender + receiver, dtype=torch.uint8)
+    return torch.full((sender * receiver * unit_bytes,), 10 * sender + receiver, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_all_to_all_brings_each_message_to_its_rank(size: int) -> None:
+@pytest.mark.parametrize("unit_bytes", [1, 20_000])
+def test_all_to_all_brings_each_message_to_its_rank(size: int, unit_bytes: int) -> None:
+    """With the larger unit some ranks get so much that their messages follow each other, and others do not."""
+
     def work(transport: Transport) -> tuple[list[Tensor], int, int, int]:
-        received = transport.all_to_all([message(transport.rank, to) for to in range(size)])
+        received = transport.all_to_all([message(transport.rank, to, unit_bytes) for to in range(size)])
         traffic = transport.traffic
         return received, traffic.sent_bytes, traffic.received_bytes, traffic.header_bytes
 
     for rank, (received, sent_bytes, received_bytes, header_bytes) in enumerate(run_ranks(size, work)):
-        assert all(torch.equal(found, message(sender, rank)) for sender, found in enumerate(received))
-        assert sent_bytes == received_bytes == sum(rank * other for other in range(size) if other != rank)
+        assert all(torch.equal(found, message(sender, rank, unit_bytes)) for sender, found in enumerate(received))
+        assert sent_bytes == received_bytes == sum(rank * o * unit_bytes for o in range(size) if o != rank)
         assert header_bytes == 8 * (size - 1)
 
 
