@@ -78,8 +78,8 @@ class Transport:
             sources: Other ranks that send a message to this one.
             sizes_bytes: Source → size of its message, where both sides know it (as 0 too); None announces the sizes
                 first, which costs a round trip and `_SIZE_BYTES` for each message.
-            in_turn: Where the n-th message of each rank goes to the rank whose n-th source it is, as in `all_to_all`: long
-                messages may follow each other then; else all go at once.
+            in_turn: Where the n-th message of each rank goes to the rank whose n-th source it is, as in `all_to_all`:
+                long messages may follow each other then; else all go at once.
 
         Raises:
             MessageError: A size that was announced is not possible.
