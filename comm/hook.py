@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,39 +13,28 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from .bucket import LEAST_ELEMENTS, BucketSum
 from .errors import CommError
 from .scheme import Scheme
 from .schemes import named
 from .transport import Transport
 from .two_level import TwoLevel
 
-LEAST_ELEMENTS: Final = 1 << 14
 
-
-class GradientHook:
+class GradientHook(BucketSum):
     """Averages the gradients of one DDP module over its ranks, in a thread of its own.
-
-    Each parameter that is large enough goes to the scheme under its own name; all others of a bucket, and those for
-    which the scheme does nothing but all-reduce, are all-reduced as one. What the scheme remembers is the state of this
-    object, which is a named object of a `Checkpointer`: it does not depend on the layout of buckets.
 
     Args:
         model: Its parameters have the names.
         scheme: Sums large gradients.
         world: All ranks of the model, for everything else.
         least_elements: From how many elements on a gradient is large.
-
-    Attributes:
-        scheme: As given.
-        world: As given.
     """
 
     def __init__(
         self, model: DistributedDataParallel, *, scheme: Scheme, world: Transport, least_elements: int = LEAST_ELEMENTS
     ) -> None:
-        self.scheme = scheme
-        self.world = world
-        self._least_elements = least_elements
+        super().__init__(scheme=scheme, world=world, least_elements=least_elements)
         self._names = {parameter: name for name, parameter in model.module.named_parameters()}
         self._device = world.device
         self._stream: torch.cuda.Stream | None = None
@@ -80,18 +69,6 @@ class GradientHook:
         self._tasks.put(None)
         self._thread.join()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the scheme remembers."""
-        return self.scheme.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the scheme go on from a saved state.
-
-        Raises:
-            CommError: It is of another scheme.
-        """
-        self.scheme.load_state_dict(state)
-
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
@@ -102,21 +79,7 @@ class GradientHook:
             name = gradients[0][0]
             return self.scheme.reduce(name, buffer.coalesce() / self.world.size)
         buffer.div_(self.world.size)
-        chosen = {
-            name
-            for name, gradient in gradients
-            if gradient.numel() >= self._least_elements and not self.scheme.fuses(name)
-        }
-        if not chosen:
-            self.world.all_reduce(buffer)
-            return buffer
-        small = [gradient.reshape(-1) for name, gradient in gradients if name not in chosen]
-        if small:
-            together = torch.cat(small)
-            self.world.all_reduce(together)
-            sums = iter(torch.split(together, [gradient.numel() for gradient in small]))
-        for name, gradient in gradients:
-            gradient.copy_(self.scheme.reduce(name, gradient) if name in chosen else next(sums).view(gradient.shape))
+        self.sum_bucket(buffer, gradients)
         return buffer
 
 

@@ -46,7 +46,7 @@ class GradientSynchronizer:
 
     def __init__(self, module: nn.Module, groups: Sequence[Sequence[str]], scheme: Scheme) -> None:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if reason := _mismatch(groups, parameters):
+        if reason := mismatch(groups, parameters):
             raise CommError(f"the groups do not fit the module: {reason}; plan for this model")
         self.scheme = scheme
         self._groups = [[parameters[name] for name in names] for names in groups]
@@ -203,7 +203,7 @@ def synchronize_by(
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups = plan.groups
-    if reason := _mismatch([group.tensors for group in groups], parameters):
+    if reason := mismatch([group.tensors for group in groups], parameters):
         log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
         groups = dense_groups(parameters)
     options = options_of({group_key(group.tensors): group.option for group in groups})
@@ -236,7 +236,7 @@ def group_key(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
-def _mismatch(groups: Sequence[Sequence[str]], parameters: dict[str, nn.Parameter]) -> str | None:
+def mismatch(groups: Sequence[Sequence[str]], parameters: dict[str, nn.Parameter]) -> str | None:
     """Return why the groups are not just the parameters, None when they are."""
     names = [name for group in groups for name in group]
     if missing := sorted(parameters.keys() - set(names)):

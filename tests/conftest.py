@@ -1,4 +1,4 @@
-"""Fixtures that several test files share: a real etcd, and laboratory networks."""
+"""Fixtures that several test files share: a real etcd, laboratory networks, and a process group."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from resilient_run.daemon.etcd import EtcdConfig
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
@@ -41,3 +42,11 @@ def netlab() -> Iterator[Callable[..., NetLab]]:
             return labs.enter_context(NetLab(*args, **options))
 
         yield build
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -3,8 +3,9 @@
     torchrun … tests/hook_trainer.py none zen zen+sparse …
 
 Each variant is a scheme, or none for plain DDP, and switches: sparse (gradients of the table), hosts (two ranks each),
-accumulate (two backward passes per step), nan (one appears),
-bruck (between SparDL's teams). Under `resilient-run` the first variant is checkpointed.
+accumulate (two backward passes per step), nan (one appears), bruck (between SparDL's teams), hsdp (FSDP2 with two
+replicas instead of DDP; then also the scheme topk and the switch hold, which accumulates before the reduce-scatter).
+Under `resilient-run` the first variant is checkpointed.
 """
 
 import argparse
@@ -12,17 +13,27 @@ import hashlib
 import json
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run import Checkpointer
+from resilient_run.comm.bucket import BucketSum
+from resilient_run.comm.compressed import Compressed
+from resilient_run.comm.compressors import TopK
+from resilient_run.comm.feedback import ErrorFeedback
 from resilient_run.comm.hook import register
+from resilient_run.comm.replicate import register_replicated
+from resilient_run.comm.scheme import Scheme
+from resilient_run.comm.transport import Transport
 
 WORDS = 4000
 
@@ -44,18 +55,48 @@ def emit(**line: Any) -> None:
     os.write(1, f"{json.dumps(line)}\n".encode())
 
 
+def topk(ranks: Transport) -> Scheme:
+    return Compressed(ranks, ErrorFeedback(TopK(0.02)))
+
+
+def parallelized(model: nn.Module, scheme: str, switches: list[str]) -> tuple[nn.Module, BucketSum | None]:
+    if "hsdp" in switches:
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        for layer in (model.table, model.hidden):
+            fully_shard(layer, mesh=mesh)
+        sharded = fully_shard(model, mesh=mesh)
+        if scheme == "none":
+            return sharded, None
+        return sharded, register_replicated(sharded, topk if scheme == "topk" else scheme, least_elements=1000)
+    # Several buckets, so that their layout changes after the first step.
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    if scheme == "none":
+        return parallel, None
+    gather = {"gather": "bruck"} if "bruck" in switches else {}
+    return parallel, register(parallel, scheme, ranks_per_host=2 if "hosts" in switches else 1, **gather)
+
+
+def accumulating(parallel: nn.Module, switches: list[str], *, last: bool) -> AbstractContextManager[None]:
+    if not isinstance(parallel, FSDPModule):
+        return nullcontext() if last else parallel.no_sync()
+    if "hold" in switches:
+        parallel.set_requires_gradient_sync(last)
+    else:
+        parallel.set_requires_all_reduce(last)
+    return nullcontext()
+
+
+def local(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
 def train(variant: str, *, steps: int, checkpointed: bool, kill_at: int | None) -> None:
     scheme, *switches = variant.split("+")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Model(sparse="sparse" in switches)
-    # Several buckets, so that their layout changes after the first step.
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
-    hook = None
-    if scheme != "none":
-        gather = {"gather": "bruck"} if "bruck" in switches else {}
-        hook = register(parallel, scheme, ranks_per_host=2 if "hosts" in switches else 1, **gather)
-        blank = hook.state_dict()
+    parallel, hook = parallelized(model, scheme, switches)
+    blank = hook.state_dict() if hook is not None else {}
     # The layout of the first step is another one and adds in another order: get it over with.
     parallel(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
     parallel.zero_grad()
@@ -68,9 +109,9 @@ def train(variant: str, *, steps: int, checkpointed: bool, kill_at: int | None) 
             first = checkpointer.restore() + 1
     for step in range(first, steps + 1):
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        for last in (False, True) if "accumulate" in switches else (True,):
+        for last in (False, True) if {"accumulate", "hold"} & set(switches) else (True,):
             words = torch.randint(WORDS, (16, 6), generator=generator)
-            with nullcontext() if last else parallel.no_sync():
+            with accumulating(parallel, switches, last=last):
                 loss = F.cross_entropy(parallel(words), words[:, 0] % 8)
                 if "nan" in switches and step == steps and rank == 0:
                     loss = loss * torch.nan
@@ -82,14 +123,15 @@ def train(variant: str, *, steps: int, checkpointed: bool, kill_at: int | None) 
             checkpointer.step(step)
         if step == kill_at and rank == 1 and os.environ.get("RESILIENT_GENERATION") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-    state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    nans = sum(parameter.isnan().sum().item() for parameter in model.parameters())
+    state = b"".join(local(parameter).numpy().tobytes() for parameter in model.parameters())
+    nans = sum(local(parameter).isnan().sum().item() for parameter in model.parameters())
     digest = hashlib.sha256(state).hexdigest()
     emit(
         variant=variant,
         rank=rank,
         digest=digest,
         nans=nans,
+        rounds=hook.world.traffic.rounds if hook else None,
         keys=sorted(hook.state_dict().get("keys", ())) if hook else [],
     )
     if rank == 0:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +24,83 @@ from resilient_run.comm.zen import Zen
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
+HSDP = ("", "+accumulate", "+hold")
 
 
-@pytest.mark.slow
-def test_training_is_that_of_plain_ddp() -> None:
+@dataclass(frozen=True)
+class Trainings:
+    """What the variants of `hook_trainer.py` came to.
+
+    Attributes:
+        losses: Variant → (rank, step) → loss.
+        ends: Variant → rank → its last line.
+    """
+
+    losses: dict[str, dict[tuple[int, int], float]]
+    ends: dict[str, dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def trainings() -> Trainings:
+    """One run of four ranks for all variants, because starting it takes longer than they do."""
     variants = ["none", *LIKE_NONE, "none+accumulate", "zen+accumulate", "zen+nan", "none+nan"]
+    variants += [f"{scheme}+hsdp{switch}" for scheme in ("none", "dense", "zen") for switch in HSDP]
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*command, TRAINER, *variants], text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    losses: dict[str, dict[tuple[int, int], float]] = {}
-    ends: dict[str, list[dict[str, Any]]] = {}
+    found = Trainings({}, {})
     for line in map(json.loads, filter(lambda text: text.startswith("{"), done.stdout.splitlines())):
         if "loss" in line:
-            losses.setdefault(line["variant"], {})[line["rank"], line["step"]] = line["loss"]
+            found.losses.setdefault(line["variant"], {})[line["rank"], line["step"]] = line["loss"]
         elif "digest" in line:
-            ends.setdefault(line["variant"], []).append(line)
+            found.ends.setdefault(line["variant"], {})[line["rank"]] = line
+    assert found.ends.keys() == set(variants)
+    assert all(len(ranks) == 4 for ranks in found.ends.values())
+    return found
+
+
+@pytest.mark.slow
+def test_training_is_that_of_plain_ddp(trainings: Trainings) -> None:
+    losses, ends = trainings.losses, trainings.ends
     for variant in LIKE_NONE:
         assert losses[variant] == pytest.approx(losses["none"], rel=1e-6), variant
     assert losses["zen+accumulate"] == pytest.approx(losses["none+accumulate"], rel=1e-6)
     assert losses["zen+accumulate"] != losses["none"]
     for variant, ranks in ends.items():
-        assert len(ranks) == 4
-        assert len({end["digest"] for end in ranks}) == 1 or "nan" in variant, f"{variant}: ranks differ"
+        same = "nan" in variant or "hsdp" in variant or len({end["digest"] for end in ranks.values()}) == 1
+        assert same, f"{variant}: ranks differ"
     assert ends["zen+nan"][0]["nans"] == ends["none+nan"][0]["nans"] > 0
     assert ends["dense"][0]["digest"] == ends["none"][0]["digest"]
     assert ends["zen"][0]["keys"] == ["hidden.weight", "table.weight"], "small gradients go together"
 
 
 @pytest.mark.slow
-def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("switch", HSDP)
+def test_training_is_that_of_hybrid_sharding(trainings: Trainings, switch: str) -> None:
+    """Two replicas of two shards: the sum of two has one order only, so all is equal bit for bit."""
+    losses, ends = trainings.losses, trainings.ends
+    plain = f"none+hsdp{switch}"
+    for scheme in ("dense", "zen"):
+        variant = f"{scheme}+hsdp{switch}"
+        assert losses[variant] == losses[plain]
+        for rank in range(4):
+            assert ends[variant][rank]["digest"] == ends[plain][rank]["digest"]
+            assert ends[variant][rank]["rounds"] == ends[f"{scheme}+hsdp"][rank]["rounds"], "one sum a step"
+    assert ends[plain][0]["digest"] == ends[plain][2]["digest"] != ends[plain][1]["digest"]
+    assert ends[f"dense+hsdp{switch}"][0]["rounds"] == 3 * 7, (
+        "one of each parameter group, and one backward pass before"
+    )
+    assert ends[f"zen+hsdp{switch}"][0]["keys"] == ["hidden.weight", "out.weight", "table.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["zen", "topk+hsdp"])
+def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path, variant: str) -> None:
     cluster = Cluster(tmp_path)
     try:
         undisturbed, killed = cluster.host("undisturbed"), cluster.host("killed")
         for host, extra in ((undisturbed, []), (killed, ["--kill-at", "7"])):
-            host.launch(["--standalone", "--nproc-per-node", "2"], [TRAINER, "zen", "--steps", "12", *extra])
+            host.launch(["--standalone", "--nproc-per-node", "2"], [TRAINER, variant, "--steps", "12", *extra])
         for host in (undisturbed, killed):
             assert host.wait() == 0, host.output
         assert recovered(killed) == 1
@@ -85,14 +128,6 @@ def test_example_has_the_losses_of_ddp() -> None:
     expected = losses("ddp")
     assert len(expected) == 8
     assert losses("zen") == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A default process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Broken(Scheme):
