@@ -23,6 +23,7 @@ GPU, BUSY, CPU, CPU_LATE, INTRA, INTER, DECODE = range(7)
 WIDTH = 7
 COMPUTING = [GPU, BUSY]
 NEVER = -np.inf
+_FIRST_AT_ONCE = 8
 _MOST_AT_ONCE = 64
 
 
@@ -107,7 +108,7 @@ def pareto(points: Array) -> NDArray[np.intp]:
     # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
     left = np.lexsort((np.where(finite, points, 0.0).sum(axis=1), finite.sum(axis=1)))
     points = points[:, (points != points[:1]).any(axis=0)]
-    kept, count = [], 1
+    kept, count = [], _FIRST_AT_ONCE
     while len(left):
         # The first ones leave few of the others, so that more can be compared at once.
         head, left, count = left[:count], left[count:], min(2 * count, _MOST_AT_ONCE)
