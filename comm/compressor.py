@@ -48,6 +48,10 @@ class Compressor(ABC):
         """Add what a message decodes to, to the 1-D tensor `total`, in place."""
         total += self.decompress(message, total.numel(), total.dtype, seed=seed)
 
+    def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
+        """Subtract what a message of a tensor of `dtype` decodes to from `dense`, which may be wider, in place."""
+        dense -= self.decompress(message, dense.numel(), dtype, seed=seed)
+
 
 class Sparsifier(Compressor):
     """A compressor that sends some elements with their indices.
@@ -99,3 +103,8 @@ class Sparsifier(Compressor):
     def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
         """Add the selected elements to `total`, in place."""
         scatter_add(total, *self.entries(message, total.dtype))
+
+    def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
+        """Subtract the selected elements from `dense`, in place."""
+        entries = self.entries(message, dtype)
+        scatter_add(dense, entries.indices, -entries.values.to(dense.dtype))

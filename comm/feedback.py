@@ -51,9 +51,12 @@ class Memory(ABC):
                 f"remembered; load the state of the same model"
             )
         message, new = self._compress(wide, gradient.dtype, kept, step, seed)
-        # A step that an optimizer must not take leaves no trace; decided without waiting for the device.
-        finite = wide.isfinite().all()
-        self._kept[key] = tuple(torch.where(finite, after, before) for after, before in zip(new, kept, strict=True))
+        # A step that an optimizer must not take leaves no trace; of both extremes one tells it, in one reading pass.
+        finite = torch.stack(torch.aminmax(wide)).isfinite().all() if wide.numel() else torch.tensor(True)
+        if wide.device.type == "cpu":
+            self._kept[key] = new if finite else kept
+        else:  # decided without waiting for the device
+            self._kept[key] = tuple(torch.where(finite, after, before) for after, before in zip(new, kept, strict=True))
         self._steps[key] = step + 1
         return message, seed
 
@@ -94,8 +97,8 @@ class ErrorFeedback(Memory):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         corrected = gradient + kept[0]
         message = self.compressor.compress(corrected.to(dtype), seed=seed)
-        sent = self.compressor.decompress(message, corrected.numel(), dtype, seed=seed)
-        return message, (corrected - sent,)
+        self.compressor.subtract(message, corrected, dtype, seed=seed)
+        return message, (corrected,)
 
 
 class MomentumCorrection(Memory):

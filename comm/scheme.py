@@ -1,12 +1,44 @@
 """What every way to sum gradients over ranks has in common."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .errors import CommError
 from .transport import Transport
+
+
+class Reduction(ABC):
+    """A sum over all ranks that is on its way; the stages come in this order, from any thread."""
+
+    @abstractmethod
+    def communicate(self) -> None:
+        """Do what all ranks do together, in the same order for all keys; may return before the network has finished."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """Do what is left, which concerns this rank alone, and return the sum."""
+
+
+class Whole(Reduction):
+    """A sum that has no stages.
+
+    Args:
+        reduce: Returns it.
+    """
+
+    def __init__(self, reduce: Callable[[], Tensor]) -> None:
+        self._reduce = reduce
+
+    def communicate(self) -> None:
+        """Do it all."""
+        self._total = self._reduce()
+
+    def total(self) -> Tensor:
+        """Return the sum."""
+        return self._total
 
 
 class Scheme(ABC):
@@ -36,6 +68,10 @@ class Scheme(ABC):
         Returns:
             A tensor of the shape, dtype and device of `gradient`; may be `gradient` itself.
         """
+
+    def begin(self, key: str, gradient: Tensor) -> Reduction:
+        """Do what needs no other rank yet, and return the rest of `reduce`; all of it, unless a scheme has stages."""
+        return Whole(lambda: self.reduce(key, gradient))
 
     def fuses(self, key: str) -> bool:
         """Tell whether this gradient is only all-reduced from now on, so that it may be so together with others."""

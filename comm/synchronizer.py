@@ -1,7 +1,9 @@
 """Sums gradients while backward goes on, group by group, as a plan says: Espresso's and Cupcake's run-time.
 
 The counterpart of DDP for plans that DDP's buckets cannot carry out: a plan says which gradients go together, in which
-order, and what happens to each group. A thread does it, as soon as all gradients of a group are there.
+order, and what happens to each group. The device that computes compresses a group as soon as its last gradient is
+there; a thread communicates the groups one after the other while backward goes on; what is left to do after that, such
+as decompression, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `timeline`).
 """
 
 import logging
@@ -21,10 +23,12 @@ from .execute import OptionScheme, options_of
 from .fabric import make_fabric
 from .feedback import ErrorFeedback, Memory
 from .plan import DENSE, Plan, PlanGroup
-from .scheme import Scheme
+from .scheme import Reduction, Scheme
 
 log = logging.getLogger(__name__)
 
+# Those of DDP; the first bucket is small, so that communication begins early.
+_FIRST_BUCKET_BYTES: Final = 1 << 20
 _BUCKET_BYTES: Final = 25 << 20
 
 
@@ -56,7 +60,8 @@ class GradientSynchronizer:
         self._stream: Any = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
         self._changed = threading.Condition()
         self._missing = [len(group) for group in self._groups]
-        self._ready: list[Any] = [None] * len(self._groups)
+        self._begun: list[tuple[Reduction, Any] | None] = [None] * len(self._groups)
+        self._communicated: list[Any] = [None] * len(self._groups)
         self._next = len(self._groups)
         self._error: Exception | None = None
         self._enabled, self._closed = True, False
@@ -92,15 +97,13 @@ class GradientSynchronizer:
         with self._changed:
             if all(missing == len(group) for missing, group in zip(self._missing, self._groups, strict=True)):
                 return
-            for index, missing in enumerate(self._missing):
-                if missing:
-                    self._begin(index)
-            self._changed.wait_for(lambda: self._error is not None or self._next == len(self._groups))
-            if self._error is not None:
-                raise self._error
-            self._missing = [len(group) for group in self._groups]
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            late = [index for index, missing in enumerate(self._missing) if missing]
+            self._missing = [0] * len(self._groups)
+        for index in late:
+            self._begin(index)
+        for index in range(len(self._groups)):
+            self._finish(index)
+        self._missing = [len(group) for group in self._groups]
 
     def close(self) -> None:
         """End the thread and take the hooks off; call it before the process groups are destroyed."""
@@ -134,49 +137,73 @@ class GradientSynchronizer:
                     "a step but the last, or call synchronize() after each"
                 )
             self._missing[index] -= 1
-            if self._missing[index] == 0:
-                self._begin(index)
+            if self._missing[index]:
+                return
+        self._begin(index)
 
     def _begin(self, index: int) -> None:
-        if self._next == len(self._groups):
-            self._next = 0
-        self._missing[index] = 0
-        self._ready[index] = True
-        if self._stream is not None:
-            self._ready[index] = torch.cuda.current_stream(self._device).record_event()
-        self._changed.notify_all()
+        """Compress a group, on this thread and its stream, and hand it over."""
+        group = self._groups[index]
+        try:
+            with torch.no_grad():
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+                # Divided before the sum, as DDP does it: half precision overflows later.
+                own = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.scheme.transport.size)
+                reduction = self.scheme.begin(self._keys[index], own)
+        except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
+            self._fail(error)
+            return
+        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        with self._changed:
+            if self._next == len(self._groups):
+                self._next = 0
+            self._begun[index] = reduction, ready
+            self._changed.notify_all()
 
     def _work(self) -> None:
-        """Sum the groups in the order of the plan, which all ranks keep, whatever becomes ready first."""
+        """Communicate the groups in the order of the plan, which all ranks keep, whatever becomes ready first."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._error is None and self._is_ready()))
+                self._changed.wait_for(lambda: self._closed or (self._error is None and self._is_begun()))
                 if self._closed:
                     return
-                index, ready, self._ready[self._next] = self._next, self._ready[self._next], None
+                begun = self._begun[self._next]
+            assert begun is not None
+            reduction, ready = begun
             try:
-                self._average(index, ready)
+                with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    if self._stream is not None:
+                        self._stream.wait_event(ready)
+                    reduction.communicate()
             except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+                self._fail(error)
                 continue
             with self._changed:
+                self._communicated[self._next] = None if self._stream is None else self._stream.record_event()
                 self._next += 1
                 self._changed.notify_all()
 
-    def _is_ready(self) -> bool:
-        return self._next < len(self._groups) and self._ready[self._next] is not None
+    def _is_begun(self) -> bool:
+        return self._next < len(self._groups) and self._begun[self._next] is not None
 
-    def _average(self, index: int, ready: Any) -> None:
-        group = self._groups[index]
-        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_event(ready)
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-            # Divided before the sum, as DDP does it: half precision overflows later.
-            mine = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.scheme.transport.size)
-            total = self.scheme.reduce(self._keys[index], mine)
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _finish(self, index: int) -> None:
+        """Wait until a group is communicated, and make its sum the gradients."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._next > index)
+            if self._error is not None:
+                raise self._error
+            # What it holds was kept until here, so that no stream gets its memory too early.
+            begun, self._begun[index] = self._begun[index], None
+        assert begun is not None
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._communicated[index])
+        with torch.no_grad():
+            total, group = begun[0].total(), self._groups[index]
             for parameter, part in zip(group, torch.split(total, [p.numel() for p in group]), strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
@@ -188,8 +215,9 @@ def synchronize_by(
 ) -> GradientSynchronizer:
     """Return what averages the gradients of `module` by `plan`; all ranks of the default process group call this.
 
-    Parameters and buffers are made equal to rank 0's. A plan that does not fit the module any more, on which all ranks
-    agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why.
+    Parameters and buffers are made equal to those of rank 0. A plan that does not fit the module, on which all ranks
+    agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why. One that
+    neither compresses nor fuses anything is carried out in buckets as well, as DDP would do it.
 
     Args:
         plan: Of `resilient-comm plan`.
@@ -206,6 +234,8 @@ def synchronize_by(
     if reason := mismatch([group.tensors for group in groups], parameters):
         log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
         groups = dense_groups(parameters)
+    elif not plan.compress and all(len(group.tensors) == 1 for group in groups):
+        groups = dense_groups(parameters, [group.tensors[0] for group in groups])
     options = options_of({group_key(group.tensors): group.option for group in groups})
     device = next(iter(parameters.values())).device
     ranks = range(dist.get_world_size())
@@ -217,17 +247,26 @@ def synchronize_by(
     return GradientSynchronizer(module, [group.tensors for group in groups], scheme)
 
 
-def dense_groups(parameters: dict[str, nn.Parameter]) -> tuple[PlanGroup, ...]:
-    """Return buckets of 25 MiB in the order in which gradients become ready, to be all-reduced."""
+def dense_groups(parameters: dict[str, nn.Parameter], order: Sequence[str] | None = None) -> tuple[PlanGroup, ...]:
+    """Return buckets of 25 MiB, of 1 MiB the first, to be all-reduced.
+
+    Args:
+        parameters: By name, in the order of the forward pass.
+        order: Their names as gradients become ready; by default the reverse of `parameters`.
+    """
     buckets: list[list[str]] = []
-    room_bytes = 0
+    full, size_bytes, limit_bytes = True, 0, 0
     dtype: torch.dtype | None = None
-    for name, parameter in reversed(parameters.items()):
-        if parameter.nbytes > room_bytes or parameter.dtype != dtype:
+    for name in order or list(reversed(parameters)):
+        parameter = parameters[name]
+        # As in DDP a bucket is full when it has reached its size.
+        if full or parameter.dtype != dtype:
+            limit_bytes = _BUCKET_BYTES if buckets else _FIRST_BUCKET_BYTES
             buckets.append([])
-            room_bytes, dtype = _BUCKET_BYTES, parameter.dtype
+            size_bytes, dtype = 0, parameter.dtype
         buckets[-1].append(name)
-        room_bytes -= parameter.nbytes
+        size_bytes += parameter.nbytes
+        full = size_bytes >= limit_bytes
     return tuple(PlanGroup(tensors=tuple(names), option=DENSE) for names in buckets)
 
 

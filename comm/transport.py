@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceScatterOptions
+from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 
 from .errors import MessageError
 
@@ -120,8 +120,12 @@ class Transport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over all ranks in place, dense, with the library's own all-reduce."""
-        self._group.allreduce([tensor]).wait()
+        self.begin_all_reduce(tensor).wait()
+
+    def begin_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin what `all_reduce` does and return what waits for it; other calls may come in between."""
         self._count_ring(2 * (self.size - 1) * tensor.nbytes / self.size)
+        return self._group.allreduce([tensor])
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return this rank's n-th of the 1-D `tensor`, whose length is a multiple of the ranks, summed over all."""

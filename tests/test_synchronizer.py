@@ -1,5 +1,7 @@
 """The run-time that averages gradients by a plan, on real ranks: same training as by hand, whatever the groups."""
 
+import threading
+
 import pytest
 import torch
 from ranks import run_hosts
@@ -10,6 +12,7 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.execute import OptionScheme, options_of
 from resilient_run.comm.fabric import Fabric
 from resilient_run.comm.feedback import ErrorFeedback
+from resilient_run.comm.scheme import Reduction, Scheme
 from resilient_run.comm.synchronizer import GradientSynchronizer, dense_groups, group_key
 
 GROUPS = [["4.bias"], ["4.weight", "2.bias"], ["0.weight", "2.weight", "0.bias"]]
@@ -179,7 +182,7 @@ def test_groups_of_another_model_are_refused(groups: list[list[str]], reason: st
 
 
 def test_buckets_of_what_is_all_reduced() -> None:
-    """In the reverse order of definition, up to 25 MiB each, of one dtype."""
+    """In the reverse order of definition, closed at 1 MiB and then at 25 MiB, of one dtype."""
     parameters = {
         "a": nn.Parameter(torch.empty(7 << 20, dtype=torch.float16)),
         "b": nn.Parameter(torch.empty(1)),
@@ -187,4 +190,65 @@ def test_buckets_of_what_is_all_reduced() -> None:
         "d": nn.Parameter(torch.empty(30 << 20)),
         "e": nn.Parameter(torch.empty(1)),
     }
-    assert [group.tensors for group in dense_groups(parameters)] == [("e",), ("d",), ("c", "b"), ("a",)]
+    assert [group.tensors for group in dense_groups(parameters)] == [("e", "d"), ("c", "b"), ("a",)]
+    order = ["d", "c", "e", "b", "a"]
+    assert [group.tensors for group in dense_groups(parameters, order)] == [("d",), ("c", "e", "b"), ("a",)]
+
+
+def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_after_it() -> None:
+    """The second group's compression waits for the first one's communication; it could not if one thread did both."""
+
+    class Staged(Scheme):
+        name = "staged"
+
+        def __init__(self, fabric: Fabric) -> None:
+            super().__init__(fabric.flat)
+            self.communicated = threading.Event()
+            self.stages: list[tuple[str, str, str]] = []
+
+        def note(self, stage: str, key: str) -> None:
+            self.stages.append((stage, key, threading.current_thread().name))
+
+        def reduce(self, key: str, gradient: Tensor) -> Tensor:
+            raise AssertionError("it has stages")
+
+        def begin(self, key: str, gradient: Tensor) -> Reduction:
+            if self.stages:
+                assert self.communicated.wait(30), "the first group was not communicated during the backward pass"
+            self.note("begin", key)
+            return Stages(self, key, gradient)
+
+    class Stages(Reduction):
+        def __init__(self, scheme: Staged, key: str, gradient: Tensor) -> None:
+            self.scheme, self.key, self.gradient = scheme, key, gradient
+
+        def communicate(self) -> None:
+            self.scheme.note("communicate", self.key)
+            self.scheme.transport.all_reduce(self.gradient)
+            self.scheme.communicated.set()
+
+        def total(self) -> Tensor:
+            self.scheme.note("total", self.key)
+            return self.gradient
+
+    def work(fabric: Fabric) -> tuple[list[tuple[str, str, str]], str, list[Tensor]]:
+        module, scheme = model(), Staged(fabric)
+        averaging = GradientSynchronizer(module, GROUPS, scheme)
+        module(batch(fabric.flat.rank, 0)).pow(2).sum().backward()
+        assert not any(stage == "total" for stage, _, _ in scheme.stages)
+        averaging.synchronize()
+        averaging.close()
+        gradients = [parameter.grad.clone() for parameter in module.parameters()]
+        return scheme.stages, threading.current_thread().name, gradients
+
+    twin = model()
+    for rank in range(2):
+        (twin(batch(rank, 0)).pow(2).sum() / 2).backward()
+    keys = [group_key(names) for names in GROUPS]
+    for stages, own, gradients in run_hosts(1, 2, work):
+        of = {stage: [(key, thread) for which, key, thread in stages if which == stage] for stage, _, _ in stages}
+        assert of["begin"] == [(key, own) for key in keys]
+        assert of["communicate"] == [(key, "gradient synchronizer") for key in keys]
+        assert of["total"] == [(key, own) for key in keys]
+        for found, parameter in zip(gradients, twin.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad)
