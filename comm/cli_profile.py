@@ -15,7 +15,7 @@ from .compressors import NAMES, named
 from .errors import CommError, FileError
 from .fabric import Fabric, make_fabric
 from .fields import read_object
-from .probe import PROBED, CoderPoints, link_of, probe_coder, probe_link, probe_messages
+from .probe import PROBED, PROBED_COMPRESSED, CoderPoints, probe_coder, probe_link, probe_messages
 from .transport import Transport
 from .tree import Routine
 
@@ -106,10 +106,10 @@ def _measure(
         while sizes[-1] < largest_bytes:
             sizes.append(min(4 * sizes[-1], largest_bytes))
         compressor = named(name, density=density)
-        coders = {"gpu": probe_coder(compressor, sizes, device=device, repeats=repeats)}
+        coders = {"gpu": probe_coder(compressor, sizes, device=device, repeats=repeats, transport=fabric.flat)}
         if form == "espresso":
             if device.type == "cuda":
-                coders["cpu"] = probe_coder(compressor, sizes, device="cpu", repeats=repeats)
+                coders["cpu"] = probe_coder(compressor, sizes, device="cpu", repeats=repeats, transport=fabric.flat)
             costs = _espresso(fabric, coders, name, sizes, repeats)
         else:
             costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)
@@ -135,22 +135,39 @@ def _cupcake(
 def _espresso(
     fabric: Fabric, coders: Mapping[str, CoderPoints], name: str, sizes: Sequence[int], repeats: int
 ) -> dict[str, Any]:
-    def link(transport: Transport) -> dict[str, Any]:
+    ratio = coders["gpu"].ratio
+    # Payloads add up on their way, so messages become larger than one compression makes them.
+    messages = [max(4, round(ratio * size)) for size in (*sizes, 4 * sizes[-1], 16 * sizes[-1])]
+
+    def link(transport: Transport, *, sharing: int = 1) -> dict[str, Any]:
+        """Measure a link whose adapters `sharing` ranks use at the same time."""
         if transport.size == 1:
             return {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
-        points = {routine: probe_link(transport, routine, sizes, repeats=repeats) for routine in PROBED}
-        costs = link_of(points, sizes, transport.size)
-        first, *others = PROBED
-        return {**costs[first].fields(), "routines": {str(routine): costs[routine].fields() for routine in others}}
 
+        def costs(routines: Sequence[Routine], sizes: Sequence[int], *, compressed: bool) -> dict[str, Any]:
+            found = {}
+            for routine in routines:
+                # All ranks together hold as much after an all-gather as before another collective.
+                each = transport.size if routine is Routine.ALL_GATHER and not compressed else 1
+                held = [size // each for size in sizes]
+                seconds = probe_link(transport, routine, held, repeats=repeats, compressed=compressed)
+                found[str(routine)] = _table([sharing * size for size in held], seconds)
+            return found
+
+        dense = costs(PROBED, sizes, compressed=False)
+        first = dense.pop(str(PROBED[0]))
+        return {**first, "routines": dense, "compressed": costs(PROBED_COMPRESSED, messages, compressed=True)}
+
+    hosts, per_host = fabric.inter.size, fabric.intra.size
     return {
-        "hosts": fabric.inter.size,
-        "gpus_per_host": fabric.intra.size,
+        **({"flat": link(fabric.flat)} if hosts > 1 and per_host > 1 else {}),
+        "hosts": hosts,
+        "gpus_per_host": per_host,
         "intra": link(fabric.intra),
-        "inter": link(fabric.inter),
+        "inter": link(fabric.inter, sharing=per_host),
         "compressors": {
             name: {
-                "ratio": coders["gpu"].ratio,
+                "ratio": ratio,
                 **{
                     device: {
                         "compress": _table(sizes, coder.compress),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .curve import Affine, Curve, read_curve
+from .curve import Curve, Table, read_curve
 from .fields import Fields, read_object
 from .tree import Device, Routine
 
@@ -16,16 +16,20 @@ class Link:
     """A network between the participants of a collective.
 
     Attributes:
-        cost: Seconds of one round with another participant, and of each byte that one adapter sends or receives.
+        cost: Seconds of one round with another participant, and of each byte that one adapter sends or receives; or,
+            measured, of the collective, over the bytes that those hold before it who share an adapter.
         routines: The same, measured, for collectives that differ from it.
+        compressed: The same for collectives of compressed data; as those of dense data where it says nothing.
     """
 
-    cost: Affine
-    routines: Mapping[Routine, Affine] = field(default_factory=dict)
+    cost: Curve
+    routines: Mapping[Routine, Curve] = field(default_factory=dict)
+    compressed: Mapping[Routine, Curve] = field(default_factory=dict)
 
-    def of(self, routine: Routine) -> Affine:
+    def of(self, routine: Routine, *, compressed: bool = False) -> Curve:
         """Return the cost of a collective."""
-        return self.routines.get(routine, self.cost)
+        dense = self.routines.get(routine, self.cost)
+        return self.compressed.get(routine, dense) if compressed else dense
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,7 @@ class Cluster:
         forward_s: The forward pass and what else precedes the backward pass, seconds.
         bytes_per_element: Size of an element before compression.
         links_overlap: The run-time has a queue for each link, not one for both (`timeline`).
+        flat: What collectives of all GPUs were measured to cost; without it this is derived from both links.
     """
 
     hosts: int
@@ -84,6 +89,7 @@ class Cluster:
     forward_s: float = 0.0
     bytes_per_element: float = 4.0
     links_overlap: bool = False
+    flat: Link | None = None
 
 
 def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
@@ -114,27 +120,29 @@ def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
         forward_s=fields.number("forward_s", "the seconds of the forward pass"),
         bytes_per_element=fields.number("bytes_per_element", "the bytes of an element of a gradient", positive=True),
         links_overlap="links_overlap" in fields and fields.flag("links_overlap", "whether each link has its queue"),
+        flat=_link(fields.object("flat", "the network as all GPUs together see it")) if "flat" in fields else None,
     )
     fields.close()
+    measured = any(isinstance(link.cost, Table) for link in (cluster.intra, cluster.inter))
+    if measured and cluster.flat is None and min(cluster.hosts, cluster.gpus_per_host) > 1:
+        raise fields.wrong("flat", "where links are measured points, say what collectives of all GPUs cost as well")
     return cluster
 
 
 def _link(fields: Fields) -> Link:
-    routines: dict[Routine, Affine] = {}
-    if "routines" in fields:
-        measured = fields.object("routines", "the collectives that differ, by name")
-        for name in sorted(measured.keys()):
-            if name not in set(Routine):
-                raise fields.wrong("routines", f"no collective {name!r}; there are {', '.join(Routine)}")
-            routines[Routine(name)] = _affine(measured.object(name, "what it costs"))
-    return Link(cost=_affine(fields), routines=routines)
+    routines, compressed = (_routines(fields, key) for key in ("routines", "compressed"))
+    return Link(cost=read_curve(fields), routines=routines, compressed=compressed)
 
 
-def _affine(fields: Fields) -> Affine:
-    alpha_s = fields.number("alpha_s", "the seconds of one round")
-    beta_s_per_byte = fields.number("beta_s_per_byte", "the seconds of each byte")
-    fields.close()
-    return Affine(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+def _routines(fields: Fields, key: str) -> dict[Routine, Curve]:
+    if key not in fields:
+        return {}
+    measured, found = fields.object(key, "the collectives that differ, by name"), {}
+    for name in sorted(measured.keys()):
+        if name not in set(Routine):
+            raise fields.wrong(key, f"no collective {name!r}; there are {', '.join(Routine)}")
+        found[Routine(name)] = read_curve(measured.object(name, "what it costs"))
+    return found
 
 
 def _compressor(name: str, fields: Fields) -> Compressor:

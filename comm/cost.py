@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .cluster import Cluster
+from .cluster import Cluster, Link
+from .curve import Affine, Curve, Table
 from .timeline import Resource
 from .tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 
@@ -144,17 +145,34 @@ class Costs:
         held_bytes = holding.region * self._sizes_bytes
         if step.compressed:
             held_bytes = held_bytes * (holding.payloads * cluster.compressor.ratio)
-        rounds, share = traffic(step.routine, participants)
+
+        def of(link: Link) -> Curve:
+            return link.of(step.routine, compressed=step.compressed)
+
         if step.phase is Phase.FLAT and cluster.hosts > 1:
-            intra, inter = cluster.intra.of(step.routine), cluster.inter.of(step.routine)
-            adapter = _flat_adapter_share(step, cluster.hosts, cluster.gpus_per_host)
-            slower = max(inter.beta_s_per_byte * adapter, intra.beta_s_per_byte * share)
-            return Resource.INTER, inter.alpha_s * rounds + slower * held_bytes
-        if step.phase is Phase.INTER:
-            cost = cluster.inter.of(step.routine)
-            return Resource.INTER, cost.alpha_s * rounds + cost.beta_s_per_byte * share * holding.senders * held_bytes
-        cost = cluster.intra.of(step.routine)
-        return Resource.INTRA, cost.alpha_s * rounds + cost.beta_s_per_byte * share * held_bytes
+            resource, cost = Resource.INTER, of(cluster.flat or cluster.inter)
+            if cluster.flat is None and cluster.gpus_per_host > 1:
+                cost = self._flat(step)
+        elif step.phase is Phase.INTER:
+            resource, held_bytes, cost = Resource.INTER, holding.senders * held_bytes, of(cluster.inter)
+        else:
+            resource, cost = Resource.INTRA, of(cluster.intra)
+        if isinstance(cost, Table):
+            return resource, cost.over(held_bytes)
+        rounds, share = traffic(step.routine, participants)
+        return resource, cost.alpha_s * rounds + cost.beta_s_per_byte * share * held_bytes
+
+    def _flat(self, step: Comm) -> Affine:
+        """Return what a flat collective costs by both links: the latency of the one between hosts, the slower pace."""
+        intra, inter = (
+            link.of(step.routine, compressed=step.compressed) for link in (self._cluster.intra, self._cluster.inter)
+        )
+        assert isinstance(intra, Affine)
+        assert isinstance(inter, Affine)
+        _, share = traffic(step.routine, self._participants(step.phase))
+        adapter = _flat_adapter_share(step, self._cluster.hosts, self._cluster.gpus_per_host)
+        slower = max(inter.beta_s_per_byte * adapter, intra.beta_s_per_byte * share)
+        return Affine(alpha_s=inter.alpha_s, beta_s_per_byte=slower / share)
 
     def _participants(self, phase: Phase) -> int:
         if phase is Phase.FLAT:

@@ -18,6 +18,9 @@ _DENSE = "all_reduce@flat"
 # Only what travels between hosts is compressed (thesis, Section 5.4.1); each GPU of a host has a part of it.
 BETWEEN_HOSTS = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
 
+# 4 KiB to 4 GiB.
+_SIZES_BYTES = tuple(4096.0 * 2**exponent for exponent in range(21))
+
 
 def cluster_plan(model: Model, cluster: Cluster, *, planner: str = "cupcake") -> Plan:
     """Return the plan of a fusion planner, with all groups compressed in the better of two ways.
@@ -67,17 +70,17 @@ def fusion_system(cluster: Cluster, option: str) -> System:
     )
 
 
-def _communication(cluster: Cluster, option: str) -> Affine:
-    """Return the time of all collectives of an option; each is affine in the bytes."""
-    sizes_bytes = (1e6, 2e6)
+def _communication(cluster: Cluster, option: str) -> Curve:
+    """Return the time of all collectives of an option; affine, or points where links are."""
     path = parse(option)
-    (costed,) = Costs(cluster, sizes_bytes).options([path])
-    sums = np.zeros(2)
-    for label, seconds in zip(costed.labels, costed.seconds, strict=True):
-        if label in {str(step) for step in path.steps if isinstance(step, Comm)}:
-            sums += seconds
-    slope = (sums[1] - sums[0]) / (sizes_bytes[1] - sizes_bytes[0])
-    return Affine(alpha_s=max(0.0, float(sums[0] - slope * sizes_bytes[0])), beta_s_per_byte=float(slope))
+    (costed,) = Costs(cluster, _SIZES_BYTES).options([path])
+    collectives = {str(step) for step in path.steps if isinstance(step, Comm)}
+    rows = [seconds for label, seconds in zip(costed.labels, costed.seconds, strict=True) if label in collectives]
+    sums = np.sum(rows, axis=0)
+    if any(isinstance(link.cost, Table) for link in (cluster.intra, cluster.inter)):
+        return Table(sizes_bytes=_SIZES_BYTES, seconds=tuple(sums.tolist()))
+    slope = (sums[-1] - sums[0]) / (_SIZES_BYTES[-1] - _SIZES_BYTES[0])
+    return Affine(alpha_s=max(0.0, float(sums[0] - slope * _SIZES_BYTES[0])), beta_s_per_byte=float(slope))
 
 
 def _sum(*parts: tuple[Curve, int], part: float) -> Curve:

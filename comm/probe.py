@@ -5,29 +5,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .compressor import Compressor
-from .cost import traffic
-from .curve import Affine
 from .feedback import ErrorFeedback
-from .transport import Transport
+from .pieces import Message, Pieces, broadcast_from, gather_all, gather_to, pack, reduce_to, scatter_all, unpack
+from .transport import Transport, to_bytes
 from .tree import Routine
 
-PROBED = (Routine.ALL_REDUCE, Routine.REDUCE_SCATTER, Routine.ALL_GATHER, Routine.ALL_TO_ALL)
-"""The collectives that `probe_link` can measure."""
+_Call = Callable[[Transport, Tensor], object]
 
-_CALLS: Mapping[Routine, Callable[[Transport, Tensor], object]] = {
+_DENSE: Mapping[Routine, _Call] = {
     Routine.ALL_REDUCE: lambda transport, dense: transport.all_reduce(dense),
     Routine.REDUCE_SCATTER: lambda transport, dense: transport.reduce_scatter(dense),
     Routine.ALL_GATHER: lambda transport, dense: transport.all_gather_dense(dense),
-    Routine.ALL_TO_ALL: lambda transport, dense: transport.all_to_all(
-        list(dense.view(torch.uint8).chunk(transport.size))
+    Routine.REDUCE: lambda transport, dense: reduce_to(0, dense, transport),
+    Routine.BROADCAST: lambda transport, dense: broadcast_from(
+        0, None if transport.rank else to_bytes(dense), transport
     ),
 }
+_COMPRESSED: Mapping[Routine, _Call] = {
+    Routine.ALL_GATHER: lambda transport, data: gather_all(_pieces(data, 1), transport),
+    Routine.ALL_TO_ALL: lambda transport, data: scatter_all(_pieces(data, transport.size), transport),
+    Routine.GATHER: lambda transport, data: gather_to(0, _pieces(data, 1), transport),
+    Routine.BROADCAST: lambda transport, data: unpack(
+        broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
+    ),
+}
+
+PROBED = tuple(_DENSE)
+"""The collectives of dense tensors that `probe_link` can measure."""
+
+PROBED_COMPRESSED = tuple(_COMPRESSED)
+"""Those of compressed data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +61,18 @@ class CoderPoints:
 
 
 def probe_coder(
-    compressor: Compressor, sizes_bytes: Sequence[int], *, device: torch.device | str, repeats: int = 10
+    compressor: Compressor,
+    sizes_bytes: Sequence[int],
+    *,
+    device: torch.device | str,
+    repeats: int = 10,
+    transport: Transport | None = None,
 ) -> CoderPoints:
-    """Return what `compressor` takes on `device` for made-up gradients; the first run of each is not counted."""
+    """Return what `compressor` takes on `device` for made-up gradients; the first run of each is not counted.
+
+    With a `transport` its ranks do the same at the same time, as in training, where they may share processors; the
+    slowest counts.
+    """
     points: dict[str, list[float]] = {"compress": [], "decompress": [], "accumulate": []}
     ratio = 1.0
     for size_bytes in sizes_bytes:
@@ -74,7 +94,11 @@ def probe_coder(
             memory.compress("probe", dense)
 
         for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
-            points[name].append(median(_seconds(work, dense.device) for _ in range(repeats + 1)))
+            samples = [
+                _seconds(work, dense.device) if transport is None else slowest_s(transport, work)
+                for _ in range(repeats + 1)
+            ]
+            points[name].append(median(samples[1:]))
     return CoderPoints(
         sizes_bytes=tuple(sizes_bytes),
         compress=tuple(points["compress"]),
@@ -85,19 +109,20 @@ def probe_coder(
 
 
 def probe_link(
-    transport: Transport, routine: Routine, sizes_bytes: Sequence[int], *, repeats: int = 5
+    transport: Transport, routine: Routine, sizes_bytes: Sequence[int], *, repeats: int = 5, compressed: bool = False
 ) -> tuple[float, ...]:
-    """Return the seconds of a collective of dense tensors of each size, on the slowest rank; medians.
+    """Return the seconds of a collective of tensors of each size, on the slowest rank; medians.
 
     The size is what a rank holds before the collective. All ranks call this together and get the same.
 
     Args:
         transport: The ranks.
-        routine: All-reduce, reduce-scatter, all-gather or all-to-all.
+        routine: One of `PROBED`, or of `PROBED_COMPRESSED`.
         sizes_bytes: Rounded up to whole elements for each rank.
         repeats: Samples of each size, one more of which is not counted.
+        compressed: The tensors are messages of a compressor, which travel with what decodes them.
     """
-    call, found = _CALLS[routine], []
+    call, found = (_COMPRESSED if compressed else _DENSE)[routine], []
     for size_bytes in sizes_bytes:
         each = -(-size_bytes // (4 * transport.size))
         dense = torch.zeros(each * transport.size, device=transport.device)
@@ -136,25 +161,9 @@ def slowest_s(transport: Transport, work: Callable[[], object]) -> float:
     return max(_gather(transport, seconds))
 
 
-def link_of(points: Mapping[Routine, Sequence[float]], sizes_bytes: Sequence[int], ranks: int) -> dict[Routine, Affine]:
-    """Return alpha and beta of each collective: of one round, and of each byte that the busiest rank moves."""
-    return {
-        routine: _fit(
-            np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64), *traffic(routine, ranks)
-        )
-        for routine, seconds in points.items()
-    }
-
-
-def _fit(sizes_bytes: NDArray[np.float64], seconds: NDArray[np.float64], rounds: int, share: float) -> Affine:
-    # Relative errors count, so that small sizes say what a round takes; neither is less than nothing.
-    design = np.stack([np.full_like(sizes_bytes, rounds), share * sizes_bytes], axis=1) / seconds[:, None]
-    alpha_s, beta_s = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)[0]
-    if alpha_s < 0:
-        alpha_s, beta_s = 0.0, float(np.dot(design[:, 1], np.ones_like(seconds)) / np.dot(design[:, 1], design[:, 1]))
-    if beta_s < 0:
-        alpha_s, beta_s = float(np.median(seconds) / rounds), 0.0
-    return Affine(alpha_s=float(alpha_s), beta_s_per_byte=float(beta_s))
+def _pieces(data: Tensor, count: int) -> Pieces:
+    parts = data.view(torch.uint8).chunk(count)
+    return Pieces(numel=data.numel() // count, pieces=[[Message(seed=0, data=part)] for part in parts])
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

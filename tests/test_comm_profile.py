@@ -17,11 +17,10 @@ from resilient_run.comm.compressors import named
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.model import read_model
 from resilient_run.comm.plan import COMPRESSED, Plan, PlanGroup
-from resilient_run.comm.probe import PROBED, link_of, probe_coder, probe_link, probe_messages
+from resilient_run.comm.probe import PROBED, PROBED_COMPRESSED, probe_coder, probe_link, probe_messages
 from resilient_run.comm.profiler import BackwardProfiler
 from resilient_run.comm.system import read_system
 from resilient_run.comm.transport import Transport
-from resilient_run.comm.tree import Routine
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 TINY = ("--layers", "2", "--width", "128", "--json")
@@ -69,27 +68,12 @@ def test_profile_of_nothing_or_half_a_model_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_alpha_and_beta_of_a_link_that_has_them() -> None:
-    sizes = [1 << 14, 1 << 18, 1 << 22]
-    alpha_s, beta_s, ranks = 2e-5, 3e-9, 4
-    shares = {Routine.ALL_REDUCE: (6, 1.5), Routine.REDUCE_SCATTER: (3, 0.75), Routine.ALL_GATHER: (3, 3.0)}
-    points = {
-        routine: [rounds * alpha_s + share * beta_s * size for size in sizes]
-        for routine, (rounds, share) in shares.items()
-    }
-    for cost in link_of(points, sizes, ranks).values():
-        assert cost.alpha_s == pytest.approx(alpha_s)
-        assert cost.beta_s_per_byte == pytest.approx(beta_s)
-    falling = link_of({Routine.ALL_REDUCE: [3e-3, 2e-3, 1e-3]}, sizes, ranks)[Routine.ALL_REDUCE]
-    assert falling.alpha_s > 0
-    assert falling.beta_s_per_byte == 0
-
-
 def test_ranks_agree_on_what_they_measured() -> None:
     sizes = [1 << 12, 1 << 16]
 
     def work(transport: Transport) -> list[tuple[float, ...]]:
         links = [probe_link(transport, routine, sizes, repeats=2) for routine in PROBED]
+        links += [probe_link(transport, routine, sizes, repeats=2, compressed=True) for routine in PROBED_COMPRESSED]
         names = ("topk", "dgc", "fp16")
         return links + [probe_messages(transport, named(name), sizes, repeats=2) for name in names]
 

@@ -235,3 +235,42 @@ def test_wrong_cluster_files_are_refused(tmp_path: Path, changes: dict[str, obje
 
 def test_resources_of_steps_are_those_of_the_timeline() -> None:
     assert {str(device) for device in Device} <= {str(resource) for resource in Resource}
+
+
+def test_measured_links_cost_what_was_measured() -> None:
+    """Points are over what all hold that share the adapter; compressed data and flat collectives have their own."""
+
+    def points(factor: float) -> Table:
+        return Table(sizes_bytes=(0.0, 1000.0), seconds=(0.0, 1000 * factor))
+
+    coder = Coder(compress=FREE, decompress=FREE, accumulate=FREE)
+    made = Cluster(
+        hosts=4,
+        gpus_per_host=2,
+        intra=Link(cost=points(1)),
+        inter=Link(cost=points(10), compressed={Routine.ALL_GATHER: points(100)}),
+        flat=Link(cost=points(3)),
+        compressor=Compressor(name="half", ratio=0.5, coders={Device.GPU: coder}),
+    )
+
+    def seconds(text: str) -> list[float]:
+        (option,) = Costs(made, [SIZE_BYTES]).options([parse(text)])
+        return [float(row[0]) for row in option.seconds]
+
+    assert seconds("all_reduce@flat") == [3 * 800]
+    assert seconds("reduce_scatter@intra1 > all_reduce@inter > all_gather@intra2") == [800, 10 * 2 * 400, 400]
+    assert seconds("reduce@intra1 > all_reduce@inter > broadcast@intra2") == [800, 10 * 800, 800]
+    compressed = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
+    assert seconds(compressed) == [800, 0, 100 * 2 * 200, 0, 400]
+
+
+def test_points_of_links_need_those_of_all_gpus(tmp_path: Path) -> None:
+    link = {"sizes_bytes": [1, 2], "seconds": [1, 2], "compressed": {"gather": {"alpha_s": 0, "beta_s_per_byte": 1}}}
+    path = written(tmp_path / "c.json", intra=link, inter=link)
+    with pytest.raises(FileError, match="say what collectives of all GPUs cost as well"):
+        read_cluster(path, "dgc")
+    path = written(tmp_path / "c.json", intra=link, inter=link, flat=link)
+    found = read_cluster(path, "dgc")
+    assert found.flat == found.inter
+    assert found.inter.of(Routine.GATHER, compressed=True) == affine(0, 1)
+    assert found.inter.of(Routine.GATHER) == Table(sizes_bytes=(1.0, 2.0), seconds=(1.0, 2.0))
