@@ -10,6 +10,7 @@ from .constraints import CONSTRAINTS, allowed
 from .cupcake import PLANNERS, fusion_plan
 from .errors import FileError
 from .espresso import ESPRESSO_PLANNERS, espresso_plan
+from .espresso_fused import fused_plan
 from .fields import read_object
 from .fusion_cluster import cluster_plan
 from .model import Model, read_model
@@ -17,13 +18,14 @@ from .picture import SUFFIXES, PictureError, draw
 from .plan import Plan
 from .system import read_system
 
+_FUSED = "espresso-fused"
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
 @click.option(
     "--planner",
-    type=click.Choice([*PLANNERS, *ESPRESSO_PLANNERS]),
+    type=click.Choice([*PLANNERS, *ESPRESSO_PLANNERS, _FUSED]),
     default="cupcake",
     show_default=True,
     help="Who plans; those named espresso choose a path of the tree for each tensor.",
@@ -83,8 +85,10 @@ def plan(
 
 
 def _plan(model: Model, system_path: Path, planner: str, compressor: str | None, constraints: tuple[str, ...]) -> Plan:
-    if planner in ESPRESSO_PLANNERS:
+    if planner in (*ESPRESSO_PLANNERS, _FUSED):
         cluster = read_cluster(system_path, compressor)
+        if planner == _FUSED:
+            return fused_plan(model, cluster, options=allowed(constraints))
         return espresso_plan(model, cluster, planner=planner, options=allowed(constraints))
     if constraints:
         raise ValueError(f"--constraint is for the espresso planners: leave it out, or choose another than {planner}")

@@ -1,14 +1,16 @@
 """Espresso on whole models: plans, baselines, bounds, `resilient-comm plan`, and when compression does not pay."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from espresso_instances import cluster
+from espresso_instances import affine, cluster
 
 from resilient_run.comm import constraints
 from resilient_run.comm.cli import resilient_comm
+from resilient_run.comm.cluster import Link
 from resilient_run.comm.espresso import (
     ESPRESSO_PLANNERS,
     Espresso,
@@ -16,6 +18,7 @@ from resilient_run.comm.espresso import (
     espresso_plan,
     upper_bound_s,
 )
+from resilient_run.comm.espresso_fused import fused_plan
 from resilient_run.comm.model import Model, Tensor
 from resilient_run.comm.plan import DENSE, Plan
 from resilient_run.comm.tree import parse
@@ -155,3 +158,22 @@ def test_the_command_refuses_with_the_remedy(files: list[str]) -> None:
     misplaced = CliRunner().invoke(resilient_comm, [*files, "--planner", "cupcake", "--constraint", "flat"])
     assert misplaced.exit_code == 2
     assert "leave it out" in misplaced.output
+
+
+def test_fusion_helps_where_tensors_are_small_and_changes_nothing_else() -> None:
+    many = Model(
+        name="many", tensors=tuple(Tensor(name=f"t{index}", numel=5000, backward_s=1e-5) for index in range(60))
+    )
+    expensive = replace(cluster(), inter=Link(cost=affine(1e-3, 8 / 1e9)))
+    alone, fused = espresso_plan(many, expensive), fused_plan(many, expensive)
+    assert fused.iteration_s < 0.5 * alone.iteration_s == 0.5 * fused.baselines_s["espresso"]
+    assert [name for group in fused.groups for name in group.tensors] == [tensor.name for tensor in many.tensors]
+    assert len(fused.groups) < 60
+    assert fused.bound_s <= fused.iteration_s
+    assert max(span.end_s for span in fused.timeline) == pytest.approx(fused.iteration_s)
+
+
+def test_fused_plan_that_compresses_nothing_all_reduces_its_groups() -> None:
+    plan = fused_plan(MODEL, cluster(hosts=4, gpus=1, inter_s_per_byte=1e-13))
+    assert not plan.compress
+    assert {group.option for group in plan.groups} == {DENSE}

@@ -1,0 +1,109 @@
+"""One worker of `plans.py` on a host of the laboratory network. Its options are a JSON object; rank 0 prints lines."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timed_model import Device, DeviceFeedback, Step, TimedModel
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from workload import emit
+
+from resilient_run.comm.plan import Plan
+from resilient_run.comm.profiler import BackwardProfiler
+from resilient_run.comm.synchronizer import synchronize_by
+
+POWERSGD_RANK = 4
+
+options = json.loads(sys.argv[1])
+device = Device()
+
+
+def build() -> TimedModel:
+    steps = [Step(**step) for step in options["steps"]]
+    return TimedModel(steps, forward_s=options["forward_s"], device=device, rank=dist.get_rank())
+
+
+def under_ddp(hook: Callable[..., Any] | None = None, state: object = None) -> Callable[[], None]:
+    # DDP's buckets have as much less in them as the model has.
+    parallel = DistributedDataParallel(build(), bucket_cap_mb=options["bucket_mib"])
+    if hook is not None:
+        parallel.register_comm_hook(state, hook)
+
+    def iteration() -> None:
+        parallel.zero_grad()
+        with device.iteration():
+            parallel().backward()
+
+    return iteration
+
+
+def planned(path: str) -> Callable[[], None]:
+    model, memory = build(), DeviceFeedback(options["density"], device)
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    averaging = synchronize_by(Plan.read(Path(path)), model, memory.compressor, ranks_per_host=per_host, memory=memory)
+
+    def iteration() -> None:
+        model.zero_grad()
+        with device.iteration():
+            model().backward()
+        averaging.synchronize()
+
+    return iteration
+
+
+def profile() -> None:
+    """Write the model file, measured while all workers do the same and none communicates."""
+    model = build()
+    profiler = BackwardProfiler(model, iterations=options["iterations"], warm_up=1)
+    for _ in range(options["iterations"] + 2):
+        model.zero_grad()
+        with device.iteration():
+            model().backward()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        profiler.write(Path(options["model_path"]), name=options["model"])
+
+
+def train() -> None:
+    """Print the seconds of each iteration by each strategy, on the slowest rank; they take turns."""
+    made: dict[str, Callable[[], None]] = {
+        "fp32": under_ddp(),
+        "fp16": under_ddp(default_hooks.fp16_compress_hook),
+        "powersgd": under_ddp(
+            powerSGD_hook.powerSGD_hook,
+            powerSGD_hook.PowerSGDState(
+                process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
+            ),
+        ),
+        **{name: planned(path) for name, path in options["plans"].items()},
+    }
+    for iteration in made.values():
+        for _ in range(4):  # compiles, makes DDP's final buckets, begins PowerSGD
+            iteration()
+    for turn in range(options["rounds"]):
+        for name, iteration in made.items():
+            dist.barrier()
+            iteration()
+            seconds = []
+            for _ in range(options["iterations"]):
+                began_s = time.perf_counter()
+                iteration()
+                seconds.append(time.perf_counter() - began_s)
+            slowest = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if dist.get_rank() == 0:
+                emit(json.dumps({"strategy": name, "round": turn, "seconds": slowest.tolist()}))
+
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+{"profile": profile, "train": train}[options["task"]]()
+dist.barrier()
+os._exit(0)  # the synchronizers' threads and groups end with the process

@@ -1,0 +1,162 @@
+"""A model whose arithmetic is waited for, not done: gradients of given sizes that become ready at given times.
+
+Four workers on a few processors cannot compute as four devices would. Here each worker has a device of its own: a
+backward step sleeps for as long as it takes, and what else the worker does on that device (compression, copies) is real
+work, which delays the steps behind it as it would there. Gradients, hooks and messages are those of any torch module.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient_run.comm.compressors import TopK
+from resilient_run.comm.feedback import ErrorFeedback
+from resilient_run.comm.measure import example_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The gradient of one parameter, and the seconds until it is ready after the one before it."""
+
+    name: str
+    rows: int
+    columns: int
+    backward_s: float
+
+
+def steps_of(tensors: Sequence[tuple[str, int, float]], *, scale: int, backward_s: float) -> list[Step]:
+    """Return (name, elements, operations) as matrices of a `scale`-th of the elements; biases are vectors.
+
+    The whole backward pass takes `backward_s`, each gradient its share by operations.
+    """
+    operations = sum(each for _, _, each in tensors)
+    made = []
+    for name, numel, each in tensors:
+        if numel == 0:
+            continue  # tied to another one
+        small = max(1, numel // scale)
+        rows = 1 if name.endswith("bias") or small < 1024 else isqrt(small)
+        made.append(
+            Step(
+                name=name.replace(".", "_"),
+                rows=rows,
+                columns=small // rows,
+                backward_s=backward_s * each / operations,
+            )
+        )
+    return made
+
+
+class Device:
+    """What computes for one worker: one thing at a time, in the thread that trains."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._computing: int | None = None
+        self._taken_s, self._late_s = 0.0, 0.0
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Let work of other threads delay what this thread computes inside."""
+        self._computing, self._taken_s, self._late_s = threading.get_ident(), 0.0, 0.0
+        try:
+            yield
+        finally:
+            self._computing = None
+
+    def compute(self, seconds: float) -> None:
+        """Take so long, and as long as other threads have worked on the device meanwhile."""
+        due_s = time.perf_counter() + seconds - self._late_s + self._take()
+        while (left_s := due_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+            due_s += self._take()
+        # Sleep ends late; the next step makes up for it.
+        self._late_s = time.perf_counter() - due_s
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Do real work on the device."""
+        began_s = time.perf_counter()
+        yield
+        if self._computing not in (None, threading.get_ident()):
+            with self._lock:
+                self._taken_s += time.perf_counter() - began_s
+
+    def _take(self) -> float:
+        with self._lock:
+            taken_s, self._taken_s = self._taken_s, 0.0
+        return taken_s
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, _: Tensor, gradient: Tensor, device: Device, seconds: float) -> Tensor:
+        ctx.step = gradient, device, seconds
+        return signal.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Any:
+        gradient, device, seconds = ctx.step
+        device.compute(seconds)
+        return signals[0], gradient.clone(), None, None, None
+
+
+class TimedModel(nn.Module):
+    """Parameters whose gradients become ready in the order of `steps`.
+
+    Args:
+        steps: In the order of the backward pass.
+        forward_s: What the forward pass takes.
+        device: Takes it.
+        rank: Ranks have different gradients.
+    """
+
+    def __init__(self, steps: Sequence[Step], *, forward_s: float, device: Device, rank: int) -> None:
+        super().__init__()
+        self._forward_s = forward_s
+        self._device = device
+        self._seconds = {step.name: step.backward_s for step in steps}
+        self._made: dict[str, Tensor] = {}
+        for index, step in reversed(list(enumerate(steps))):
+            shape = (step.columns,) if step.rows == 1 else (step.rows, step.columns)
+            self.register_parameter(step.name, nn.Parameter(torch.zeros(shape)))
+            self._made[step.name] = example_gradient(step.rows * step.columns, rank, index).view(shape)
+
+    def forward(self) -> Tensor:
+        self._device.compute(self._forward_s)
+        signal = torch.zeros((), requires_grad=True)
+        for name, parameter in self.named_parameters():
+            arguments = (self._made[name], self._device, self._seconds[name])
+            signal = _Backward.apply(signal, parameter, *arguments)  # type: ignore[no-untyped-call]
+        return signal
+
+
+class DeviceTopK(TopK):
+    """Top-k on a worker's device."""
+
+    def __init__(self, density: float, device: Device) -> None:
+        super().__init__(density)
+        self._device = device
+
+    def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
+        with self._device.work():
+            super().add(message, total, seed=seed)
+
+
+class DeviceFeedback(ErrorFeedback):
+    """Error feedback on a worker's device."""
+
+    def __init__(self, density: float, device: Device) -> None:
+        super().__init__(DeviceTopK(density, device))
+        self._device = device
+
+    def compress(self, key: str, gradient: Tensor) -> tuple[Tensor, int]:
+        with self._device.work():
+            return super().compress(key, gradient)
