@@ -20,13 +20,22 @@ TINY = ("--layers", "2", "--width", "128", "--context", "128", "--batch", "4")
 
 
 def wait_until(
-    condition: Callable[[], Any], *, timeout_s: float, what: str, host: "Host | None" = None, pause_s: float = 0.005
+    condition: Callable[[], Any],
+    *,
+    timeout_s: float,
+    what: str | Callable[[], str],
+    host: "Host | None" = None,
+    pause_s: float = 0.005,
 ) -> Any:
-    """Poll `condition` until it is truthy and return its value; when late, fail with `what` and what `host` printed."""
+    """Poll `condition` until it is truthy and return its value; when late, fail with `what` and what `host` printed.
+
+    A `what` that shows how things stand is a function, which is called only then.
+    """
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{host.output if host else ''}")
+            awaited = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {timeout_s:.0f} s: {awaited}\n{host.output if host else ''}")
         time.sleep(pause_s)
     return value
 

@@ -376,7 +376,7 @@ class Hosts:
         wait_until(
             lambda: sum(pair in pairs for name in names for pairs in self[name].held().values()) == count,
             timeout_s=30,
-            what=f"{count} replicas of {pair}, held: {[self[name].held() for name in names]}",
+            what=lambda: f"{count} replicas of {pair}, held: {[self[name].held() for name in names]}",
         )
 
     def close(self) -> None:
@@ -393,7 +393,9 @@ def wait_for_watermark(trainers: Sequence[Trainer], pair: tuple[int, int]) -> No
         wait_until(
             lambda trainer=trainer: trainer.watermark() == pair,
             timeout_s=30,
-            what=f"watermark {pair} at rank {trainer.rank}\n{trainer.host.log}",
+            what=lambda rank=trainer.rank: "\n".join(
+                [f"watermark {pair} at rank {rank}", *(t.host.log for t in trainers)]
+            ),
         )
 
 

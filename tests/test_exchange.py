@@ -163,7 +163,9 @@ class Job:
         wait_until(
             lambda: self.hosts.watermark() == (1, step),
             timeout_s=30,
-            what=f"step {step} committed\n" + "\n".join(self.hosts[name].log[-3000:] for name in self.names),
+            what=lambda step=step: (
+                f"step {step} committed\n" + "\n".join(self.hosts[name].log[-3000:] for name in self.names)
+            ),
         )
 
     def bytes_of(self, name: str, rank: int, step: int) -> bytes:

@@ -53,7 +53,7 @@ def test_replicas_move_when_a_newcomer_is_in_another_rack(hosts: Hosts) -> None:
     wait_until(
         lambda: {name: set(hosts[name].held()) for name in "ebcd"} == moved,
         timeout_s=30,
-        what=f"replicas at their new places\n{hosts['b'].log}",
+        what=lambda: f"replicas at their new places\n{hosts['b'].log}",
     )
     hosts.commit(again, [3, 4])
 

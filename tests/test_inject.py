@@ -51,7 +51,7 @@ class Site:
         """Give an order and return its outcome."""
         number = self.order({"kind": kind, "host": host, "parameters": {}, **fields})
         outcome: dict[str, Any] = wait_until(
-            lambda: self.outcome(number), timeout_s=30, what=f"{kind}\n{self.hosts[host].log}"
+            lambda: self.outcome(number), timeout_s=30, what=lambda: f"{kind}\n{self.hosts[host].log}"
         )
         return outcome
 

@@ -332,7 +332,7 @@ def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Pat
         wait_until(
             lambda: len(hosts.etcd(lambda etcd: etcd.list(f"{hosts.prefix}ckpt/h"))) == 4,
             timeout_s=60,
-            what=f"addresses and reports\n{hosts['a'].log}",
+            what=lambda: f"addresses and reports\n{hosts['a'].log}",
         )
         answer = trainers[0].request("allocate", capacity_bytes=1 << 23, payload_offset=8192)
         assert len(answer["paths"]) == 2

@@ -66,8 +66,11 @@ def published(hosts: Hosts) -> list[Pair]:
 
 
 def wait_for_published(hosts: Hosts, pairs: list[Pair]) -> None:
-    logs = [host.log for host in hosts.hosts.values()]
-    wait_until(lambda: published(hosts) == pairs, timeout_s=60, what=f"{pairs} published\n{logs}")
+    wait_until(
+        lambda: published(hosts) == pairs,
+        timeout_s=60,
+        what=lambda: "\n".join([f"{pairs} published", *(host.log for host in hosts.hosts.values())]),
+    )
 
 
 def tier_of(hosts: Hosts) -> Tier:

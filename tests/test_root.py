@@ -52,8 +52,11 @@ def decided(hosts: Hosts, kind: str) -> dict[str, Any]:
     def find() -> dict[str, Any] | None:
         return next((entry for entry in decisions(hosts) if entry["kind"] == kind), None)
 
-    logs = "".join(host.log for host in hosts.hosts.values() if host.log_path.exists())
-    found: dict[str, Any] = wait_until(find, timeout_s=WAIT_S, what=f"decision {kind}: {decisions(hosts)}\n{logs}")
+    def missing() -> str:
+        logs = "".join(host.log for host in hosts.hosts.values() if host.log_path.exists())
+        return f"decision {kind}: {decisions(hosts)}\n{logs}"
+
+    found: dict[str, Any] = wait_until(find, timeout_s=WAIT_S, what=missing)
     return found
 
 
@@ -291,7 +294,7 @@ def test_crash_loop_closes_the_run(hosts: Hosts) -> None:
         )
     assert not keys(hosts, "rdzv/closed")
     hosts.form_round(3, "a")
-    closed = wait_until(lambda: keys(hosts, "rdzv/closed"), timeout_s=WAIT_S, what=f"the end\n{hosts['a'].log}")
+    closed = wait_until(lambda: keys(hosts, "rdzv/closed"), timeout_s=WAIT_S, what=lambda: f"the end\n{hosts['a'].log}")
     assert closed["rdzv/closed"].value == {
         "reason": "training failed 2 times at step 0 in the same way, so no restart cures this; the last time: "
         "rank 0 exited with code 1",
