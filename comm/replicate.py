@@ -92,9 +92,10 @@ class _Replicas(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> None:  # type: ignore[override]
         """Sum or average one reduce-scattered buffer in place; the caller's stream waits for it."""
         (buffer,) = tensors
+        self._bucket_sum.sum_bucket(buffer, self._gradients(buffer))
+        # Divided after the sum, as the library does it; FSDP2 asks for averages only where that cannot overflow.
         if opts.reduceOp == dist.ReduceOp.AVG:  # type: ignore[comparison-overlap]
             buffer.div_(self.size())
-        self._bucket_sum.sum_bucket(buffer, self._gradients(buffer))
 
     def _gradients(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """Return the gradients that `buffer` is made of; none if it cannot be told which."""
