@@ -11,7 +11,7 @@ def plot(path: Path, curves: Mapping[str, Sequence[float]], every: int, *, dashe
         path: Of the figure; its suffix is the format.
         curves: Label → loss after each `every` steps.
         every: Steps between two points.
-        dashed: Labels of curves that are drawn with a dashed line.
+        dashed: Labels of curves that are drawn with a dashed line, and do not decide what the axis shows.
     """
     import matplotlib as mpl
 
@@ -25,7 +25,7 @@ def plot(path: Path, curves: Mapping[str, Sequence[float]], every: int, *, dashe
         axes.plot([every * (point + 1) for point in range(len(losses))], losses, style, label=name)
     axes.set_xlabel("steps")
     axes.set_ylabel("loss on held-out text")
-    axes.set_ylim(top=max(losses[len(losses) // 6] for losses in curves.values()))
+    axes.set_ylim(top=max(losses[len(losses) // 6] for name, losses in curves.items() if name not in dashed))
     axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path)
