@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         "ok-topk": ("--scheme", "ok-topk"),
     },
 }
-PROFILED_STEPS = 12
+PROFILED_STEPS = 5
 """Steps that do not count: memory is allocated, and Zen measures densities and decides."""
 _TIMEOUT_S = 300
 
@@ -87,7 +87,7 @@ def main() -> None:
     arguments.add_argument("--hosts", type=int, default=4)
     arguments.add_argument("--rates", nargs="+", default=["100mbit", "1000mbit"])
     arguments.add_argument("--examples", nargs="+", choices=RUNS, default=list(RUNS))
-    arguments.add_argument("--steps", type=int, default=10, help="counted in each round")
+    arguments.add_argument("--steps", type=int, default=8, help="counted in each round")
     arguments.add_argument("--rounds", type=int, default=2)
     options = arguments.parse_args()
     results: list[dict[str, Any]] = []
