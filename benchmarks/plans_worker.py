@@ -30,9 +30,11 @@ def build() -> TimedModel:
     return TimedModel(steps, forward_s=options["forward_s"], device=device, rank=dist.get_rank())
 
 
-def under_ddp(hook: Callable[..., Any] | None = None, state: object = None) -> Callable[[], None]:
+def under_ddp(
+    hook: Callable[..., Any] | None = None, state: object = None, bucket_mib: float = options["bucket_mib"]
+) -> Callable[[], None]:
     # DDP's buckets have as much less in them as the model has.
-    parallel = DistributedDataParallel(build(), bucket_cap_mb=options["bucket_mib"])
+    parallel = DistributedDataParallel(build(), bucket_cap_mb=bucket_mib)
     if hook is not None:
         parallel.register_comm_hook(state, hook)
 
@@ -81,6 +83,8 @@ def train() -> None:
             powerSGD_hook.PowerSGDState(
                 process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
             ),
+            # Its callbacks wait for all-reduces in Gloo's two threads; those of two buckets may wait forever.
+            bucket_mib=1e4,
         ),
         **{name: planned(path) for name, path in options["plans"].items()},
     }
