@@ -49,7 +49,14 @@ def under_ddp(
 def planned(path: str) -> Callable[[], None]:
     model, memory = build(), DeviceFeedback(options["density"], device)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    averaging = synchronize_by(Plan.read(Path(path)), model, memory.compressor, ranks_per_host=per_host, memory=memory)
+    averaging = synchronize_by(
+        Plan.read(Path(path)),
+        model,
+        memory.compressor,
+        ranks_per_host=per_host,
+        memory=memory,
+        bucket_bytes=int(options["bucket_mib"] * (1 << 20)),
+    )
 
     def iteration() -> None:
         model.zero_grad()

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # Those of DDP; the first bucket is small, so that communication begins early.
 _FIRST_BUCKET_BYTES: Final = 1 << 20
-_BUCKET_BYTES: Final = 25 << 20
+BUCKET_BYTES: Final = 25 << 20
 
 
 class GradientSynchronizer:
@@ -211,7 +211,13 @@ class GradientSynchronizer:
 
 
 def synchronize_by(
-    plan: Plan, module: nn.Module, compressor: Compressor, *, ranks_per_host: int = 1, memory: Memory | None = None
+    plan: Plan,
+    module: nn.Module,
+    compressor: Compressor,
+    *,
+    ranks_per_host: int = 1,
+    memory: Memory | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> GradientSynchronizer:
     """Return what averages the gradients of `module` by `plan`; all ranks of the default process group call this.
 
@@ -225,6 +231,7 @@ def synchronize_by(
         compressor: What the plan was made for.
         ranks_per_host: How many consecutive ranks share a host.
         memory: What remembers; error feedback of `compressor` by default.
+        bucket_bytes: Of what is all-reduced in buckets.
 
     Raises:
         CommError: The plan names options that do not exist, or the ranks are no multiple of `ranks_per_host`.
@@ -233,9 +240,9 @@ def synchronize_by(
     groups = plan.groups
     if reason := mismatch([group.tensors for group in groups], parameters):
         log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
-        groups = dense_groups(parameters)
+        groups = dense_groups(parameters, bucket_bytes=bucket_bytes)
     elif not plan.compress and all(len(group.tensors) == 1 for group in groups):
-        groups = dense_groups(parameters, [group.tensors[0] for group in groups])
+        groups = dense_groups(parameters, [group.tensors[0] for group in groups], bucket_bytes=bucket_bytes)
     options = options_of({group_key(group.tensors): group.option for group in groups})
     device = next(iter(parameters.values())).device
     ranks = range(dist.get_world_size())
@@ -247,12 +254,15 @@ def synchronize_by(
     return GradientSynchronizer(module, [group.tensors for group in groups], scheme)
 
 
-def dense_groups(parameters: dict[str, nn.Parameter], order: Sequence[str] | None = None) -> tuple[PlanGroup, ...]:
-    """Return buckets of 25 MiB, of 1 MiB the first, to be all-reduced.
+def dense_groups(
+    parameters: dict[str, nn.Parameter], order: Sequence[str] | None = None, *, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[PlanGroup, ...]:
+    """Return buckets to be all-reduced; the first has at most 1 MiB.
 
     Args:
         parameters: By name, in the order of the forward pass.
         order: Their names as gradients become ready; by default the reverse of `parameters`.
+        bucket_bytes: A bucket is full when it has so many.
     """
     buckets: list[list[str]] = []
     full, size_bytes, limit_bytes = True, 0, 0
@@ -261,7 +271,7 @@ def dense_groups(parameters: dict[str, nn.Parameter], order: Sequence[str] | Non
         parameter = parameters[name]
         # As in DDP a bucket is full when it has reached its size.
         if full or parameter.dtype != dtype:
-            limit_bytes = _BUCKET_BYTES if buckets else _FIRST_BUCKET_BYTES
+            limit_bytes = bucket_bytes if buckets else min(_FIRST_BUCKET_BYTES, bucket_bytes)
             buckets.append([])
             size_bytes, dtype = 0, parameter.dtype
         buckets[-1].append(name)

@@ -1,11 +1,11 @@
-"""One rank of small training runs with gradient hooks, one after the other: prints JSON lines.
+"""One rank of small training runs with gradient hooks: prints JSON lines.
 
     torchrun … tests/hook_trainer.py none zen zen+sparse …
 
 Each variant is a scheme, or none for plain DDP, and switches: sparse (gradients of the table), hosts (two ranks each),
 accumulate (two backward passes per step), nan (one appears), bruck (between SparDL's teams), hsdp (FSDP2 with two
 replicas instead of DDP; then also the scheme topk and the switch hold, which accumulates before the reduce-scatter).
-Under `resilient-run` the first variant is checkpointed.
+Variants are trained one after the other, but side by side under `resilient-run`: one checkpoint has them all.
 """
 
 import argparse
@@ -90,55 +90,80 @@ def local(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def train(variant: str, *, steps: int, checkpointed: bool, kill_at: int | None) -> None:
-    scheme, *switches = variant.split("+")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = Model(sparse="sparse" in switches)
-    parallel, hook = parallelized(model, scheme, switches)
-    blank = hook.state_dict() if hook is not None else {}
-    # The layout of the first step is another one and adds in another order: get it over with.
-    parallel(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
-    parallel.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    first, checkpointer = 1, None
-    if hook is not None:
-        hook.load_state_dict(blank)
-        if checkpointed:
-            checkpointer = Checkpointer(model=model, optimizer=optimizer, hook=hook)
-            first = checkpointer.restore() + 1
-    for step in range(first, steps + 1):
+class Training:
+    """A variant as it is before its first step."""
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        scheme, *self.switches = variant.split("+")
+        torch.manual_seed(0)
+        self.model = Model(sparse="sparse" in self.switches)
+        self.parallel, self.hook = parallelized(self.model, scheme, self.switches)
+        blank = self.hook.state_dict() if self.hook is not None else {}
+        # The layout of the first step is another one and adds in another order: get it over with.
+        self.parallel(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+        self.parallel.zero_grad()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        if self.hook is not None:
+            self.hook.load_state_dict(blank)
+
+    def objects(self) -> dict[str, Any]:
+        """Return what a checkpoint has of this training, by names that begin with the variant."""
+        found = {"model": self.model, "optimizer": self.optimizer, "hook": self.hook}
+        return {f"{self.variant} {name}": each for name, each in found.items() if each is not None}
+
+    def step(self, step: int, *, poisoned: bool) -> float:
+        """Train on this rank's batch of the step and return its loss, which is a NaN on rank 0 if so."""
+        rank = dist.get_rank()
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        for last in (False, True) if {"accumulate", "hold"} & set(switches) else (True,):
+        for last in (False, True) if {"accumulate", "hold"} & set(self.switches) else (True,):
             words = torch.randint(WORDS, (16, 6), generator=generator)
-            with accumulating(parallel, switches, last=last):
-                loss = F.cross_entropy(parallel(words), words[:, 0] % 8)
-                if "nan" in switches and step == steps and rank == 0:
+            with accumulating(self.parallel, self.switches, last=last):
+                loss = F.cross_entropy(self.parallel(words), words[:, 0] % 8)
+                if poisoned and rank == 0:
                     loss = loss * torch.nan
                 loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        emit(variant=variant, rank=rank, step=step, loss=loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def finish(self) -> str:
+        """Print what came of the training and return the digest of this rank's parameters."""
+        state = b"".join(local(parameter).numpy().tobytes() for parameter in self.model.parameters())
+        digest = hashlib.sha256(state).hexdigest()
+        emit(
+            variant=self.variant,
+            rank=dist.get_rank(),
+            digest=digest,
+            nans=sum(local(parameter).isnan().sum().item() for parameter in self.model.parameters()),
+            rounds=self.hook.world.traffic.rounds if self.hook else None,
+            keys=sorted(self.hook.state_dict().get("keys", ())) if self.hook else [],
+        )
+        if self.hook is not None:
+            self.hook.close()
+        del self.parallel
+        return digest
+
+
+def train(variants: list[str], *, steps: int, checkpointed: bool, kill_at: int | None) -> str:
+    """Train variants side by side, with one checkpoint for all, and return their digests."""
+    rank = dist.get_rank()
+    trainings = [Training(variant) for variant in variants]
+    first, checkpointer = 1, None
+    if checkpointed:
+        objects = [training.objects() for training in trainings]
+        checkpointer = Checkpointer(**{name: each for found in objects for name, each in found.items()})
+        first = checkpointer.restore() + 1
+    for step in range(first, steps + 1):
+        losses = {
+            each.variant: each.step(step, poisoned="nan" in each.switches and step == steps) for each in trainings
+        }
+        emit(rank=rank, step=step, loss=losses)
         if checkpointer is not None:
             checkpointer.step(step)
         if step == kill_at and rank == 1 and os.environ.get("RESILIENT_GENERATION") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-    state = b"".join(local(parameter).numpy().tobytes() for parameter in model.parameters())
-    nans = sum(local(parameter).isnan().sum().item() for parameter in model.parameters())
-    digest = hashlib.sha256(state).hexdigest()
-    emit(
-        variant=variant,
-        rank=rank,
-        digest=digest,
-        nans=nans,
-        rounds=hook.world.traffic.rounds if hook else None,
-        keys=sorted(hook.state_dict().get("keys", ())) if hook else [],
-    )
-    if rank == 0:
-        emit(params_sha256=digest)
-    if hook is not None:
-        hook.close()
-    del parallel
+    return " ".join(training.finish() for training in trainings)
 
 
 def main() -> None:
@@ -150,8 +175,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     emit(rank=dist.get_rank(), pid=os.getpid())
-    for variant in options.variants:
-        train(variant, steps=options.steps, checkpointed="RESILIENT_SOCKET" in os.environ, kill_at=options.kill_at)
+    checkpointed = "RESILIENT_SOCKET" in os.environ
+    for variants in [options.variants] if checkpointed else [[variant] for variant in options.variants]:
+        digests = train(variants, steps=options.steps, checkpointed=checkpointed, kill_at=options.kill_at)
+        if dist.get_rank() == 0:
+            emit(params_sha256=digests)
     dist.destroy_process_group()
 
 
