@@ -15,9 +15,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from lab_job import lines_of
 from report import Summary, parser, table, write_json
 from timed_model import steps_of
 
@@ -31,52 +33,6 @@ PLANNERS = ("dense", "layer-wise", "hipress", "bucket-fusion", "cupcake", "espre
 HOSTS, PER_HOST = 2, 2
 LARGEST_MIB = 4
 DDP_BUCKET_MIB = 25
-
-
-class Job:
-    """Runs commands as the workers of one job, as torchrun does, on the hosts of a lab."""
-
-    def __init__(self, lab: NetLab) -> None:
-        self._lab = lab
-        self._port = 29500
-
-    def run(self, command: Sequence[str]) -> list[str]:
-        """Return the lines that rank 0 prints.
-
-        Raises:
-            RuntimeError: A worker fails.
-        """
-        self._port += 1
-        workers = [
-            host.popen(
-                command,
-                env={
-                    "RANK": str(place * PER_HOST + local),
-                    "WORLD_SIZE": str(HOSTS * PER_HOST),
-                    "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(PER_HOST),
-                    "MASTER_ADDR": self._lab.hosts[0].address,
-                    "MASTER_PORT": str(self._port),
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": str(Path(WORKER).parent),
-                },
-                stdout=subprocess.PIPE if place == local == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for place, host in enumerate(self._lab.hosts)
-            for local in range(PER_HOST)
-        ]
-        try:
-            assert workers[0].stdout is not None
-            lines = list(workers[0].stdout)
-            codes = [worker.wait(60) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        if any(codes):
-            raise RuntimeError(f"{' '.join(command)[:200]}: exit codes {codes}")
-        return lines
 
 
 def tensors_of(model: str) -> list[tuple[str, int, float]]:
@@ -100,12 +56,16 @@ def measure(model: str, rate: str, *, options: Any, directory: Path) -> list[dic
     model_path, system_path = directory / "model.json", directory / "system.json"
     worker = [sys.executable, "-P", WORKER]
     with NetLab(HOSTS, rate=rate) as lab:
-        job = Job(lab)
+        ports = count(29500)
+
+        def run(command: Sequence[str]) -> list[str]:
+            return list(lines_of(lab, command, per_host=PER_HOST, port=next(ports)))
+
         task = {"task": "profile", "model": model, "model_path": str(model_path), "iterations": 5}
-        job.run([*worker, json.dumps({**common, **task})])
+        run([*worker, json.dumps({**common, **task})])
         form = ["--form", "espresso", "--density", str(options.density), "--largest-mib", str(LARGEST_MIB)]
         files = ["--model", str(model_path), "--out", str(system_path)]
-        job.run([RESILIENT_COMM, "profile", *form, "--repeats", str(options.repeats), *files])
+        run([RESILIENT_COMM, "profile", *form, "--repeats", str(options.repeats), *files])
         plans = {name: plan(name, model_path, system_path, directory) for name in options.planners}
         task = {
             "task": "train",
@@ -113,7 +73,7 @@ def measure(model: str, rate: str, *, options: Any, directory: Path) -> list[dic
             "rounds": options.rounds,
             "iterations": options.iterations,
         }
-        lines = [json.loads(line) for line in job.run([*worker, json.dumps({**common, **task})])]
+        lines = [json.loads(line) for line in run([*worker, json.dumps({**common, **task})])]
     seconds: dict[str, list[float]] = {}
     for line in lines:
         seconds.setdefault(line["strategy"], []).extend(line["seconds"])

@@ -8,11 +8,11 @@ nothing computed between them, since the hosts share this machine's processors. 
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.entries import kept_of
@@ -26,36 +26,11 @@ STEPS = 3
 
 def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
     """Return what rank 0 measured, one object for each size and scheme, in a lab of so many hosts."""
+    shared = {name: getattr(options, name) for name in ("density", "schemes", "repeats")}
+    shared |= {"sizes": [SIZES[name] for name in options.models], "steps": STEPS}
     with NetLab(ranks, rate=rate) as lab:
-        common = {
-            "address": lab.hosts[0].address,
-            "ranks": ranks,
-            "density": options.density,
-            "sizes": [SIZES[name] for name in options.models],
-            "schemes": options.schemes,
-            "steps": STEPS,
-            "repeats": options.repeats,
-        }
-        workers = [
-            host.popen(
-                [sys.executable, "-P", WORKER, json.dumps({**common, "rank": rank})],
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(WORKER).parent)},
-                stdout=subprocess.PIPE if rank == 0 else None,
-                text=True,
-            )
-            for rank, host in enumerate(lab.hosts)
-        ]
-        try:
-            assert workers[0].stdout is not None
-            found = [json.loads(line) for line in workers[0].stdout]
-            codes = [worker.wait(60) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+        found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, json.dumps(shared)])]
         rate_bit_s = lab.rate_bit_s
-    if any(codes):
-        raise RuntimeError(f"{ranks} ranks at {rate}: exit codes {codes}")
     for line in found:
         kept = kept_of(line["numel"], options.density)
         limit_s = 4 * kept * (ranks - 1) / ranks * 4 * 8 / rate_bit_s

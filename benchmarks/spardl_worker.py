@@ -13,9 +13,10 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.measure import RecordingTransport, example_gradient, inputs_for, measure, scheme_at
 
 options = json.loads(sys.argv[1])
-rank, density = options["rank"], options["density"]
+density = options["density"]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://{options['address']}:29500", rank=rank, world_size=options["ranks"])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 transport = RecordingTransport(dist.group.WORLD)
 for numel in options["sizes"]:
     gradients = [example_gradient(numel, rank, step) for step in range(options["steps"])]

@@ -1,23 +1,20 @@
 """How many steps a second do the examples train with sparse schemes, over DDP's all-reduce?
 
-Hosts of a laboratory network (namespaces, links shaped by tbf), one Gloo rank each, started by torchrun. The word-level
-LSTM has gradients that are sparse by nature; the GPT's are dense, and its schemes select from them. A step is the time
-between two lines of rank 0; the first steps, in which Zen profiles, do not count. Rounds of all schemes follow each
-other, so that a slow minute of the machine hits each of them. All hosts share this machine's processors: what computing
-costs a scheme weighs more here than where each host has its own.
+Hosts of a laboratory network (namespaces, links shaped by tbf), one Gloo rank each. The word-level LSTM has gradients
+that are sparse by nature; the GPT's are dense, and its schemes select from them. A step is the time between two lines
+of rank 0; the first steps, in which Zen profiles, do not count. Rounds of all schemes follow each other, so that a slow
+minute of the machine hits each of them. All hosts share this machine's processors: what computing costs a scheme weighs
+more here than where each host has its own.
 """
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jobs import TORCHRUN
+from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
 from resilient_run.launcher.netlab import NetLab, NetLabError
@@ -40,45 +37,18 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         "ok-topk": ("--scheme", "ok-topk"),
     },
 }
-PROFILED_STEPS = 5
+UNCOUNTED_STEPS = 5
 """Steps that do not count: memory is allocated, and Zen measures densities and decides."""
-_TIMEOUT_S = 300
 
 
 def step_seconds(lab: NetLab, example: str, options: tuple[str, ...], *, steps: int) -> list[float]:
     """Return the seconds of each counted step of a training on all hosts of `lab`."""
-    script = [str(EXAMPLES / example), "--json", "--steps", str(PROFILED_STEPS + steps), *options]
-    with trainers(lab, script) as first:
-        assert first.stdout is not None
-        times_s = [time.monotonic() for line in first.stdout if "loss" in json.loads(line)]
-    if len(times_s) != PROFILED_STEPS + steps:
-        raise RuntimeError(f"{example} {' '.join(options)}: {len(times_s)} steps of {PROFILED_STEPS + steps}")
-    counted = times_s[PROFILED_STEPS - 1 :]
+    command = [sys.executable, str(EXAMPLES / example), "--json", "--steps", str(UNCOUNTED_STEPS + steps), *options]
+    times_s = [time.monotonic() for line in lines_of(lab, command) if "loss" in json.loads(line)]
+    if len(times_s) != UNCOUNTED_STEPS + steps:
+        raise RuntimeError(f"{example} {' '.join(options)}: {len(times_s)} steps of {UNCOUNTED_STEPS + steps}")
+    counted = times_s[UNCOUNTED_STEPS - 1 :]
     return [after - before for before, after in pairwise(counted)]
-
-
-@contextmanager
-def trainers(lab: NetLab, script: list[str]) -> Iterator[subprocess.Popen[Any]]:
-    """Yield the launcher of rank 0, whose stdout is a pipe; all launchers end with the block."""
-    nodes, address = len(lab.hosts), lab.hosts[0].address
-    command = [*TORCHRUN, "--nnodes", str(nodes), "--master-addr", address, "--master-port", "29500"]
-    with ExitStack() as started:
-        launchers = []
-        for rank, host in enumerate(lab.hosts):
-            launcher = host.popen(
-                [*command, "--node-rank", str(rank), *script],
-                env={"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            started.callback(launcher.wait)
-            started.callback(host.kill)
-            launchers.append(launcher)
-        yield launchers[0]
-        codes = [launcher.wait(_TIMEOUT_S) for launcher in launchers]
-    if any(codes):
-        raise RuntimeError(f"{' '.join(script)}: exit codes {codes}")
 
 
 def main() -> None:

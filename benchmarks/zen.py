@@ -8,12 +8,12 @@ limit of a scheme is its formula's bytes (docs/comm.md) at the rate of the link,
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from lab_job import lines_of
 from report import Summary, parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, gradient, row_probability
 
@@ -28,36 +28,11 @@ SCHEMES = ("dense", "agsparse", "sparcml", "sparse-ps", "omnireduce", "zen, elem
 
 def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
     """Return what rank 0 measured, one object for each workload and scheme, in a lab of so many hosts."""
+    names = ("elements", "gpus", "workloads", "schemes", "repeats")
+    shared = json.dumps({name: getattr(options, name) for name in names})
     with NetLab(ranks, rate=rate) as lab:
-        common = {
-            "address": lab.hosts[0].address,
-            "ranks": ranks,
-            "elements": options.elements,
-            "gpus": options.gpus,
-            "workloads": options.workloads,
-            "schemes": options.schemes,
-            "repeats": options.repeats,
-        }
-        workers = [
-            host.popen(
-                [sys.executable, "-P", WORKER, json.dumps({**common, "rank": rank})],
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(WORKER).parent)},
-                stdout=subprocess.PIPE if rank == 0 else None,
-                text=True,
-            )
-            for rank, host in enumerate(lab.hosts)
-        ]
-        try:
-            assert workers[0].stdout is not None
-            found = [json.loads(line) for line in workers[0].stdout]
-            codes = [worker.wait(60) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+        found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
         rate_bit_s = lab.rate_bit_s
-    if any(codes):
-        raise RuntimeError(f"{ranks} ranks at {rate}: exit codes {codes}")
     for workload in options.workloads:
         sparse = survey(workload, ranks=ranks, options=options)
         lines = [line for line in found if line["workload"] == workload]

@@ -21,9 +21,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 options = json.loads(sys.argv[1])
-rank = options["rank"]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://{options['address']}:29500", rank=rank, world_size=options["ranks"])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 transport = RecordingTransport(dist.group.WORLD)
 for workload in options["workloads"]:
     own = gradient(WORKLOADS[workload], rank, elements=options["elements"], gpus=options["gpus"])

@@ -1,0 +1,52 @@
+"""The workers of one job on the hosts of a laboratory network, started as torchrun would start them."""
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from resilient_run.launcher.netlab import NetLab
+
+_END_TIMEOUT_S = 60
+
+
+def lines_of(lab: NetLab, command: Sequence[str], *, per_host: int = 1, port: int = 29500) -> Iterator[str]:
+    """Run `command` as every rank of a job and yield the lines of rank 0, as they come.
+
+    Args:
+        lab: Its hosts have consecutive ranks each.
+        command: Program and arguments; finds the modules of this folder.
+        per_host: Ranks on each host.
+        port: Where rank 0 listens; another one for each job of a lab.
+
+    Raises:
+        RuntimeError: A worker failed.
+    """
+    workers = [
+        host.popen(
+            command,
+            env={
+                "RANK": str(place * per_host + local),
+                "WORLD_SIZE": str(len(lab.hosts) * per_host),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(per_host),
+                "MASTER_ADDR": lab.hosts[0].address,
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(Path(__file__).parent),
+            },
+            stdout=subprocess.PIPE if place == local == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for place, host in enumerate(lab.hosts)
+        for local in range(per_host)
+    ]
+    try:
+        assert workers[0].stdout is not None
+        yield from workers[0].stdout
+        codes = [worker.wait(_END_TIMEOUT_S) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    if any(codes):
+        raise RuntimeError(f"{' '.join(command)[:200]} on {len(lab.hosts)} hosts: exit codes {codes}")
