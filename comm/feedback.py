@@ -52,7 +52,8 @@ class Memory(ABC):
             )
         message, new = self._compress(wide, gradient.dtype, kept, step, seed)
         # A step that an optimizer must not take leaves no trace; of both extremes one tells it, in one reading pass.
-        finite = torch.stack(torch.aminmax(wide)).isfinite().all() if wide.numel() else torch.tensor(True)
+        extremes = torch.stack(torch.aminmax(wide)) if wide.numel() else wide
+        finite = extremes.isfinite().all()
         if wide.device.type == "cpu":
             self._kept[key] = new if finite else kept
         else:  # decided without waiting for the device
