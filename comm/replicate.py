@@ -154,10 +154,7 @@ def register_replicated(
             f"no parameter of this {type(model).__name__} is sharded by FSDP2; call fully_shard with a mesh of "
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
-    replicas = [_hybrid(group).replicate_process_group for group, _ in groups]
-    if len({tuple(dist.get_process_group_ranks(group)) for group in replicas}) > 1:
-        raise CommError("parameters of this model have different replicas; give fully_shard one mesh for all of them")
-    transport = Transport(replicas[0], groups[0][0].device)
+    transport = Transport(_replicas(groups), groups[0][0].device)
     if isinstance(scheme, str):
         made = named(scheme, transport, **options)
     elif options:
@@ -210,6 +207,19 @@ def _check(group: FSDPParamGroup, parameters: dict[str, FSDPParam]) -> None:
         )
     if isinstance(group.mesh_info.replicate_process_group, _Replicas):
         raise CommError(f"{first} has a scheme between replicas already; close() that hook first")
+
+
+def _replicas(groups: Sequence[tuple[FSDPParamGroup, dict[str, FSDPParam]]]) -> dist.ProcessGroup:
+    """Return the process group of the replicas, which must be the same ranks for all parameter groups."""
+    found = [_hybrid(group).replicate_process_group for group, _ in groups]
+    ranks = [dist.get_process_group_ranks(each) for each in found]
+    for (_, parameters), others in zip(groups, ranks, strict=True):
+        if others != ranks[0]:
+            raise CommError(
+                f"{next(iter(groups[0][1]))} has replicas on ranks {ranks[0]}, {next(iter(parameters))} on {others}; "
+                f"give fully_shard one mesh for all parameters"
+            )
+    return found[0]
 
 
 def _hybrid(group: FSDPParamGroup) -> HSDPMeshInfo:

@@ -4,7 +4,8 @@
 
 Each variant is a scheme, or none for plain DDP, and switches: sparse (gradients of the table), hosts (two ranks each),
 accumulate (two backward passes per step), nan (one appears), bruck (between SparDL's teams), hsdp (FSDP2 with two
-replicas instead of DDP; then also the scheme topk and the switch hold, which accumulates before the reduce-scatter).
+replicas instead of DDP; then also the scheme topk and the switches three, for three replicas, and hold, which
+accumulates before the reduce-scatter).
 Variants are trained one after the other, but side by side under `resilient-run`: one checkpoint has them all.
 """
 
@@ -61,7 +62,9 @@ def topk(ranks: Transport) -> Scheme:
 
 def parallelized(model: nn.Module, scheme: str, switches: list[str]) -> tuple[nn.Module, BucketSum | None]:
     if "hsdp" in switches:
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        replicas = 3 if "three" in switches else 2
+        shape = replicas, dist.get_world_size() // replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         for layer in (model.table, model.hidden):
             fully_shard(layer, mesh=mesh)
         sharded = fully_shard(model, mesh=mesh)

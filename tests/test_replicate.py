@@ -1,15 +1,17 @@
 """The hook of hybrid sharding: what a scheme gets, what is refused, and plans; `test_hook.py` trains with it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resilient_run.comm.compressed import Compressed
 from resilient_run.comm.compressors import TopK
@@ -219,6 +221,29 @@ def registered() -> nn.Module:
 def test_other_models_are_refused(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(CommError, match=message):
         register_replicated(build())
+
+
+@pytest.fixture
+def one_of_four(alone: None) -> Iterator[None]:
+    """The default process group of rank 0 of four; nobody is there."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_different_replicas_are_refused() -> None:
+    def over(replicas: int) -> DeviceMesh:
+        return init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+
+    model = Model()
+    fully_shard(model.first, mesh=over(4))
+    fully_shard(model, mesh=over(2))
+    message = r"last\.weight has replicas on ranks \[0, 2\], first\.weight on \[0, 1, 2, 3\]; give fully_shard one mesh"
+    with pytest.raises(CommError, match=message):
+        register_replicated(model)
 
 
 def test_wrong_schemes_are_refused() -> None:
