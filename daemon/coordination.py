@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
@@ -86,6 +87,7 @@ class Coordinator:
         self._lease: Lease | None = None
         self._reporting = asyncio.Lock()
         self._reported: dict[str, Any] | None = None
+        self._reported_revision: int | None = None
         self._entries: dict[str, Entry] = {}
 
     async def run(self) -> None:
@@ -124,17 +126,12 @@ class Coordinator:
         if etcd is None or revision is None:
             return False
         async with self._reporting:
-            report = report_held(self._slots.held())
             guards = {self._key("ckpt/watermark"): revision}
-            puts = {self._held_key: report, self._key("ckpt/fence"): {"host": self._view.host}}
-            self._reported = None
+            puts = {self._key("ckpt/fence"): {"host": self._view.host}}
             try:
-                fenced = await etcd.commit(guards, puts)
+                return await self._tell(etcd, report_held(self._slots.held()), guards, puts)
             except EtcdUnavailable:
                 return False
-            if fenced:
-                self._reported = report
-            return fenced
 
     async def _connect(self) -> Etcd:
         warned = False
@@ -219,7 +216,7 @@ class Coordinator:
         while True:
             try:
                 self._lease = await etcd.lease(_LEASE_TTL_S)
-                self._reported = None
+                self._reported = self._reported_revision = None
                 while not self._lease.lost.is_set():
                     await self._introduce(etcd, self._lease)
             except EtcdLeaseLost:
@@ -251,9 +248,7 @@ class Coordinator:
             try:
                 async with self._reporting:
                     if (report := self._report_due()) is not None:
-                        self._reported = None
-                        await etcd.put(self._held_key, report)
-                        self._reported = report
+                        await self._tell(etcd, report)
             except EtcdUnavailable as error:
                 if not outage:
                     log.warning("%s; commits pause until etcd is back", error)
@@ -263,6 +258,27 @@ class Coordinator:
             if outage:
                 log.info("etcd is back; commits go on")
             outage = False
+
+    async def _tell(
+        self,
+        etcd: Etcd,
+        report: dict[str, Any],
+        guards: Mapping[str, int] = MappingProxyType({}),
+        puts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> bool:
+        """Write what is held if every guard holds, and tell whether it was written.
+
+        It replaces the report that was seen last and no other: an older one that got no answer may be on its way
+        still, and must not come after this one.
+        """
+        seen, self._reported, self._reported_revision = self._reported_revision, None, None
+        if seen is None:
+            entry = await etcd.get(self._held_key)
+            seen = 0 if entry is None else entry.revision
+        written = await etcd.commit({**guards, self._held_key: seen}, {**puts, self._held_key: report})
+        if written:
+            self._reported, self._reported_revision = report, written
+        return written > 0
 
     def _report_due(self) -> dict[str, Any] | None:
         report = report_held(self._slots.held())

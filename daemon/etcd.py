@@ -15,6 +15,8 @@ from .etcd_rpc import Connection, EtcdAuthError, EtcdError, EtcdLeaseLost, EtcdU
 log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.1, 2.0)
+# What a member had forwarded to a leader that died is lost, and nobody says so; electing the next takes about 1 s.
+_REQUEST_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,14 +111,14 @@ class Etcd:
 
         Args:
             config: Where etcd is and how to get in.
-            timeout_s: Limit of every request, seconds; how long to go on trying now.
+            timeout_s: How long to go on trying, seconds.
 
         Raises:
             EtcdUnavailable: No endpoint answered in time.
             EtcdAuthError: etcd refused the credentials, or they may not read below "/resilient-run/".
             EtcdError: A certificate file cannot be read.
         """
-        etcd = cls(Connection(config, timeout_s))
+        etcd = cls(Connection(config, min(timeout_s, _REQUEST_S)))
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             while True:
@@ -163,7 +165,7 @@ class Etcd:
 
     async def create(self, key: str, value: Mapping[str, Any], lease: Lease | None = None) -> bool:
         """Set the key if it does not exist and tell whether it was set."""
-        return await self.commit({key: 0}, {key: value}, lease=lease)
+        return await self.commit({key: 0}, {key: value}, lease=lease) > 0
 
     async def delete(self, key: str) -> None:
         """Delete the key if it exists."""
@@ -181,8 +183,8 @@ class Etcd:
         puts: Mapping[str, Mapping[str, Any]],
         deletes: Iterable[str] = (),
         lease: Lease | None = None,
-    ) -> bool:
-        """Apply all puts and deletes in one transaction if every guard holds, and tell whether it was applied.
+    ) -> int:
+        """Apply all puts and deletes in one transaction if every guard holds.
 
         Args:
             guards: Key → the revision of its last change that must still be current; 0: the key does not exist.
@@ -190,8 +192,12 @@ class Etcd:
             deletes: Keys to delete.
             lease: Lease of every put.
 
+        Returns:
+            The revision of what was put, 0 if a guard did not hold.
+
         Raises:
-            EtcdUnavailable: No answer; the transaction may have been applied. It is never sent twice.
+            EtcdUnavailable: No answer; the transaction may have been applied, or be applied later. It is never sent
+                twice.
             EtcdLeaseLost: `lease` is gone.
         """
         compares = [
@@ -211,7 +217,7 @@ class Etcd:
         ]
         request = rpc.TxnRequest(compare=compares, success=operations)
         answer = await self._rpc.call(lambda member, options: member.kv.Txn(request, **options), resend=False)
-        return bool(answer.succeeded)
+        return int(answer.header.revision) if answer.succeeded else 0
 
     async def lease(self, ttl_s: float, *, keep_alive: bool = True) -> Lease:
         """Return a new lease of `ttl_s` seconds, rounded up; etcd may grant more (2 s at least with its defaults)."""

@@ -33,6 +33,8 @@ with _without_fork_support():
 
 T = TypeVar("T")
 _UNAVAILABLE = {rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED, rpc.StatusCode.INTERNAL}
+# etcd has no code of its own for these: a lease that nobody leads to be asked about, more requests than it can take.
+_UNAVAILABLE_DETAILS = ("context deadline exceeded", "too many requests")
 _REFUSED = {rpc.StatusCode.UNAUTHENTICATED, rpc.StatusCode.PERMISSION_DENIED}
 _REFUSED_DETAILS = ("authentication", "permission denied", "user name is empty", "auth store is old")
 _STALE_TOKEN = ("invalid auth token", "auth store is old")
@@ -145,7 +147,7 @@ class Connection:
         """Return our error for gRPC's; when `member` is out of reach, use the next endpoint from now on."""
         details = error.details() or error.code().name
         where = self.config.where
-        if error.code() in _UNAVAILABLE:
+        if error.code() in _UNAVAILABLE or _mentions(error, _UNAVAILABLE_DETAILS):
             return self.unavailable(member, details)
         if error.code() in _REFUSED or _mentions(error, _REFUSED_DETAILS):
             user = "without a user" if self.config.user is None else f"as user {self.config.user!r}"

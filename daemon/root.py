@@ -136,7 +136,7 @@ class RootAgent:
             lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
             if not await self._etcd.commit(self._full(guards), {self._prefix + "rdzv/closed": closed}, lease=lease):
                 return False
-        return await self._etcd.commit(self._full(guards), self._full(puts))
+        return await self._etcd.commit(self._full(guards), self._full(puts)) > 0
 
     def _announce(self, seen: RootView, decision: Decision) -> None:
         for action in decision.actions:

@@ -146,11 +146,12 @@ class Membership:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
-        return await self._etcd.commit(
+        formed_in = await self._etcd.commit(
             {round_key: view.round_revision, watermark_key: 0 if watermark is None else watermark.revision},
             {round_key: formed.to_value()},
             deletes=[f"{self._prefix}{name}" for name in (f"store/{stale}", f"failure/{stale}", f"done/{stale}/")],
         )
+        return formed_in > 0
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Tell the other members where the generation's store is."""
@@ -266,7 +267,7 @@ class Membership:
                 self._replaced_s = asyncio.get_running_loop().time()
             guards = {**guards, self._key: 0 if entry is None else entry.revision}
             try:
-                return await self._etcd.commit(guards, {self._key: self._member.to_value()}, lease=self._lease)
+                return await self._etcd.commit(guards, {self._key: self._member.to_value()}, lease=self._lease) > 0
             except EtcdLeaseLost:
                 self._lease.lost.set()
                 return False

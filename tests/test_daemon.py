@@ -12,6 +12,7 @@ from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_byt
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
 from resilient_run.ckpt.slot import Slot
+from resilient_run.daemon.commit import parse_held
 from resilient_run.daemon.etcd import EtcdConfig
 
 
@@ -34,6 +35,18 @@ def test_three_hosts_commit_with_two_replicas(hosts: Hosts) -> None:
     hosts.commit(trainers, range(1, 6))
     assert hosts.watermark() == (1, 5)
     hosts.wait_for_replicas("abc", (1, 5), 6)
+
+
+def test_report_that_came_late_is_replaced(hosts: Hosts) -> None:
+    """etcd may carry out a request of ours that we took for lost: the next report notices and tells the truth."""
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1])
+    late = f"{hosts.prefix}ckpt/held/b"
+    hosts.etcd(lambda etcd: etcd.put(late, {"held": {}}))
+    hosts.commit(trainers, [2])
+    entry = hosts.etcd(lambda etcd: etcd.get(late))
+    assert entry is not None
+    assert parse_held(entry.value) == {rank: frozenset({(1, 1), (1, 2)}) for rank in (0, 1)}
 
 
 def test_nothing_is_committed_without_every_rank(hosts: Hosts) -> None:
