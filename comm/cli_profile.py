@@ -15,7 +15,7 @@ from .compressors import NAMES, named
 from .errors import CommError, FileError
 from .fabric import Fabric, make_fabric
 from .fields import read_object
-from .probe import PROBED, PROBED_COMPRESSED, CoderPoints, probe_coder, probe_link, probe_messages
+from .probe import PROBED, PROBED_COMPRESSED, CoderPoints, probe_coder, probe_link
 from .transport import Transport
 from .tree import Routine
 
@@ -110,7 +110,7 @@ def _measure(
         if form == "espresso":
             if device.type == "cuda":
                 coders["cpu"] = probe_coder(compressor, sizes, device="cpu", repeats=repeats, transport=fabric.flat)
-            costs = _espresso(fabric, coders, name, sizes, repeats)
+            costs = _espresso(fabric, coders, compressor, sizes, repeats)
         else:
             costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)
         return {"version": 1, "forward_s": forward_s, "bytes_per_element": 4, **costs}
@@ -123,17 +123,18 @@ def _cupcake(
 ) -> dict[str, Any]:
     flat = fabric.flat
     once = zip(coder.decompress, coder.accumulate, strict=True)
-    messages = 1 if compressor.summed_as(torch.float32) is not None else flat.size
+    messages = [max(4, round(coder.ratio * size)) for size in sizes]
+    sent = probe_link(flat, Routine.ALL_GATHER, messages, repeats=repeats, compressor=compressor)
     return {
         "compress": _table(sizes, coder.compress),
-        "communicate": _table(sizes, probe_messages(flat, compressor, sizes, repeats=repeats)),
-        "decompress": _table(sizes, [first + (messages - 1) * more for first, more in once]),
+        "communicate": _table(sizes, sent),
+        "decompress": _table(sizes, [first + (flat.size - 1) * more for first, more in once]),
         "communicate_dense": _table(sizes, probe_link(flat, Routine.ALL_REDUCE, sizes, repeats=repeats)),
     }
 
 
 def _espresso(
-    fabric: Fabric, coders: Mapping[str, CoderPoints], name: str, sizes: Sequence[int], repeats: int
+    fabric: Fabric, coders: Mapping[str, CoderPoints], compressor: Compressor, sizes: Sequence[int], repeats: int
 ) -> dict[str, Any]:
     ratio = coders["gpu"].ratio
     # Payloads add up on their way, so messages become larger than one compression makes them.
@@ -144,19 +145,21 @@ def _espresso(
         if transport.size == 1:
             return {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
 
-        def costs(routines: Sequence[Routine], sizes: Sequence[int], *, compressed: bool) -> dict[str, Any]:
+        def costs(
+            routines: Sequence[Routine], sizes: Sequence[int], compressor: Compressor | None = None
+        ) -> dict[str, Any]:
             found = {}
             for routine in routines:
                 # All ranks together hold as much after an all-gather as before another collective.
-                each = transport.size if routine is Routine.ALL_GATHER and not compressed else 1
+                each = transport.size if routine is Routine.ALL_GATHER and compressor is None else 1
                 held = [size // each for size in sizes]
-                seconds = probe_link(transport, routine, held, repeats=repeats, compressed=compressed)
+                seconds = probe_link(transport, routine, held, repeats=repeats, compressor=compressor)
                 found[str(routine)] = _table([sharing * size for size in held], seconds)
             return found
 
-        dense = costs(PROBED, sizes, compressed=False)
+        dense = costs(PROBED, sizes)
         first = dense.pop(str(PROBED[0]))
-        return {**first, "routines": dense, "compressed": costs(PROBED_COMPRESSED, messages, compressed=True)}
+        return {**first, "routines": dense, "compressed": costs(PROBED_COMPRESSED, messages, compressor)}
 
     hosts, per_host = fabric.inter.size, fabric.intra.size
     return {
@@ -166,7 +169,7 @@ def _espresso(
         "intra": link(fabric.intra),
         "inter": link(fabric.inter, sharing=per_host),
         "compressors": {
-            name: {
+            compressor.name: {
                 "ratio": ratio,
                 **{
                     device: {

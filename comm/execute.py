@@ -115,6 +115,7 @@ class _Run(Reduction):
         self._key = key
         self._steps = steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
+        self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
         on_gpu = [not isinstance(step, Comm) and step.device is Device.GPU for step in steps]
         self._begun = on_gpu.index(False)
         self._communicated = len(steps) - on_gpu[::-1].index(False)
@@ -122,6 +123,7 @@ class _Run(Reduction):
         flat = gradient.reshape(-1)
         missing = -flat.numel() % scattered
         self._held: _Held = F.pad(flat, (0, missing)) if missing else flat
+        self._numel = flat.numel() + missing
         self._run(0, self._begun)
 
     def communicate(self) -> None:
@@ -144,6 +146,8 @@ class _Run(Reduction):
                     held = self._dense(held, step)
                 case Comm():
                     held = self._messages(held, step)
+            if held is not None:
+                self._numel = held.numel() if isinstance(held, Tensor) else held.numel * len(held.pieces)
         self._held = held
 
     # Compression.
@@ -179,8 +183,10 @@ class _Run(Reduction):
             return None
         if step.routine is Routine.BROADCAST:
             message = None if held is None else to_bytes(_tensor(held))
-            received = broadcast_from(self._root(transport), message, transport)
-            return from_bytes(received, (self._dtype, received.numel() // self._dtype.itemsize))[0]
+            # Of the part that this rank had as well, before one rank went on for all.
+            size_bytes = self._numel * self._dtype.itemsize
+            received = broadcast_from(self._root(transport), message, transport, size_bytes=size_bytes)
+            return from_bytes(received, (self._dtype, self._numel))[0]
         dense = _tensor(held)
         match step.routine:
             case Routine.ALL_REDUCE:
@@ -203,12 +209,12 @@ class _Run(Reduction):
                 message = None if held is None else pack(_pieces(held))
                 return unpack(broadcast_from(self._root(transport), message, transport))
             case Routine.ALL_TO_ALL:
-                return summands(scatter_all(_pieces(held), transport))
+                return summands(scatter_all(_pieces(held), transport, alike=self._alike))
             case Routine.GATHER:
-                gathered = gather_to(self._root(transport), _pieces(held), transport)
+                gathered = gather_to(self._root(transport), _pieces(held), transport, alike=self._alike)
                 return None if gathered is None else summands(gathered)
             case Routine.ALL_GATHER:
-                sources = gather_all(_pieces(held), transport)
+                sources = gather_all(_pieces(held), transport, alike=self._alike)
                 return summands(sources) if step.role is Role.WHOLE else neighbours(sources)
         raise AssertionError(f"{step} is no collective of messages")
 

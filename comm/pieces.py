@@ -80,25 +80,36 @@ def unpack(message: Tensor) -> Pieces:
     return Pieces(numel=numel, pieces=pieces)
 
 
-def gather_all(held: Pieces, transport: Transport) -> list[Pieces]:
-    """Return what all ranks hold, in their order."""
-    return [unpack(message) for message in transport.all_gather(pack(held))]
+def gather_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
+    """Return what all ranks hold, in their order.
+
+    Args:
+        held: This rank's; as many pieces and messages on each.
+        transport: The ranks.
+        alike: The messages of all ranks have the same sizes, so that nobody needs to announce them.
+    """
+    packed = pack(held)
+    sizes_bytes = [packed.numel()] * transport.size if alike else None
+    return [unpack(message) for message in transport.all_gather(packed, sizes_bytes=sizes_bytes)]
 
 
-def scatter_all(held: Pieces, transport: Transport) -> list[Pieces]:
-    """Return what all ranks hold of this rank's share of the pieces, in their order (an all-to-all)."""
+def scatter_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
+    """Return what all ranks hold of this rank's share of the pieces, in their order; like `gather_all`."""
     each = len(held.pieces) // transport.size
     parts = [held.pieces[rank * each : (rank + 1) * each] for rank in range(transport.size)]
-    received = transport.all_to_all([pack(Pieces(numel=held.numel, pieces=part)) for part in parts])
-    return [unpack(message) for message in received]
+    packed = [pack(Pieces(numel=held.numel, pieces=part)) for part in parts]
+    sizes_bytes = [packed[transport.rank].numel()] * transport.size if alike else None
+    return [unpack(message) for message in transport.all_to_all(packed, sizes_bytes=sizes_bytes)]
 
 
-def gather_to(root: int, held: Pieces, transport: Transport) -> list[Pieces] | None:
-    """Return on `root` what all ranks hold, in their order; None on the others."""
+def gather_to(root: int, held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces] | None:
+    """Return on `root` what all ranks hold, in their order, and None on the others; like `gather_all`."""
+    packed = pack(held)
     if transport.rank != root:
-        transport.exchange({root: pack(held)}, [])
+        transport.exchange({root: packed}, [], sizes_bytes={} if alike else None)
         return None
-    found = transport.exchange({}, [rank for rank in range(transport.size) if rank != root])
+    others = [rank for rank in range(transport.size) if rank != root]
+    found = transport.exchange({}, others, sizes_bytes=dict.fromkeys(others, packed.numel()) if alike else None)
     return [held if rank == root else unpack(found[rank]) for rank in range(transport.size)]
 
 
@@ -114,9 +125,10 @@ def reduce_to(root: int, dense: Tensor, transport: Transport) -> Tensor | None:
     return dense
 
 
-def broadcast_from(root: int, message: Tensor | None, transport: Transport) -> Tensor:
-    """Return the message of `root`, of a size that only it knows; on the others `message` is None."""
+def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, size_bytes: int | None = None) -> Tensor:
+    """Return the message of `root`; on the others `message` is None. `size_bytes`: its size, where all know it."""
     if message is None:
-        return transport.exchange({}, [root])[root]
-    transport.exchange({rank: message for rank in range(transport.size) if rank != root}, [])
+        return transport.exchange({}, [root], sizes_bytes=None if size_bytes is None else {root: size_bytes})[root]
+    others = [rank for rank in range(transport.size) if rank != root]
+    transport.exchange(dict.fromkeys(others, message), [], sizes_bytes=None if size_bytes is None else {})
     return message

@@ -14,22 +14,26 @@ from .pieces import Message, Pieces, broadcast_from, gather_all, gather_to, pack
 from .transport import Transport, to_bytes
 from .tree import Routine
 
-_Call = Callable[[Transport, Tensor], object]
+# A batch lasts about so long: more than what shaped links and buffers take in at once.
+_BATCH_S = 0.05
+_GREATEST_BATCH = 200
 
-_DENSE: Mapping[Routine, _Call] = {
+_DENSE: Mapping[Routine, Callable[[Transport, Tensor], object]] = {
     Routine.ALL_REDUCE: lambda transport, dense: transport.all_reduce(dense),
     Routine.REDUCE_SCATTER: lambda transport, dense: transport.reduce_scatter(dense),
     Routine.ALL_GATHER: lambda transport, dense: transport.all_gather_dense(dense),
     Routine.REDUCE: lambda transport, dense: reduce_to(0, dense, transport),
     Routine.BROADCAST: lambda transport, dense: broadcast_from(
-        0, None if transport.rank else to_bytes(dense), transport
+        0, None if transport.rank else to_bytes(dense), transport, size_bytes=dense.nbytes
     ),
 }
-_COMPRESSED: Mapping[Routine, _Call] = {
-    Routine.ALL_GATHER: lambda transport, data: gather_all(_pieces(data, 1), transport),
-    Routine.ALL_TO_ALL: lambda transport, data: scatter_all(_pieces(data, transport.size), transport),
-    Routine.GATHER: lambda transport, data: gather_to(0, _pieces(data, 1), transport),
-    Routine.BROADCAST: lambda transport, data: unpack(
+_COMPRESSED: Mapping[Routine, Callable[[Transport, Tensor, bool], object]] = {
+    Routine.ALL_GATHER: lambda transport, data, alike: gather_all(_pieces(data, 1), transport, alike=alike),
+    Routine.ALL_TO_ALL: lambda transport, data, alike: scatter_all(
+        _pieces(data, transport.size), transport, alike=alike
+    ),
+    Routine.GATHER: lambda transport, data, alike: gather_to(0, _pieces(data, 1), transport, alike=alike),
+    Routine.BROADCAST: lambda transport, data, _: unpack(
         broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
     ),
 }
@@ -68,7 +72,7 @@ def probe_coder(
     repeats: int = 10,
     transport: Transport | None = None,
 ) -> CoderPoints:
-    """Return what `compressor` takes on `device` for made-up gradients; the first run of each is not counted.
+    """Return what `compressor` takes on `device` for made-up gradients, one after the other as in `probe_link`.
 
     With a `transport` its ranks do the same at the same time, as in training, where they may share processors; the
     slowest counts.
@@ -94,11 +98,7 @@ def probe_coder(
             memory.compress("probe", dense)
 
         for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
-            samples = [
-                _seconds(work, dense.device) if transport is None else slowest_s(transport, work)
-                for _ in range(repeats + 1)
-            ]
-            points[name].append(median(samples[1:]))
+            points[name].append(_mean_s(work, device=dense.device, repeats=repeats, transport=transport))
     return CoderPoints(
         sizes_bytes=tuple(sizes_bytes),
         compress=tuple(points["compress"]),
@@ -109,9 +109,17 @@ def probe_coder(
 
 
 def probe_link(
-    transport: Transport, routine: Routine, sizes_bytes: Sequence[int], *, repeats: int = 5, compressed: bool = False
+    transport: Transport,
+    routine: Routine,
+    sizes_bytes: Sequence[int],
+    *,
+    repeats: int = 5,
+    compressor: Compressor | None = None,
 ) -> tuple[float, ...]:
-    """Return the seconds of a collective of tensors of each size, on the slowest rank; medians.
+    """Return the seconds of a collective of tensors of each size, on the slowest rank.
+
+    Collectives follow each other without a pause, as those of many tensors do: what a link lets pass at once after a
+    pause would make it look faster than it is, and the time of a single short one differs by more than its length.
 
     The size is what a rank holds before the collective. All ranks call this together and get the same.
 
@@ -119,46 +127,42 @@ def probe_link(
         transport: The ranks.
         routine: One of `PROBED`, or of `PROBED_COMPRESSED`.
         sizes_bytes: Rounded up to whole elements for each rank.
-        repeats: Samples of each size, one more of which is not counted.
-        compressed: The tensors are messages of a compressor, which travel with what decodes them.
-    """
-    call, found = (_COMPRESSED if compressed else _DENSE)[routine], []
-    for size_bytes in sizes_bytes:
-        each = -(-size_bytes // (4 * transport.size))
-        dense = torch.zeros(each * transport.size, device=transport.device)
-        samples = [slowest_s(transport, lambda dense=dense: call(transport, dense)) for _ in range(repeats + 1)]  # type: ignore[misc]
-        found.append(median(samples[1:]))
-    return tuple(found)
-
-
-def probe_messages(
-    transport: Transport, compressor: Compressor, sizes_bytes: Sequence[int], *, repeats: int = 5
-) -> tuple[float, ...]:
-    """Return the seconds in which the ranks' messages of tensors of each dense size reach all of them; medians.
-
-    Messages that can be summed are all-reduced, others all-gathered (`compressed.Compressed`).
+        repeats: Batches of each size; the median of their means counts.
+        compressor: The tensors are messages of this one, which travel with what decodes them.
     """
     found = []
     for size_bytes in sizes_bytes:
-        dense = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(0)).to(transport.device)
-        message = compressor.compress(dense, seed=0)
-        sum_dtype = compressor.summed_as(dense.dtype)
+        each = -(-size_bytes // (4 * transport.size))
+        tensor = torch.zeros(each * transport.size, device=transport.device)
 
-        def send(message: Tensor = message, sum_dtype: torch.dtype | None = sum_dtype) -> None:
-            if sum_dtype is None:
-                transport.all_gather(message)
+        def call(tensor: Tensor = tensor) -> None:
+            if compressor is None:
+                _DENSE[routine](transport, tensor)
             else:
-                transport.all_reduce(message.view(sum_dtype))
+                alike = compressor.message_bytes(tensor.numel(), tensor.dtype) is not None
+                _COMPRESSED[routine](transport, tensor, alike)
 
-        found.append(median([slowest_s(transport, send) for _ in range(repeats + 1)][1:]))
+        found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=transport))
     return tuple(found)
 
 
-def slowest_s(transport: Transport, work: Callable[[], object]) -> float:
-    """Return the seconds that `work` took on the slowest rank, all beginning together."""
-    _gather(transport, 0.0)
-    seconds = _seconds(work, transport.device)
-    return max(_gather(transport, seconds))
+def _mean_s(
+    work: Callable[[], object], *, device: torch.device, repeats: int, transport: Transport | None = None
+) -> float:
+    """Return the seconds of `work` when it is done again and again, all ranks beginning together; the slowest counts.
+
+    The median of `repeats` batches.
+    """
+
+    def batch_s(count: int) -> float:
+        if transport is not None:
+            _gather(transport, 0.0)
+        seconds = _seconds(lambda: [work() for _ in range(count)], device)
+        return seconds if transport is None else max(_gather(transport, seconds))
+
+    once_s = min(batch_s(1), batch_s(1))  # the first one allocates, and compiles kernels
+    count = max(1, min(_GREATEST_BATCH, round(_BATCH_S / once_s)))
+    return median(batch_s(count) / count for _ in range(repeats))
 
 
 def _pieces(data: Tensor, count: int) -> Pieces:
