@@ -10,7 +10,7 @@ from .constraints import CONSTRAINTS, allowed
 from .cupcake import PLANNERS, fusion_plan
 from .errors import FileError
 from .espresso import ESPRESSO_PLANNERS, espresso_plan
-from .espresso_fused import fused_plan
+from .espresso_fused import alone_or_dense, fused_plan
 from .fields import read_object
 from .fusion_cluster import cluster_plan
 from .model import Model, read_model
@@ -19,6 +19,7 @@ from .plan import Plan
 from .system import read_system
 
 _FUSED = "espresso-fused"
+_WITH_BUCKETS = {"espresso": alone_or_dense, _FUSED: fused_plan}
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -87,8 +88,8 @@ def plan(
 def _plan(model: Model, system_path: Path, planner: str, compressor: str | None, constraints: tuple[str, ...]) -> Plan:
     if planner in (*ESPRESSO_PLANNERS, _FUSED):
         cluster = read_cluster(system_path, compressor)
-        if planner == _FUSED:
-            return fused_plan(model, cluster, options=allowed(constraints))
+        if planner in _WITH_BUCKETS:
+            return _WITH_BUCKETS[planner](model, cluster, options=allowed(constraints))
         return espresso_plan(model, cluster, planner=planner, options=allowed(constraints))
     if constraints:
         raise ValueError(f"--constraint is for the espresso planners: leave it out, or choose another than {planner}")

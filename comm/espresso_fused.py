@@ -1,7 +1,7 @@
 """Espresso on Cupcake's idea: paths of the tree for groups of tensors, where single ones would pay for many latencies.
 
 Tensors are fused into buckets before a path is chosen for each; the best of several bucket sizes counts, and of no
-fusion. Not in the thesis, whose chapters 4 and 5 treat the two apart.
+fusion, with and without compression. Not in the thesis, whose chapters 4 and 5 treat the two apart.
 """
 
 import time
@@ -21,11 +21,14 @@ from .tree import Option, all_options
 BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
 """64 KiB to 64 MiB."""
 
+CLOSE = 0.01
+"""Predictions are no better: within this share of the least iteration time, simpler plans are preferred."""
+
 _ALL_REDUCE = "all_reduce@flat"
 
 
 def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
-    """Return the plan with the least predicted iteration among those of all bucket sizes.
+    """Return the simplest plan, for some bucket size, whose predicted iteration is hardly longer than the least one.
 
     Args:
         model: The tensors, in ready order.
@@ -38,7 +41,7 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
     plans = [_plan(model, groups, cluster, allowed) for groups in _fusions(model, cluster)]
-    best = min(plans, key=lambda plan: plan.iteration_s)
+    best = _simplest(plans, _all_reduced(model, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
     return replace(
@@ -49,6 +52,41 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
         baselines_s={"espresso": unfused.iteration_s, **unfused.baselines_s},
         reason=f"{len(best.groups)} groups of {len(model.tensors)} tensors; {best.reason}",
     )
+
+
+def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
+    """Return Espresso's plan for single tensors, unless compression gains nothing over buckets without it.
+
+    Raises:
+        NoPlanError: There is no option to choose from.
+    """
+    begin_s = time.perf_counter()
+    alone = espresso_plan(model, cluster, options=options)
+    best = _simplest([alone], _all_reduced(model, cluster, all_options() if options is None else options))
+    return replace(
+        best,
+        planner=alone.planner,
+        planning_s=time.perf_counter() - begin_s,
+        bound_s=min(alone.bound_s, best.iteration_s),
+        baselines_s=alone.baselines_s,
+    )
+
+
+def _simplest(plans: Sequence[Plan], all_reduced: Sequence[Plan]) -> Plan:
+    """Return what does least of those that are predicted to be about as quick as the best: no compression, few groups.
+
+    The run-time all-reduces the groups of plans that compress nothing, whatever was planned, unless that is ruled out.
+    """
+    possible = [*all_reduced, *(plan for plan in plans if plan.compress or not all_reduced)]
+    limit_s = (1 + CLOSE) * min(plan.iteration_s for plan in possible)
+    close = [plan for plan in possible if plan.iteration_s <= limit_s]
+    return min(close, key=lambda plan: (plan.compress, len(plan.groups), plan.iteration_s))
+
+
+def _all_reduced(model: Model, cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
+    """Return plans for all bucket sizes that only all-reduce, none if the options do not allow it."""
+    all_reduce = [option for option in options if str(option) == _ALL_REDUCE]
+    return [_plan(model, groups, cluster, all_reduce) for groups in _fusions(model, cluster)] if all_reduce else []
 
 
 def _fusions(model: Model, cluster: Cluster) -> list[tuple[tuple[Tensor, ...], ...]]:
@@ -74,10 +112,6 @@ def _plan(model: Model, groups: Sequence[Sequence[Tensor]], cluster: Cluster, op
         ),
     )
     plan = espresso_plan(fused, cluster, options=options, baselines=False)
-    all_reduce = [option for option in options if str(option) == _ALL_REDUCE]
-    if not plan.compress and all_reduce:
-        # That is what the run-time does with a group that a plan leaves dense.
-        plan = replace(espresso_plan(fused, cluster, options=all_reduce, baselines=False), bound_s=plan.bound_s)
     names = [tuple(tensor.name for tensor in group) for group in groups]
     return replace(
         plan,

@@ -18,7 +18,7 @@ from resilient_run.comm.espresso import (
     espresso_plan,
     upper_bound_s,
 )
-from resilient_run.comm.espresso_fused import fused_plan
+from resilient_run.comm.espresso_fused import alone_or_dense, fused_plan
 from resilient_run.comm.model import Model, Tensor
 from resilient_run.comm.plan import DENSE, Plan
 from resilient_run.comm.tree import parse
@@ -177,3 +177,31 @@ def test_fused_plan_that_compresses_nothing_all_reduces_its_groups() -> None:
     plan = fused_plan(MODEL, cluster(hosts=4, gpus=1, inter_s_per_byte=1e-13))
     assert not plan.compress
     assert {group.option for group in plan.groups} == {DENSE}
+
+
+def test_single_tensors_are_left_to_buckets_where_compression_gains_nothing() -> None:
+    many = Model(
+        name="many", tensors=tuple(Tensor(name=f"t{index}", numel=5000, backward_s=1e-5) for index in range(60))
+    )
+    slow, fast = cluster(hosts=4, gpus=1), cluster(hosts=4, gpus=1, inter_s_per_byte=1e-13)
+    fast = replace(fast, inter=Link(cost=affine(1e-3, 1e-13)))
+    dense = alone_or_dense(many, fast)
+    assert not dense.compress
+    assert len(dense.groups) < 60
+    assert dense.iteration_s < espresso_plan(many, fast).iteration_s
+    assert [name for group in dense.groups for name in group.tensors] == [tensor.name for tensor in many.tensors]
+    large = Model(name="large", tensors=(Tensor(name="t", numel=10**8, backward_s=1e-5),))
+    assert alone_or_dense(large, slow).groups == espresso_plan(large, slow).groups
+    assert alone_or_dense(large, slow).compress
+
+
+def test_of_plans_that_are_predicted_to_be_about_as_quick_the_simplest_is_taken() -> None:
+    """Two tensors that become ready almost at once: one group costs a hair more than two."""
+    pair = Model(
+        name="pair",
+        tensors=(Tensor(name="a", numel=10**7, backward_s=1.0), Tensor(name="b", numel=10**7, backward_s=1e-4)),
+    )
+    job = replace(cluster(hosts=4, gpus=1), inter=Link(cost=affine(0.0, 8 / 1e9)))
+    found = fused_plan(pair, job)
+    assert len(found.groups) == 1
+    assert found.baselines_s["espresso"] < found.iteration_s < 1.01 * found.baselines_s["espresso"]
