@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .cluster import Cluster, Link
 from .curve import Affine, Curve, Table
+from .strategy import Choice, CostedStep
 from .timeline import Resource
 from .tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 
@@ -38,85 +39,51 @@ class Holding:
     senders: int = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostedOption:
-    """An option with what its steps take.
-
-    Attributes:
-        option: The path of the tree.
-        resources: What the steps occupy; collectives of one participant are left out.
-        seconds: How long each step takes for each size (steps, sizes).
-        labels: The steps, as they are written.
-    """
-
-    option: Option
-    resources: tuple[Resource, ...]
-    seconds: Array
-    labels: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Costed:
-    """A step of some options: what it takes, and the place of the holding that it leaves behind."""
-
-    resource: Resource | None
-    seconds: Array
-    label: str
-    after: int
-
-
 class Costs:
     """What the steps of options take for tensors of some sizes on a cluster; a tensor of no bytes needs no step.
 
     Args:
         cluster: Links and compressor.
-        sizes_bytes: Dense bytes of the tensors.
+        sizes_bytes: Dense bytes of the tensors, which are the kinds of the costed steps.
     """
 
     def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float]) -> None:
         self._cluster = cluster
         self._sizes_bytes = np.array(sizes_bytes, dtype=np.float64)
-        self._holdings = [Holding(senders=cluster.gpus_per_host)]
-        self._costed: list[_Costed] = []
 
-    def options(self, options: Iterable[Option]) -> tuple[CostedOption, ...]:
-        """Return the options that the compressor's devices allow, with their costs."""
+    def options(self, options: Iterable[Option]) -> list[tuple[Option, Choice]]:
+        """Return the options that the compressor's devices allow, with their steps.
+
+        Collectives of one participant are left out. Steps that cost the same are the same objects.
+        """
         devices = frozenset(self._cluster.compressor.coders)
-        chosen = [option for option in options if option.devices <= devices]
+        start = Holding(senders=self._cluster.gpus_per_host)
+        holdings = {start: start}
         # Thousands of options share a few steps, which are kept alive by the options: their identity is a quick key.
-        known: dict[tuple[int, tuple[Phase, ...], int], int] = {}
-        paths = []
-        for option in chosen:
-            holding, path = 0, []
+        known: dict[tuple[int, tuple[Phase, ...], int], tuple[CostedStep | None, Holding]] = {}
+        found = []
+        for option in options:
+            if not option.devices <= devices:
+                continue
+            holding, steps = start, []
             for step, ways in zip(option.steps, option.ways, strict=True):
-                key = (id(step), ways, holding)
-                place = known.get(key)
-                if place is None:
-                    place = known[key] = self._add(step, ways, self._holdings[holding])
-                holding = self._costed[place].after
-                path.append(place)
-            paths.append(path)
-        return tuple(self._option(*made) for made in zip(chosen, paths, strict=True))
+                key = id(step), ways, id(holding)
+                made = known.get(key)
+                if made is None:
+                    costed, after = self._costed(step, ways, holding)
+                    made = known[key] = costed, holdings.setdefault(after, after)
+                costed, holding = made
+                if costed is not None:
+                    steps.append(costed)
+            found.append((option, tuple(steps)))
+        return found
 
-    def _option(self, option: Option, path: list[int]) -> CostedOption:
-        steps = [costed for place in path if (costed := self._costed[place]).resource is not None]
-        return CostedOption(
-            option=option,
-            resources=tuple([step.resource for step in steps if step.resource is not None]),
-            seconds=np.array([step.seconds for step in steps]).reshape(len(steps), len(self._sizes_bytes)),
-            labels=tuple([step.label for step in steps]),
-        )
-
-    def _add(self, step: Step, ways: tuple[Phase, ...], holding: Holding) -> int:
-        """Cost a step, and return its place among those costed."""
+    def _costed(self, step: Step, ways: tuple[Phase, ...], holding: Holding) -> tuple[CostedStep | None, Holding]:
         if isinstance(step, Comp):
             holding = replace(holding, payloads=1, pieces=math.prod(map(self._participants, ways)))
         resource, seconds, after = self._cost(step, holding)
-        if after not in self._holdings:
-            self._holdings.append(after)
-        costed = _Costed(resource=resource, seconds=seconds, label=str(step), after=self._holdings.index(after))
-        self._costed.append(costed)
-        return len(self._costed) - 1
+        costed = CostedStep(resource=resource, seconds=seconds, label=str(step)) if resource else None
+        return costed, after
 
     def _cost(self, step: Step, holding: Holding) -> tuple[Resource | None, Array, Holding]:
         if isinstance(step, Comm):

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 
 from .cluster import Cluster, Coder
@@ -55,12 +54,12 @@ class Espresso:
         costed = Costs(cluster, sizes).options(all_options() if options is None else options)
         if not costed:
             raise NoPlanError(f"no option is left: {cluster.compressor.name} has no costs for their devices")
-        self.options = tuple(made.option for made in costed)
+        self.options = tuple(option for option, _ in costed)
         self.problem = Problem(
             names=[tensor.name for tensor in model.tensors],
             backward_s=[tensor.backward_s for tensor in model.tensors],
             kinds=[sizes.index(size) for size in self.sizes_bytes],
-            choices=[(made.resources, made.seconds, made.labels) for made in costed],
+            choices=[steps for _, steps in costed],
             overlap=cluster.links_overlap,
         )
 
@@ -92,11 +91,10 @@ class Espresso:
         among = list(choices)
         return search(self.problem, self.problem.fronts(among), start or self.problem.quickest(among))
 
-    @cached_property
-    def on_cpu(self) -> list[int]:
-        """For each option the same one with CPUs; itself where that does not exist."""
-        places = {option: index for index, option in enumerate(self.options)}
-        return [places.get(_on_cpu(option), index) for index, option in enumerate(self.options)]
+    def on_cpu(self, choice: int) -> int:
+        """Return the option that is the same with CPUs; itself where that does not exist."""
+        moved = _on_cpu(self.options[choice])
+        return self.options.index(moved) if moved in self.options else choice
 
 
 def _on_cpu(option: Option) -> Option:
@@ -139,7 +137,7 @@ def paper(job: Espresso) -> Planned:
     fronts = problem.fronts(job.among(gpu_only))
     found = greedy(problem, fronts, problem.quickest(job.among(uncompressed)), job.sizes_bytes)
     if Device.CPU in job.cluster.compressor.coders:
-        found = offload(problem, found, job.on_cpu)
+        found = offload(problem, found, {choice: job.on_cpu(choice) for choice in set(found)})
     return Planned(strategy=found)
 
 

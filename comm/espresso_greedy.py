@@ -1,6 +1,6 @@
 """Espresso's own algorithms: greedy compression on GPUs, then offloading to CPUs (thesis, Algorithms 4.1 and 4.2)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 
@@ -41,7 +41,7 @@ def greedy(problem: Problem, fronts: Fronts, start: Strategy, sizes: Sequence[fl
     return sweep.strategy
 
 
-def offload(problem: Problem, strategy: Strategy, on_cpu: Sequence[int]) -> Strategy:
+def offload(problem: Problem, strategy: Strategy, on_cpu: Mapping[int, int]) -> Strategy:
     """Return the best strategy of those that Algorithm 4.2 looks at.
 
     Tensors of one size with one option form a group; of each group the tensors that become ready first move to the CPU,
@@ -51,7 +51,7 @@ def offload(problem: Problem, strategy: Strategy, on_cpu: Sequence[int]) -> Stra
     Args:
         problem: Tensors and choices.
         strategy: Compresses on GPUs only.
-        on_cpu: For each choice the same one with CPUs; itself if it does not compress.
+        on_cpu: For each choice of the strategy the same one with CPUs; itself if it does not compress.
     """
     groups = _groups(problem, strategy, on_cpu)
     sizes = [len(group) for group in groups]
@@ -70,7 +70,7 @@ def offload(problem: Problem, strategy: Strategy, on_cpu: Sequence[int]) -> Stra
     return best
 
 
-def _groups(problem: Problem, strategy: Strategy, on_cpu: Sequence[int]) -> list[list[int]]:
+def _groups(problem: Problem, strategy: Strategy, on_cpu: Mapping[int, int]) -> list[list[int]]:
     """Return the tensors of one kind and choice that CPUs can compress, in ready order."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index, choice in enumerate(strategy):
@@ -82,7 +82,7 @@ def _groups(problem: Problem, strategy: Strategy, on_cpu: Sequence[int]) -> list
 def _best(
     problem: Problem,
     strategy: Strategy,
-    on_cpu: Sequence[int],
+    on_cpu: Mapping[int, int],
     groups: list[list[int]],
     counts: Iterator[tuple[int, ...]],
 ) -> Strategy:
@@ -96,7 +96,7 @@ def _best(
     moved = ranks[:, None] < limits
     states = np.zeros((len(tried), maxplus.WIDTH))
     for index, (kind, choice) in enumerate(zip(problem.kinds, strategy, strict=True)):
-        both = problem.matrices[kind][[choice, on_cpu[choice]]]
+        both = problem.matrices(kind, np.array([choice, on_cpu[choice]]))
         states = maxplus.compute(states, problem.backward_s[index])
         states = (states[:, None, :] + both[moved[index].astype(np.intp)]).max(axis=2)
     best = moved[:, states.max(axis=1).argmin()]

@@ -29,8 +29,8 @@ class Legs:
     def __init__(self, problem: Problem, fronts: Fronts) -> None:
         self._problem, self._fronts = problem, fronts
         self.queues = _used(problem, fronts)
-        take = np.ix_(self.queues, self.queues)
-        self.matrices = [problem.matrices[kind][front][(slice(None), *take)] for kind, front in enumerate(fronts)]
+        outs, ins = np.ix_(self.queues, self.queues)
+        self.matrices = [problem.matrices(kind, front)[:, outs, ins] for kind, front in enumerate(fronts)]
         self._tensors = [index for index, kind in enumerate(problem.kinds) if len(fronts[kind]) > 1]
         self.kinds = [problem.kinds[index] for index in self._tensors]
         ends = pairwise([-1, *self._tensors, len(problem)])
@@ -58,7 +58,7 @@ def _used(problem: Problem, fronts: Fronts) -> list[int]:
     used = np.zeros(maxplus.WIDTH, dtype=bool)
     used[maxplus.COMPUTING] = True
     for kind, front in enumerate(fronts):
-        differs = (problem.matrices[kind][front] != identity).any(axis=0)
+        differs = (problem.matrices(kind, front) != identity).any(axis=0)
         used |= differs.any(axis=1)
     return [int(queue) for queue in np.flatnonzero(used)]
 

@@ -73,10 +73,9 @@ def fusion_system(cluster: Cluster, option: str) -> System:
 def _communication(cluster: Cluster, option: str) -> Curve:
     """Return the time of all collectives of an option; affine, or points where links are."""
     path = parse(option)
-    (costed,) = Costs(cluster, _SIZES_BYTES).options([path])
+    ((_, steps),) = Costs(cluster, _SIZES_BYTES).options([path])
     collectives = {str(step) for step in path.steps if isinstance(step, Comm)}
-    rows = [seconds for label, seconds in zip(costed.labels, costed.seconds, strict=True) if label in collectives]
-    sums = np.sum(rows, axis=0)
+    sums = np.sum([step.seconds for step in steps if step.label in collectives], axis=0)
     if any(isinstance(link.cost, Table) for link in (cluster.intra, cluster.inter)):
         return Table(sizes_bytes=_SIZES_BYTES, seconds=tuple(sums.tolist()))
     slope = (sums[-1] - sums[0]) / (_SIZES_BYTES[-1] - _SIZES_BYTES[0])

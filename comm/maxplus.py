@@ -9,13 +9,10 @@ make exact planning cheap:
 - the same holds for states: no future is worse for the smaller one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from .timeline import Place, Resource, places
+from .timeline import Resource
 
 Array = NDArray[np.float64]
 
@@ -23,21 +20,10 @@ GPU, BUSY, CPU, CPU_LATE, INTRA, INTER, DECODE = range(7)
 WIDTH = 7
 COMPUTING = [GPU, BUSY]
 NEVER = -np.inf
+RESOURCES = tuple(Resource)
+_GPU, _CPU, _INTRA = (RESOURCES.index(resource) for resource in (Resource.GPU, Resource.CPU, Resource.INTRA))
 _FIRST_AT_ONCE = 8
 _MOST_AT_ONCE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Operators:
-    """What a chain does to the state, for each of many tensors.
-
-    Attributes:
-        matrices: (tensors, 7, 7).
-        ready: When its first communication is ready to run, given the state before (tensors, 7).
-    """
-
-    matrices: Array
-    ready: Array
 
 
 def compute(states: Array, seconds: float | Array) -> Array:
@@ -47,46 +33,75 @@ def compute(states: Array, seconds: float | Array) -> Array:
     return after
 
 
-def queues(chain: Sequence[Resource], *, overlap: bool) -> tuple[int, ...]:
-    """Return which queue serves each step of a chain; `overlap`: the links have a queue each."""
-    return tuple(_queue(resource, place, overlap) for resource, place in zip(chain, places(chain), strict=True))
+class Chains:
+    """Chains of steps, which become matrices once it is known how long the steps take.
 
-
-def operators(served: Sequence[int], seconds: Array) -> Operators:
-    """Return what a chain does.
+    No chain waits twice for the same queue, so entry (out, in) is how long it takes from its first step on the queue
+    `in` to its last step on the queue `out`.
 
     Args:
-        served: The queues that serve its steps.
-        seconds: How long each step takes for each tensor (steps, tensors).
+        resources: What each step of each chain occupies, as places in `RESOURCES` (steps, chains); behind the end of
+            a chain -1.
+        overlap: The links have a queue each.
     """
-    count = seconds.shape[1]
-    matrix = np.full((count, WIDTH, WIDTH), NEVER)
-    matrix[:, range(WIDTH), range(WIDTH)] = 0.0
-    ready = np.full((count, WIDTH), NEVER)
-    now = matrix[:, GPU].copy()
-    communicates = False
-    for queue, taken in zip(served, seconds[:, :, None], strict=True):
-        if queue in (GPU, DECODE):
-            matrix[:, BUSY] += taken
-        if queue == GPU:
-            matrix[:, GPU] += taken
-            now = now + taken
-            continue
-        if queue in (INTRA, INTER) and not communicates:
-            ready, communicates = now.copy(), True
-        now = np.maximum(now, matrix[:, queue]) + taken
-        matrix[:, queue] = now
-    return Operators(matrices=matrix, ready=ready)
+
+    def __init__(self, resources: NDArray[np.int8], *, overlap: bool) -> None:
+        self._served = _queues(resources, overlap)
+        steps, self._count = resources.shape
+        serves = self._served == np.arange(WIDTH, dtype=np.int8)[:, None, None]
+        used = serves.any(axis=1)
+        first, behind = (np.where(used, place, 0) for place in (serves.argmax(1), steps - serves[:, ::-1].argmax(1)))
+        depends = used[:, None] & used & (first < behind[:, None])
+        depends[:, GPU] = used
+        depends[COMPUTING] = False
+        depends[range(WIDTH), range(WIDTH)] = True
+        self._outs, self._ins = np.nonzero(depends.any(axis=2))
+        self._lacks = ~depends[self._outs, self._ins]
+        self._begin, self._end = (place * self._count + np.arange(self._count) for place in (first, behind))
+
+    def entries(self, seconds: Array) -> Array:
+        """Return the entries that not all matrices lack; `seconds`: of each step, 0 behind the end (steps, chains)."""
+        until = np.zeros((len(seconds) + 1, self._count))
+        np.cumsum(seconds, axis=0, out=until[1:])
+        begin, end = until.take(self._begin), until.take(self._end)
+        begin[COMPUTING] = 0.0
+        end[GPU] = (seconds * (self._served == GPU)).sum(axis=0)
+        end[BUSY] = end[GPU] + (seconds * (self._served == DECODE)).sum(axis=0)
+        found: Array = end[self._outs] - begin[self._ins]
+        np.copyto(found, NEVER, where=self._lacks)
+        return found.T
+
+    def matrices(self, seconds: Array) -> Array:
+        """Return the matrices (chains, 7, 7)."""
+        made = np.full((self._count, WIDTH, WIDTH), NEVER)
+        made[:, self._outs, self._ins] = self.entries(seconds)
+        return made
+
+    def ready(self, seconds: Array) -> Array:
+        """Return when the first communication is ready to run, given the state before (chains, 7)."""
+        links = (self._served == INTRA) | (self._served == INTER)
+        before = np.where(np.logical_or.accumulate(links), 0.0, seconds)
+        compressed = np.logical_or.accumulate(self._served == CPU)
+        found = np.full((self._count, WIDTH), NEVER)
+        found[:, GPU] = before.sum(axis=0)
+        found[:, CPU] = np.where(compressed[-1], (before * compressed).sum(axis=0), NEVER)
+        found[~links.any(axis=0)] = NEVER
+        return found
 
 
-def _queue(resource: Resource, place: Place, overlap: bool) -> int:
-    match resource:
-        case Resource.GPU:
-            return DECODE if place is Place.LAST else GPU
-        case Resource.CPU:
-            return CPU if place is Place.EARLY else CPU_LATE
-        case _:
-            return INTRA if overlap and resource is Resource.INTRA else INTER
+def _queues(resources: NDArray[np.int8], overlap: bool) -> NDArray[np.int8]:
+    """Return which queue serves each step, -1 behind the end of a chain; as `timeline.places` says."""
+    gpu, other = resources == _GPU, resources > _GPU
+    linked = np.logical_or.accumulate(resources >= _INTRA)
+    leads_on = np.logical_or.accumulate(other[::-1])[::-1] | ~other.any(axis=0)
+    served = np.full(resources.shape, INTER, dtype=np.int8)
+    served[gpu] = np.where(leads_on, GPU, DECODE)[gpu]
+    cpu = resources == _CPU
+    served[cpu] = np.where(linked, CPU_LATE, CPU)[cpu]
+    if overlap:
+        served[resources == _INTRA] = INTRA
+    served[resources < 0] = -1
+    return served
 
 
 def apply(states: Array, matrices: Array) -> Array:
@@ -104,10 +119,15 @@ def compose(second: Array, first: Array) -> Array:
 
 def pareto(points: Array) -> NDArray[np.intp]:
     """Return the indices of the points that no other one is nowhere larger than; of equal ones the first."""
-    finite = np.isfinite(points)
-    # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
-    left = np.lexsort((np.where(finite, points, 0.0).sum(axis=1), finite.sum(axis=1)))
     points = points[:, (points != points[:1]).any(axis=0)]
+    finite = np.isfinite(points)
+    sums = np.where(finite, points, 0.0).sum(axis=1)
+    # One good point usually spares most of the others the sorting.
+    least = sums.argmin(keepdims=True)
+    left = np.flatnonzero(~_no_larger(points[least], points)[0])
+    left = np.concatenate([least, left])
+    # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
+    left = left[np.lexsort((left, sums[left], finite[left].sum(axis=1)))]
     kept, count = [], _FIRST_AT_ONCE
     while len(left):
         # The first ones leave few of the others, so that more can be compared at once.

@@ -1,6 +1,7 @@
 """What Espresso's planners search: which of its chains each tensor takes."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -13,18 +14,38 @@ from .timeline import Chain, Job, Resource, Timeline, Work, derive
 Strategy = tuple[int, ...]
 Indices = NDArray[np.intp]
 Fronts = list[Indices]
-Choice = tuple[tuple[Resource, ...], Array, tuple[str, ...]]
+_TICKS_PER_S = 2.0**45
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CostedStep:
+    """A step of choices.
+
+    Attributes:
+        resource: What it occupies.
+        seconds: How long for each kind.
+        label: What it is called.
+    """
+
+    resource: Resource
+    seconds: Array
+    label: str
+
+
+Choice = tuple[CostedStep, ...]
 
 
 class Problem:
     """Tensors in ready order, of a few kinds, and the choices of each kind.
 
+    Seconds of steps are rounded to multiples of 2^-45, so that sums of them are exact and choices that take equally
+    long are seen to.
+
     Args:
         names: Of the tensors.
         backward_s: Backward computation of each tensor.
         kinds: The kind of each tensor; tensors of a kind (those of one size) have the same choices.
-        choices: What each choice occupies, how long for each kind (steps, kinds), and what its steps are called. A
-            strategy is the index of a choice for each tensor.
+        choices: The steps of each choice. A strategy is the index of a choice for each tensor.
         overlap: The links have a queue each.
     """
 
@@ -39,61 +60,80 @@ class Problem:
     ) -> None:
         self.names, self.backward_s, self.kinds = tuple(names), tuple(backward_s), tuple(kinds)
         self.choices, self.overlap = tuple(choices), overlap
-        self.matrices, self.ready = self._derive()
+        steps = {id(step): step for choice in self.choices for step in choice}
+        places = {key: place for place, key in enumerate(steps)}
+        lengths = np.array([len(choice) for choice in self.choices])
+        # Chains end with steps of no resource and no time, as many as make them equally long (steps, choices).
+        self._places = np.full((max(1, lengths.max()), len(self.choices)), len(steps))
+        filled = np.arange(len(self._places)) < lengths[:, None]
+        self._places.T[filled] = [places[id(step)] for choice in self.choices for step in choice]
+        self._resources = np.array([*(maxplus.RESOURCES.index(step.resource) for step in steps.values()), -1], np.int8)
+        kind_count = max((len(step.seconds) for step in steps.values()), default=1 + max(self.kinds, default=0))
+        seconds = np.stack([*(step.seconds for step in steps.values()), np.zeros(kind_count)], axis=1)
+        self._seconds = np.round(seconds * _TICKS_PER_S) / _TICKS_PER_S
+        # Few of thousands of choices are of use: only their matrices are derived.
+        self._derived = np.full(len(self.choices), -1)
+        self._matrices = np.empty((kind_count, 0, maxplus.WIDTH, maxplus.WIDTH))
+        self._ready = np.empty((kind_count, 0, maxplus.WIDTH))
 
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self.names)
 
-    def _derive(self) -> tuple[Array, Array]:
-        """Return what each choice does to the state of each kind, at once for choices that the same queues serve."""
-        alike: dict[tuple[int, ...], list[tuple[list[int], Array]]] = {}
-        for chain, indices in self._by_chain().items():
-            served = maxplus.queues(chain, overlap=self.overlap)
-            # Steps in a row on one queue are one step.
-            starts = [place for place, queue in enumerate(served) if place == 0 or queue != served[place - 1]]
-            taken = np.stack([self.choices[index][1] for index in indices], axis=1)
-            merged = np.add.reduceat(taken, starts) if starts else taken
-            alike.setdefault(tuple(served[place] for place in starts), []).append((indices, merged))
-        kind_count = self.choices[0][1].shape[1]
-        matrices = np.empty((kind_count, len(self.choices), maxplus.WIDTH, maxplus.WIDTH))
-        ready = np.empty((kind_count, len(self.choices), maxplus.WIDTH))
-        for served, parts in alike.items():
-            indices = [index for some, _ in parts for index in some]
-            seconds = np.concatenate([merged for _, merged in parts], axis=1)
-            made = maxplus.operators(served, seconds.reshape(len(served), len(indices) * kind_count))
-            for target, found in ((matrices, made.matrices), (ready, made.ready)):
-                target[:, indices] = found.reshape(len(indices), kind_count, *found.shape[1:]).swapaxes(0, 1)
-        return matrices, ready
+    def matrices(self, kinds: int | Sequence[int], choices: int | Indices) -> Array:
+        """Return what choices do to the state (…, 7, 7)."""
+        places = self._derive(choices)
+        found: Array = self._matrices[kinds, places]
+        return found
 
-    def _by_chain(self) -> dict[tuple[Resource, ...], list[int]]:
-        alike: dict[tuple[Resource, ...], list[int]] = {}
-        for index, (chain, _, _) in enumerate(self.choices):
-            alike.setdefault(chain, []).append(index)
-        return alike
+    def ready(self, kinds: int | Sequence[int], choices: int | Indices) -> Array:
+        """Return when the first communication of choices is ready to run, given the state before (…, 7)."""
+        places = self._derive(choices)
+        found: Array = self._ready[kinds, places]
+        return found
+
+    def _derive(self, choices: int | Indices) -> Indices:
+        """Return the places of choices among those whose matrices are derived."""
+        if (self._derived[choices] < 0).any():
+            missing = np.unique(choices)
+            missing = missing[self._derived[missing] < 0]
+            chains, taken = self._chains(missing), [seconds[self._places[:, missing]] for seconds in self._seconds]
+            self._derived[missing] = np.arange(len(missing)) + self._matrices.shape[1]
+            self._matrices = np.concatenate([self._matrices, [chains.matrices(each) for each in taken]], axis=1)
+            self._ready = np.concatenate([self._ready, [chains.ready(each) for each in taken]], axis=1)
+        found: Indices = self._derived[choices]
+        return found
+
+    def _chains(self, choices: Indices) -> maxplus.Chains:
+        return maxplus.Chains(self._resources[self._places[:, choices]], overlap=self.overlap)
 
     @cached_property
     def alone_s(self) -> Array:
         """How long each choice takes for each kind when nothing else goes on (kinds, choices)."""
-        return np.stack([taken.sum(axis=0) for _, taken, _ in self.choices], axis=1)
+        return self._alone_s(np.arange(len(self.choices)))
+
+    def _alone_s(self, choices: Indices) -> Array:
+        return np.stack([seconds[self._places[:, choices]].sum(axis=0) for seconds in self._seconds])
 
     def fronts(self, choices: Iterable[int]) -> Fronts:
         """Return, for each kind, those of the choices that can be best whatever the other tensors take."""
         among = np.fromiter(choices, dtype=np.intp)
-        flat = self.matrices[:, among].reshape(len(self.matrices), len(among), -1)
-        return [among[maxplus.pareto(matrices)] for matrices in flat]
+        chains, places = self._chains(among), self._places[:, among]
+        found = [among[maxplus.pareto(chains.entries(seconds[places]))] for seconds in self._seconds]
+        self._derive(np.concatenate(found))
+        return found
 
     def quickest(self, choices: Iterable[int]) -> Strategy:
         """Return the strategy that gives each tensor the choice that is quickest alone; of equal ones the first."""
         among = np.fromiter(choices, dtype=np.intp)
-        best = among[self.alone_s[:, among].argmin(axis=1)]
+        best = among[self._alone_s(among).argmin(axis=1)]
         return tuple(int(best[kind]) for kind in self.kinds)
 
     def iteration_s(self, strategy: Strategy) -> float:
         """Return F(S) without the forward pass."""
         state = np.zeros(maxplus.WIDTH)
         for kind, backward_s, choice in zip(self.kinds, self.backward_s, strategy, strict=True):
-            state = (maxplus.compute(state, backward_s) + self.matrices[kind, choice]).max(axis=1)
+            state = (maxplus.compute(state, backward_s) + self.matrices(kind, choice)).max(axis=1)
         return float(state.max())
 
     def timeline(self, strategy: Strategy, *, forward_s: float = 0.0) -> Timeline:
@@ -109,8 +149,9 @@ class Problem:
 
     def chain(self, kind: int, choice: int) -> Chain:
         """Return the steps of a choice for a kind."""
-        resources, taken, labels = self.choices[choice]
+        steps = self.choices[choice]
+        taken = self._seconds[kind, self._places[: len(steps), choice]].tolist()
         return tuple(
-            Work(resource=resource, seconds=float(seconds[kind]), label=label)
-            for resource, seconds, label in zip(resources, taken, labels, strict=True)
+            Work(resource=step.resource, seconds=seconds, label=step.label)
+            for step, seconds in zip(steps, taken, strict=True)
         )

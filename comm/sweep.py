@@ -21,7 +21,7 @@ class Sweep:
     def __init__(self, problem: Problem, strategy: Strategy) -> None:
         self._problem = problem
         self._strategy = np.array(strategy, dtype=np.intp)
-        self._maps = problem.matrices[problem.kinds, self._strategy]
+        self._maps = problem.matrices(problem.kinds, self._strategy)
         self._maps[:, :, maxplus.COMPUTING] += np.array(problem.backward_s)[:, None, None]
         self._states = np.zeros((len(problem) + 1, maxplus.WIDTH))
         self._rest = np.zeros((len(problem) + 1, maxplus.WIDTH))
@@ -39,7 +39,7 @@ class Sweep:
 
     def times_s(self, index: int, choices: Indices) -> Array:
         """Return the time without the forward pass if a tensor took each of these choices."""
-        matrices = self._problem.matrices[self._problem.kinds[index]][choices]
+        matrices = self._problem.matrices(self._problem.kinds[index], choices)
         state = maxplus.compute(self._state(index), self._problem.backward_s[index])
         times: Array = ((state + matrices).max(axis=2) + self._rest_of(index + 1)).max(axis=1)
         return times
@@ -47,7 +47,7 @@ class Sweep:
     def take(self, index: int, choice: int) -> None:
         """Change the choice of one tensor."""
         self._strategy[index] = choice
-        self._maps[index] = self._problem.matrices[self._problem.kinds[index], choice]
+        self._maps[index] = self._problem.matrices(self._problem.kinds[index], choice)
         self._maps[index][:, maxplus.COMPUTING] += self._problem.backward_s[index]
         self._states_to = min(self._states_to, index)
         self._rest_from = max(self._rest_from, index + 1)
@@ -55,7 +55,7 @@ class Sweep:
     def last_bubble(self) -> int:
         """Return the last tensor that the links wait for; 0 if they wait for none but the first."""
         self._state(len(self._problem))
-        ready = self._problem.ready[self._problem.kinds, self._strategy]
+        ready = self._problem.ready(self._problem.kinds, self._strategy)
         before = maxplus.compute(self._states[:-1], np.array(self._problem.backward_s)[:, None])
         idle = before[:, [maxplus.INTRA, maxplus.INTER]].max(axis=1)
         waits = np.flatnonzero(idle < (before + ready).max(axis=1))

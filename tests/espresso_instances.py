@@ -1,14 +1,14 @@
 """Small planning problems: random ones with few chains, and a cluster to cost the decision tree on."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from resilient_run.comm import maxplus
 from resilient_run.comm.cluster import Cluster, Coder, Compressor, Link
 from resilient_run.comm.curve import Affine
-from resilient_run.comm.strategy import Choice, Problem, Strategy
+from resilient_run.comm.strategy import Choice, CostedStep, Problem, Strategy
 from resilient_run.comm.timeline import Resource
 from resilient_run.comm.tree import Device
 
@@ -26,6 +26,14 @@ ALL_RESOURCES = (
 )
 
 
+def steps(resources: Sequence[Resource], seconds: np.ndarray) -> Choice:
+    """Return the choice of these steps; `seconds`: (steps, kinds)."""
+    return tuple(
+        CostedStep(resource=resource, seconds=taken, label=str(resource))
+        for resource, taken in zip(resources, seconds, strict=True)
+    )
+
+
 def random_problem(seeded: random.Random, *, tensors: int, choices: int, kinds: int, one_link: bool = False) -> Problem:
     """Return a problem with ties, steps that take no time and tensors that are computed in no time."""
     seconds = seeded.choice([(0.0, 1.0, 2.0, 3.0), tuple(seeded.uniform(0, 4) for _ in range(8))])
@@ -33,7 +41,7 @@ def random_problem(seeded: random.Random, *, tensors: int, choices: int, kinds: 
     def choice() -> Choice:
         resources = seeded.choice(ONE_LINK if one_link else ALL_RESOURCES)
         taken = [[seeded.choice(seconds) for _ in range(kinds)] for _ in resources]
-        return resources, np.array(taken).reshape(len(resources), kinds), tuple(map(str, resources))
+        return steps(resources, np.array(taken))
 
     return Problem(
         names=[f"T{index}" for index in range(tensors)],
@@ -58,9 +66,9 @@ def random_problems(
 
 def every_time_s(problem: Problem) -> np.ndarray:
     """Return F of every strategy, without the forward pass."""
-    states = np.zeros((1, maxplus.WIDTH))
+    states, every = np.zeros((1, maxplus.WIDTH)), np.arange(len(problem.choices))
     for kind, backward_s in zip(problem.kinds, problem.backward_s, strict=True):
-        states = maxplus.apply(maxplus.compute(states, backward_s), problem.matrices[kind])
+        states = maxplus.apply(maxplus.compute(states, backward_s), problem.matrices(kind, every))
         states = states.reshape(-1, maxplus.WIDTH)
     return states.max(axis=1)
 

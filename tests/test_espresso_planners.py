@@ -13,6 +13,7 @@ from espresso_instances import (
     random_problem,
     random_problems,
     random_strategy,
+    steps,
 )
 
 from resilient_run.comm import maxplus
@@ -117,7 +118,7 @@ def test_one_tensor_and_tensors_of_no_time() -> None:
         names=["a", "b"],
         backward_s=[0.0, 0.0],
         kinds=[0, 0],
-        choices=[(chain, np.zeros((len(chain), 1)), ("",) * len(chain)) for chain in ALL_RESOURCES],
+        choices=[steps(chain, np.zeros((len(chain), 1))) for chain in ALL_RESOURCES],
     )
     assert optimum(nothing) == (0.0, 0.0)
 
@@ -165,9 +166,9 @@ def compression_problems(seed: int, count: int) -> list[Problem]:
                 backward_s=[seeded.uniform(0, 2) for _ in range(8)],
                 kinds=[seeded.randrange(4) for _ in range(8)],
                 choices=[
-                    ((INTER,), sizes, ("dense",)),
-                    ((GPU, INTER), np.concatenate([0.3 + 0.2 * sizes, 0.1 * sizes]), ("comp", "small")),
-                    ((GPU, INTER), np.concatenate([0.2 + 0.1 * sizes, 0.4 * sizes]), ("comp", "half")),
+                    steps((INTER,), sizes),
+                    steps((GPU, INTER), np.concatenate([0.3 + 0.2 * sizes, 0.1 * sizes])),
+                    steps((GPU, INTER), np.concatenate([0.2 + 0.1 * sizes, 0.4 * sizes])),
                 ],
             )
         )
@@ -180,8 +181,8 @@ def test_figure_4_9_the_greedy_algorithm_compresses_the_last_of_two_equal_tensor
         backward_s=[1.0, 3.0, 2.0],
         kinds=[0, 1, 1],
         choices=[
-            ((INTER,), np.array([[1.0, 4.0]]), ("dense",)),
-            ((GPU, INTER), np.array([[1.0, 1.0], [0.5, 1.0]]), ("comp", "small")),
+            steps((INTER,), np.array([[1.0, 4.0]])),
+            steps((GPU, INTER), np.array([[1.0, 1.0], [0.5, 1.0]])),
         ],
     )
     fronts = problem.fronts([0, 1])
@@ -196,8 +197,8 @@ def offloading_problem(seeded: random.Random, tensors: int) -> Problem:
         backward_s=[seeded.uniform(0, 2) for _ in range(tensors)],
         kinds=[seeded.randrange(2) for _ in range(tensors)],
         choices=[
-            ((GPU, INTER), np.concatenate([0.5 * sizes, 0.5 * sizes]), ("comp:gpu", "c")),
-            ((ALL_RESOURCES[5][0], INTER), np.concatenate([1.5 * sizes, 0.5 * sizes]), ("comp:cpu", "c")),
+            steps((GPU, INTER), np.concatenate([0.5 * sizes, 0.5 * sizes])),
+            steps((ALL_RESOURCES[5][0], INTER), np.concatenate([1.5 * sizes, 0.5 * sizes])),
         ],
     )
 
@@ -213,7 +214,7 @@ def test_offloading_finds_the_best_of_the_first_tensors_of_each_group() -> None:
             for first in range(len(groups[0]) + 1)
             for second in range(len(groups[1]) + 1)
         )
-        assert problem.iteration_s(offload(problem, start, [1, 1])) == pytest.approx(least_s)
+        assert problem.iteration_s(offload(problem, start, {0: 1})) == pytest.approx(least_s)
 
 
 def test_offloading_the_first_of_a_group_is_not_always_best() -> None:
@@ -221,7 +222,7 @@ def test_offloading_the_first_of_a_group_is_not_always_best() -> None:
     worse = 0
     for _ in range(100):
         problem = offloading_problem(seeded, 6)
-        worse += problem.iteration_s(offload(problem, (0,) * 6, [1, 1])) > every_time_s(problem).min() * (1 + 1e-9)
+        worse += problem.iteration_s(offload(problem, (0,) * 6, {0: 1})) > every_time_s(problem).min() * (1 + 1e-9)
     assert worse > 0
 
 
@@ -232,10 +233,10 @@ def test_offloading_many_groups_is_searched_group_by_group() -> None:
         backward_s=[seeded.uniform(0, 1) for _ in range(26)],
         kinds=[index // 2 for index in range(26)],
         choices=[
-            ((GPU, INTER), np.full((2, 13), 0.5), ("comp:gpu", "c")),
-            ((ALL_RESOURCES[5][0], INTER), np.full((2, 13), 0.6), ("comp:cpu", "c")),
+            steps((GPU, INTER), np.full((2, 13), 0.5)),
+            steps((ALL_RESOURCES[5][0], INTER), np.full((2, 13), 0.6)),
         ],
     )
-    found = offload(problem, (0,) * 26, [1, 1])
+    found = offload(problem, (0,) * 26, {0: 1})
     assert any(found)
     assert problem.iteration_s(found) < problem.iteration_s((0,) * 26)
