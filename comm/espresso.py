@@ -69,9 +69,9 @@ class Espresso:
         Raises:
             NoPlanError: There is none.
         """
-        found = [
-            index for index, option in enumerate(self.options) if all(constraint(option) for constraint in constraints)
-        ]
+        found = list(range(len(self.options)))
+        for constraint in constraints:
+            found = [index for index in found if constraint(self.options[index])]
         if not found:
             names = ", ".join(constraint.__name__ for constraint in constraints)
             raise NoPlanError(f"no option is left that this planner may use ({names}); allow more, or another device")
@@ -94,7 +94,7 @@ class Espresso:
     def on_cpu(self, choice: int) -> int:
         """Return the option that is the same with CPUs; itself where that does not exist."""
         moved = _on_cpu(self.options[choice])
-        return self.options.index(moved) if moved in self.options else choice
+        return next((index for index, option in enumerate(self.options) if option == moved), choice)
 
 
 def _on_cpu(option: Option) -> Option:

@@ -80,8 +80,7 @@ class Slack:
 
     def settle(self, leg: int, states: Array) -> Array:
         """Return the largest states that are the same as these after a leg."""
-        settled: Array = (states[:, None, :] + self._after[leg + 1]).max(axis=2)
-        return settled
+        return maxplus.apply(states, self._after[leg + 1][None])[:, 0]
 
 
 def _before(slack: Array, matrices: Array) -> Array:
