@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 GPU, BUSY, CPU, CPU_LATE, INTRA, INTER, DECODE = range(7)
 WIDTH = 7
-COMPUTING = [GPU, BUSY]
+COMPUTING = slice(GPU, BUSY + 1)
 NEVER = -np.inf
 RESOURCES = tuple(Resource)
 _GPU, _CPU, _INTRA = (RESOURCES.index(resource) for resource in (Resource.GPU, Resource.CPU, Resource.INTRA))
