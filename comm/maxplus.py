@@ -145,7 +145,7 @@ def _dominated(points: Array) -> NDArray[np.bool_]:
     """Return which points some other one is nowhere larger than; of equal ones all but the first."""
     no_larger = _no_larger(points, points)
     places = np.arange(len(points))
-    found: NDArray[np.bool_] = (no_larger & ~(no_larger.T & (places[:, None] >= places))).any(axis=0)
+    found: NDArray[np.bool_] = np.logical_or.reduce(no_larger & ~(no_larger.T & (places[:, None] >= places)))
     return found
 
 
