@@ -153,7 +153,9 @@ def _espresso(
                 # All ranks together hold as much after an all-gather as before another collective.
                 each = transport.size if routine is Routine.ALL_GATHER and compressor is None else 1
                 held = [size // each for size in sizes]
-                seconds = probe_link(transport, routine, held, repeats=repeats, compressor=compressor)
+                seconds = probe_link(
+                    transport, routine, held, repeats=repeats, compressor=compressor, everyone=fabric.flat
+                )
                 found[str(routine)] = _table([sharing * size for size in held], seconds)
             return found
 

@@ -115,6 +115,7 @@ def probe_link(
     *,
     repeats: int = 5,
     compressor: Compressor | None = None,
+    everyone: Transport | None = None,
 ) -> tuple[float, ...]:
     """Return the seconds of a collective of tensors of each size, on the slowest rank.
 
@@ -129,6 +130,7 @@ def probe_link(
         sizes_bytes: Rounded up to whole elements for each rank.
         repeats: Batches of each size; the median of their means counts.
         compressor: The tensors are messages of this one, which travel with what decodes them.
+        everyone: The ranks that do the same in groups of their own, and share links; they begin each batch together.
     """
     found = []
     for size_bytes in sizes_bytes:
@@ -142,7 +144,7 @@ def probe_link(
                 alike = compressor.message_bytes(tensor.numel(), tensor.dtype) is not None
                 _COMPRESSED[routine](transport, tensor, alike)
 
-        found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=transport))
+        found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=everyone or transport))
     return tuple(found)
 
 
