@@ -62,7 +62,7 @@ def test_killed_workers_on_one_host(cluster: Cluster, undisturbed: dict[int, Hos
     moments = random.Random(seed)
     host = cluster.host("solo")
     host.launch(STANDALONE, SCRIPT)
-    kills = sorted(moments.sample(range(2, STEPS - 2), 3))
+    kills = sorted(moments.sample(range(2, STEPS - 6), 3))
     for count, step in enumerate(kills, start=1):
         wait_until(lambda step=step: host.reached(step), timeout_s=60, what=f"step {step}", host=host)
         time.sleep(moments.uniform(0, 0.1))
@@ -117,7 +117,7 @@ def test_killed_workers_on_three_hosts(
 ) -> None:
     moments = random.Random(seed)
     hosts = launch_hosts(cluster, "abc", etcd_endpoint)
-    for count, step in enumerate(sorted(moments.sample(range(3, STEPS - 2), 2)), start=1):
+    for count, step in enumerate(sorted(moments.sample(range(3, STEPS - 6), 2)), start=1):
         wait_until(lambda step=step: hosts[0].reached(step), timeout_s=60, what=f"step {step}", host=hosts[0])
         time.sleep(moments.uniform(0, 0.1))
         for victim in hosts if seed % 2 else [moments.choice(hosts)]:
@@ -292,9 +292,13 @@ def test_killed_daemon_is_not_noticed_and_recovers(cluster: Cluster, undisturbed
     first = host.daemon_pid()
     assert first is not None
     kill(first)
+    wait_until(lambda: host.reached(8), timeout_s=60, what="step 8 without a daemon", host=host)
+    # Held back, so that there are steps left for the new daemon.
+    os.kill(host.pids()[0], signal.SIGSTOP)
     wait_until(lambda: host.daemon_pid() not in (None, first), timeout_s=30, what="a new daemon", host=host)
     assert host.starts() == 2, "a worker was restarted because of the daemon"
     reached = max(step for _, step, _ in host.steps())
+    os.kill(host.pids()[0], signal.SIGCONT)
     wait_until(lambda: host.committed_step() > reached, timeout_s=60, what="a commit by the new daemon", host=host)
     kill(host.pids()[1])
     assert host.wait() == 0, host.output
