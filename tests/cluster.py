@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from resilient_run.ckpt import wire
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
@@ -46,6 +48,14 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP a process and return once it stands still: until then a later signal may reach it first."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(
+        lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout_s=30, what=f"process {pid} to stop"
+    )
 
 
 class Host:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, wait_until
+from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
 from etcd_process import EtcdProcess
 
 from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
@@ -241,7 +241,7 @@ def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, 
         wait_until(lambda: hosts[0].reached(9), timeout_s=60, what="step 9 without etcd", host=hosts[0])
         # Held back, so that there are steps left for after the outage.
         worker = next(iter(hosts[0].pids().values()))
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         time.sleep(2 * LEASE_TTL_S)
         server.resume()
         below = f"/resilient-run/{cluster.name}/"
@@ -294,7 +294,7 @@ def test_killed_daemon_is_not_noticed_and_recovers(cluster: Cluster, undisturbed
     kill(first)
     wait_until(lambda: host.reached(8), timeout_s=60, what="step 8 without a daemon", host=host)
     # Held back, so that there are steps left for the new daemon.
-    os.kill(host.pids()[0], signal.SIGSTOP)
+    stop(host.pids()[0])
     wait_until(lambda: host.daemon_pid() not in (None, first), timeout_s=30, what="a new daemon", host=host)
     assert host.starts() == 2, "a worker was restarted because of the daemon"
     reached = max(step for _, step, _ in host.steps())
