@@ -22,13 +22,13 @@ BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
 """64 KiB to 64 MiB."""
 
 CLOSE = 0.01
-"""Predictions are no better: within this share of the least iteration time, simpler plans are preferred."""
+"""Predictions are no better: compression that is to gain less than this share of an iteration is left out."""
 
 _ALL_REDUCE = "all_reduce@flat"
 
 
 def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
-    """Return the simplest plan, for some bucket size, whose predicted iteration is hardly longer than the least one.
+    """Return the plan with the least predicted iteration among those of all bucket sizes; compression has to pay.
 
     Args:
         model: The tensors, in ready order.
@@ -41,7 +41,7 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
     plans = [_plan(model, groups, cluster, allowed) for groups in _fusions(model, cluster)]
-    best = _simplest(plans, _all_reduced(model, cluster, allowed))
+    best = _if_it_pays(plans, _all_reduced(model, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
     return replace(
@@ -62,7 +62,7 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     """
     begin_s = time.perf_counter()
     alone = espresso_plan(model, cluster, options=options)
-    best = _simplest([alone], _all_reduced(model, cluster, all_options() if options is None else options))
+    best = _if_it_pays([alone], _all_reduced(model, cluster, all_options() if options is None else options))
     return replace(
         best,
         planner=alone.planner,
@@ -72,15 +72,15 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     )
 
 
-def _simplest(plans: Sequence[Plan], all_reduced: Sequence[Plan]) -> Plan:
-    """Return what does least of those that are predicted to be about as quick as the best: no compression, few groups.
+def _if_it_pays(plans: Sequence[Plan], all_reduced: Sequence[Plan]) -> Plan:
+    """Return the best plan without compression if it is predicted to be about as quick as the best, and else the best.
 
     The run-time all-reduces the groups of plans that compress nothing, whatever was planned, unless that is ruled out.
     """
     possible = [*all_reduced, *(plan for plan in plans if plan.compress or not all_reduced)]
     limit_s = (1 + CLOSE) * min(plan.iteration_s for plan in possible)
     close = [plan for plan in possible if plan.iteration_s <= limit_s]
-    return min(close, key=lambda plan: (plan.compress, len(plan.groups), plan.iteration_s))
+    return min(close, key=lambda plan: (plan.compress, plan.iteration_s))
 
 
 def _all_reduced(model: Model, cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
