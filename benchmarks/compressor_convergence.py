@@ -1,45 +1,42 @@
 """Does training with each compressor and error feedback end at the loss of training without compression?
 
-The GPT of `examples/train_gpt.py`, small, learns its text by SGD. One process computes the gradients of all ranks, one
-after the other; each has a `Memory` of its own, and what reaches the optimizer is the mean of what the ranks' messages
-decode to, as in `Compressed`. Runs of one seed have the same initial parameters and the same batches on each rank.
-Uncompressed training with several seeds says what noise is. Deep Gradient Compression (`dgc`) is compared with
-uncompressed SGD that has the same momentum and learning rate.
+The examples, small (`convergence_examples.py`): a GPT that learns by SGD, and an LSTM with large tables that learns by
+Adagrad. One process computes the gradients of all ranks, one after the other; each has a `Memory` of its own, and what
+reaches the optimizer is the mean of what the ranks' messages decode to, as in `Compressed`. Runs of one seed have the
+same initial parameters and the same batches on each rank. Uncompressed training with several seeds says what noise is.
+Deep Gradient Compression (`dgc`) is compared with uncompressed SGD of the same momentum and learning rate.
 
-    python benchmarks/compressor_convergence.py --json FILE.json --plot FILE.png
+    python benchmarks/compressor_convergence.py gpt --json FILE.json --plot FILE.png
+    python benchmarks/compressor_convergence.py lstm --runs RUNS.jsonl  # goes on where it was interrupted
 """
 
+import json
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 import torch
 from convergence import plot
+from convergence_examples import EXAMPLES, Example
 from report import Summary, parser, table, write_json
 from torch import Tensor
-from torch.nn import functional as F
 
 from resilient_run.comm.compressors import NAMES, RandomK, SampledTopK, named
 from resilient_run.comm.feedback import ErrorFeedback, Memory, MomentumCorrection
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-from train_gpt import GPT, Windows, read_corpus
-
-HELD_OUT_BYTES = 400_000
-HELD_OUT_WINDOWS = 512
 LEAST_ELEMENTS = 1024
 """Smaller tensors (biases, norms) are summed as they are, as by the hook."""
 MOMENTUM = 0.9
-"""Of Deep Gradient Compression, before the compression."""
-MOMENTUM_RATE = 0.3
-"""Its learning rate over that of plain SGD: between 1 - MOMENTUM, for elements that wait long and gather all their
-momentum, and 1, for those that are sent, and lose it, in every step."""
+"""Of Deep Gradient Compression, before the compression, and of the SGD it is compared with."""
+WARM_UP = 0.2
+"""Share of the steps in which Deep Gradient Compression comes down to its density."""
+REFERENCE: Final = "dense"
+MOMENTUM_REFERENCE: Final = "dense, momentum"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,33 +44,54 @@ class Variant:
     """What becomes of a gradient on its way to the optimizer.
 
     Attributes:
-        label: How the table calls it.
         compressor: One of `compressors.NAMES`; None leaves gradients as they are.
         feedback: Whether what a message leaves out is added to the next gradient.
         momentum: Whether SGD has momentum, as Deep Gradient Compression has before the compression.
-        density: Of compressors that send a part.
-        learning_rate: Of the optimizer.
+        masking: Of Deep Gradient Compression: whether what is sent loses its momentum.
     """
 
-    label: str
     compressor: str | None = None
     feedback: bool = True
     momentum: bool = False
-    density: float = 0.01
-    learning_rate: float = 1.0
+    masking: bool = False
+
+    @property
+    def reference(self) -> str:
+        """The uncompressed training to compare with."""
+        return MOMENTUM_REFERENCE if self.momentum else REFERENCE
+
+
+VARIANTS: Final = {
+    REFERENCE: Variant(),
+    **{name: Variant(compressor=name, momentum=name == SampledTopK.name) for name in NAMES},
+    MOMENTUM_REFERENCE: Variant(momentum=True),
+    "dgc, masked": Variant(compressor=SampledTopK.name, momentum=True, masking=True),
+    "topk, no feedback": Variant(compressor="topk", feedback=False),
+    "efsignsgd, no feedback": Variant(compressor="efsignsgd", feedback=False),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What all runs have in common."""
+    """What all runs have in common.
 
+    Attributes:
+        example: One of `EXAMPLES`.
+        ranks: Their number.
+        steps: Optimizer steps.
+        every: Steps between two losses.
+        density: Of topk and dgc.
+        random_density: Of randomk.
+        momentum_rate: Learning rate of SGD with momentum; None for the example's.
+    """
+
+    example: str
     ranks: int
     steps: int
     every: int
-    batch: int
-    context: int
-    layers: int
-    width: int
+    density: float
+    random_density: float
+    momentum_rate: float | None
 
 
 class Forgetful(ErrorFeedback):
@@ -89,10 +107,17 @@ def memories(variant: Variant, training: Training) -> list[Memory]:
     """Return what each rank compresses with; nothing for uncompressed training."""
     if variant.compressor is None:
         return []
-    compressor = named(variant.compressor, density=variant.density)
+    random = variant.compressor == RandomK.name
+    compressor = named(variant.compressor, density=training.random_density if random else training.density)
     if isinstance(compressor, SampledTopK):
         return [
-            MomentumCorrection(compressor, ranks=training.ranks, momentum=MOMENTUM, warm_up_steps=training.steps // 5)
+            MomentumCorrection(
+                compressor,
+                ranks=training.ranks,
+                momentum=MOMENTUM,
+                masking=variant.masking,
+                warm_up_steps=round(WARM_UP * training.steps),
+            )
             for _ in range(training.ranks)
         ]
     return [(ErrorFeedback if variant.feedback else Forgetful)(compressor) for _ in range(training.ranks)]
@@ -116,128 +141,118 @@ def mean(key: str, gradients: Sequence[Tensor], memories: Sequence[Memory]) -> T
     return total.view(like.shape) / len(gradients)
 
 
-def parameter_groups(parameters: Iterable[Tensor], variant: Variant) -> list[dict[str, Any]]:
-    """Return the groups of SGD: what Deep Gradient Compression leaves alone has the learning rate of plain SGD."""
-    rate = variant.learning_rate
-    if variant.momentum:
-        return [{"params": list(parameters), "lr": MOMENTUM_RATE * rate, "momentum": MOMENTUM}]
-    if variant.compressor != SampledTopK.name:
-        return [{"params": list(parameters), "lr": rate}]
-    small, large = [], []
-    for parameter in parameters:
-        (small if parameter.numel() < LEAST_ELEMENTS else large).append(parameter)
-    return [{"params": small, "lr": rate}, {"params": large, "lr": MOMENTUM_RATE * rate}]
+def optimizer_of(example: Example, variant: Variant, rate: float | None) -> torch.optim.Optimizer:
+    """Return the optimizer; with momentum only for what has none yet, which Deep Gradient Compression leaves alone."""
+    if not variant.momentum:
+        return example.optimizer()
+    compressed = variant.compressor is not None
+    groups = [
+        {"params": [parameter], "momentum": 0 if compressed and parameter.numel() >= LEAST_ELEMENTS else MOMENTUM}
+        for parameter in example.model.parameters()
+    ]
+    return torch.optim.SGD(groups, lr=example.momentum_rate if rate is None else rate)
 
 
 def train(variant: Variant, training: Training, seed: int) -> list[float]:
     """Return the loss on held-out text after each `training.every` steps."""
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    # Without dropout, which ranks would have to draw in the order of one process.
-    model = GPT(context=training.context, layers=training.layers, width=training.width).eval()
-    corpus = read_corpus()
-    text, held_out = corpus[:-HELD_OUT_BYTES], corpus[-HELD_OUT_BYTES:]
-    shape = {"batch": training.batch, "context": training.context}
-    loaders = [Windows(text, **shape, seed=1000 * seed + rank) for rank in range(training.ranks)]
+    example = EXAMPLES[training.example](training.ranks, seed)
     remembered = memories(variant, training)
-    parameters = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(parameter_groups(parameters.values(), variant))
+    parameters = dict(example.model.named_parameters())
+    optimizer = optimizer_of(example, variant, training.momentum_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda done: min((done + 1) / (0.1 * training.steps), 0.5 + 0.5 * math.cos(math.pi * done / training.steps)),
     )
     losses = []
     for step in range(1, training.steps + 1):
-        own = [
-            torch.autograd.grad(loss_of(model, *loader.next_batch()), list(parameters.values())) for loader in loaders
-        ]
+        own = [torch.autograd.grad(example.loss(rank), list(parameters.values())) for rank in range(training.ranks)]
         for (name, parameter), gradients in zip(parameters.items(), zip(*own, strict=True), strict=True):
             parameter.grad = mean(name, gradients, remembered)
         optimizer.step()
         scheduler.step()
         if step % training.every == 0:
-            windows = Windows(held_out, batch=HELD_OUT_WINDOWS, context=training.context, seed=0)
-            with torch.no_grad():
-                losses.append(float(loss_of(model, *windows.next_batch())))
+            losses.append(example.held_out_loss())
     return losses
 
 
-def loss_of(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the next bytes."""
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def variants(density: float, random_density: float, learning_rate: float) -> list[Variant]:
-    """Return what is compared, uncompressed training first."""
-
-    def variant(label: str, compressor: str | None, **options: bool) -> Variant:
-        share = random_density if compressor == RandomK.name else density
-        return Variant(label=label, compressor=compressor, density=share, learning_rate=learning_rate, **options)
-
-    return [
-        variant("dense", None),
-        *(variant(name, name) for name in NAMES),
-        *(variant(f"{name}, no feedback", name, feedback=False) for name in ("topk", "efsignsgd")),
-        variant("dense, momentum", None, momentum=True),
-    ]
+def train_all(
+    labels: Sequence[str], training: Training, seeds: Sequence[int], *, processes: int, runs: Path | None
+) -> dict[str, dict[int, list[float]]]:
+    """Return the losses of each variant by seed; `runs` has those of earlier calls, which are not trained again."""
+    known: dict[str, list[float]] = {}
+    if runs is not None and runs.exists():
+        known = {json.dumps(run): losses for run, losses in map(json.loads, runs.read_text().splitlines())}
+    curves: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        started = {}
+        for seed in seeds:
+            for label in labels:
+                run = json.dumps([asdict(training), asdict(VARIANTS[label]), seed])
+                if run in known:
+                    curves[label][seed] = known[run]
+                else:
+                    started[pool.submit(train, VARIANTS[label], training, seed)] = (run, label, seed)
+        for done in as_completed(started):
+            run, label, seed = started[done]
+            curves[label][seed] = done.result()
+            print(f"{label}, seed {seed}: {curves[label][seed][-1]:.4f}", flush=True)
+            if runs is not None:
+                with runs.open("a") as file:
+                    file.write(f"[{run}, {json.dumps(curves[label][seed])}]\n")
+    return {label: dict(sorted(by_seed.items())) for label, by_seed in curves.items()}
 
 
 def main() -> None:
     """Train, print and write."""
     arguments = parser(__doc__)
+    arguments.add_argument("example", choices=sorted(EXAMPLES))
     arguments.add_argument("--ranks", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=1000)
     arguments.add_argument("--every", type=int, default=50)
-    arguments.add_argument("--batch", type=int, default=4, help="windows per rank and step")
-    arguments.add_argument("--context", type=int, default=32, help="bytes per window")
-    arguments.add_argument("--layers", type=int, default=1)
-    arguments.add_argument("--width", type=int, default=64, help="a multiple of 64")
     arguments.add_argument("--density", type=float, default=0.01, help="of topk and dgc")
     arguments.add_argument("--random-density", type=float, default=0.1, help="of randomk: what is large waits as well")
-    arguments.add_argument("--learning-rate", type=float, default=1.0)
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of uncompressed training")
-    arguments.add_argument(
-        "--compressed-seeds", type=int, nargs="+", default=[0], help="of all others; some of --seeds"
-    )
+    arguments.add_argument("--momentum-rate", type=float, help="of SGD with momentum, in place of the example's")
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="LABEL")
     arguments.add_argument("--margin", type=float, default=0.01, help="of the loss, beyond the spread of dense seeds")
     arguments.add_argument("--processes", type=int, default=2)
+    arguments.add_argument("--runs", type=Path, metavar="FILE", help="keep finished runs here, and do not repeat them")
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
-    training = Training(**{field.name: getattr(options, field.name) for field in fields(Training)})
-    compared = variants(options.density, options.random_density, options.learning_rate)
-    curves: dict[str, dict[int, list[float]]] = {variant.label: {} for variant in compared}
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        runs = {
-            pool.submit(train, variant, training, seed): (variant.label, seed)
-            for variant in compared
-            for seed in (options.seeds if variant.label == "dense" else options.compressed_seeds)
-        }
-        for done in as_completed(runs):
-            label, seed = runs[done]
-            curves[label][seed] = done.result()
-            print(f"{label}, seed {seed}: {curves[label][seed][-1]:.4f}", flush=True)
-    dense = {seed: losses[-1] for seed, losses in curves["dense"].items()}
-    noise = (max(dense.values()) - min(dense.values())) / fmean(dense.values())
-    limit = 1 + noise + options.margin
-    results: dict[str, Any] = {"noise": noise, "limit": limit, "variants": {}}
+    training = Training(**{name: getattr(options, name) for name in Training.__slots__})
+    wanted = {*options.variants, *(VARIANTS[label].reference for label in options.variants)}
+    labels = [label for label in VARIANTS if label in wanted]
+    curves = train_all(labels, training, options.seeds, processes=options.processes, runs=options.runs)
+    last = {label: {seed: losses[-1] for seed, losses in by_seed.items()} for label, by_seed in curves.items()}
+    results: dict[str, Any] = {}
     rows = []
-    for label, by_seed in curves.items():
-        last = Summary.of(losses[-1] for losses in by_seed.values())
-        reference = curves["dense, momentum" if label == SampledTopK.name else "dense"]
-        ratio = fmean(losses[-1] / reference[seed][-1] for seed, losses in by_seed.items())
-        reached = ratio <= limit
-        results["variants"][label] = {"loss": by_seed, "last": last, "over_dense": ratio, "reached": reached}
-        rows.append((label, f"{last:.4f}", f"{ratio:.4f}", "yes" if reached else "no"))
+    for label, found in last.items():
+        reference = last[VARIANTS[label].reference]
+        noise = (max(reference.values()) - min(reference.values())) / fmean(reference.values())
+        limit = 1 + noise + options.margin
+        over = Summary.of(loss / reference[seed] for seed, loss in found.items())
+        reached = over.median <= limit
+        results[label] = {
+            "loss": curves[label],
+            "last": Summary.of(found.values()),
+            "reference": VARIANTS[label].reference,
+            "reference_spread": noise,
+            "over_reference": over,
+            "limit": limit,
+            "reached": reached,
+        }
+        rows.append((label, f"{results[label]['last']:.4f}", f"{over:.4f}", f"{limit:.4f}", "yes" if reached else "no"))
     table(
-        f"Loss after {options.steps} steps, {options.ranks} ranks; dense seeds spread by {noise:.2%}",
-        ("gradients", "loss", "over dense", f"at most {limit:.4f}"),
+        f"{options.example}: loss after {options.steps} steps, {options.ranks} ranks, {len(options.seeds)} seeds; "
+        "dgc is compared with momentum",
+        ("gradients", "loss", "over dense", "limit", "reached"),
         rows,
     )
-    parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
+    parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot", "runs"}}
     write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
     if options.plot is not None:
-        first = options.compressed_seeds[0]
-        shown = {label: by_seed[first] for label, by_seed in curves.items()}
+        shown = {label: list(by_seed.values()) for label, by_seed in curves.items()}
         plot(options.plot, shown, options.every, dashed=[label for label in shown if "," in label])
 
 

@@ -3,14 +3,17 @@
 from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 
 
-def plot(path: Path, curves: Mapping[str, Sequence[float]], every: int, *, dashed: Collection[str] = ()) -> None:
-    """Write the figure; needs matplotlib.
+def plot(
+    path: Path, curves: Mapping[str, Sequence[Sequence[float]]], every: int, *, dashed: Collection[str] = ()
+) -> None:
+    """Write the figure, the mean of each curve's runs and the range they cover; needs matplotlib.
 
     Args:
         path: Of the figure; its suffix is the format.
-        curves: Label → loss after each `every` steps.
+        curves: Label → of each run, the loss after each `every` steps.
         every: Steps between two points.
         dashed: Labels of curves that are drawn with a dashed line; only their ends must be in the picture.
     """
@@ -22,12 +25,17 @@ def plot(path: Path, curves: Mapping[str, Sequence[float]], every: int, *, dashe
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-    for name, losses in curves.items():
-        style = "--" if name in dashed else "-"
-        axes.plot([every * (point + 1) for point in range(len(losses))], losses, style, label=name)
+    means = {name: [fmean(losses) for losses in zip(*runs, strict=True)] for name, runs in curves.items()}
+    for name, mean in means.items():
+        steps = [every * (point + 1) for point in range(len(mean))]
+        (line,) = axes.plot(steps, mean, "--" if name in dashed else "-", label=name)
+        at_least, at_most = zip(
+            *((min(losses), max(losses)) for losses in zip(*curves[name], strict=True)), strict=True
+        )
+        axes.fill_between(steps, at_least, at_most, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_xlabel("steps")
     axes.set_ylabel("loss on held-out text")
-    shown = (losses[-1 if name in dashed else len(losses) // 6] for name, losses in curves.items())
+    shown = (mean[-1 if name in dashed else len(mean) // 6] for name, mean in means.items())
     axes.set_ylim(top=1.02 * max(filter(isfinite, shown)))
     axes.legend(fontsize="small")
     figure.tight_layout()

@@ -53,8 +53,9 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
+    curves = {}
     for name, scheme_of in variants(options.density).items():
-        curves = [
+        curves[name] = [
             train(
                 scheme_of,
                 ranks=options.ranks,
@@ -65,8 +66,8 @@ def main() -> None:
             )
             for seed in options.seeds
         ]
-        mean = [sum(losses) / len(losses) for losses in zip(*curves, strict=True)]
-        results[name] = {"loss": mean, "last": Summary.of(curve[-1] for curve in curves)}
+        mean = [sum(losses) / len(losses) for losses in zip(*curves[name], strict=True)]
+        results[name] = {"loss": mean, "last": Summary.of(curve[-1] for curve in curves[name])}
         print(f"{name}: {results[name]['last']:.4f}", flush=True)
     reference = results["topk-a"]["last"].median
     table(
@@ -77,7 +78,6 @@ def main() -> None:
     parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
     write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
     if options.plot is not None:
-        curves = {name: found["loss"] for name, found in results.items()}
         plot(options.plot, curves, options.every, dashed=("gtopk", "ok-topk"))
 
 

@@ -21,7 +21,9 @@ class Dgc(Scheme):
         transport: The ranks.
         scheme: Name of the scheme that sums.
         density: Share of the elements that is sent.
-        momentum: Of the correction, in place of the optimizer's own; 0 is plain error feedback.
+        momentum: Of the correction, in place of the optimizer's own; 0 is plain error feedback. Gradients that do not
+            come here, as small ones in a `GradientHook`, still need the optimizer's.
+        masking: Whether elements that are sent lose their momentum, as published.
         clip_norm: Of one parameter's gradient; None does not clip.
         warm_up_steps: Over which the density falls to its final value.
         options: Of `scheme`.
@@ -39,6 +41,7 @@ class Dgc(Scheme):
         scheme: str = "zen",
         density: float = 0.05,
         momentum: float = 0.0,
+        masking: bool = False,
         clip_norm: float | None = None,
         warm_up_steps: int = 0,
         **options: Any,
@@ -49,6 +52,7 @@ class Dgc(Scheme):
             SampledTopK(density),
             ranks=transport.size,
             momentum=momentum,
+            masking=masking,
             clip_norm=clip_norm,
             warm_up_steps=warm_up_steps,
         )

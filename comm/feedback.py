@@ -105,12 +105,15 @@ class ErrorFeedback(Memory):
 class MomentumCorrection(Memory):
     """Deep Gradient Compression (Lin et al., 2018, section 3): momentum before compression, clipping, warm-up.
 
-    The optimizer must not have momentum of its own: the sum of what is sent has it already.
+    The optimizer must not have momentum of its own for these parameters: the sum of what is sent has it already. That
+    sum and the residual are the sum of momentum SGD's steps, unless `masking` takes from it.
 
     Args:
         compressor: What selects elements.
         ranks: Number of ranks, N.
-        momentum: m of u = m u + g; elements that are sent leave u as well as the residual (momentum factor masking).
+        momentum: m of u = m u + g.
+        masking: Momentum factor masking, as published: elements that are sent leave u as well as the residual. Guards
+            against momentum that waited for too long; what is sent every few steps loses most of its momentum.
         clip_norm: A parameter's gradient is scaled down to this norm over sqrt(N), as local clipping; None for none.
         warm_up_steps: Over so many steps the density falls from 25 % by a quarter each fourth of them, to the
             compressor's; 0 for none.
@@ -125,6 +128,7 @@ class MomentumCorrection(Memory):
         *,
         ranks: int,
         momentum: float = 0.9,
+        masking: bool = False,
         clip_norm: float | None = None,
         warm_up_steps: int = 0,
     ) -> None:
@@ -136,6 +140,7 @@ class MomentumCorrection(Memory):
             )
         self._sparsifier = compressor
         self._momentum = momentum
+        self._masking = masking
         self._limit = None if clip_norm is None else clip_norm / sqrt(ranks)
         self._warm_up_steps = warm_up_steps
 
@@ -159,5 +164,6 @@ class MomentumCorrection(Memory):
         entries = self._sparsifier.select(residual.to(dtype), k, seed=seed)
         at = entries.indices.long()
         residual[at] -= entries.values
-        velocity[at] = 0
+        if self._masking:
+            velocity[at] = 0
         return self._sparsifier.message(entries), (velocity, residual)

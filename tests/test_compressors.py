@@ -132,27 +132,65 @@ def test_all_ranks_get_the_sum_of_what_was_sent(name: str, size: int) -> None:
             assert torch.equal(sums[step], ranks[0][0][step])
 
 
-def test_dgc_that_sends_all_is_momentum_sgd_of_each_step() -> None:
-    """With density 1 each step's velocity is sent whole, and masked, so nothing is left."""
+def sent_by(memory: Memory, key: str, dense: Tensor) -> Tensor:
+    message, seed = memory.compress(key, dense)
+    return memory.compressor.decompress(message, dense.numel(), torch.float32, seed=seed)
+
+
+def test_dgc_that_sends_all_is_momentum_sgd() -> None:
     memory = MomentumCorrection(TopK(1.0), ranks=1, momentum=0.9)
-    for step in range(3):
-        message, seed = memory.compress("w", gradient(step))
-        assert torch.equal(memory.compressor.decompress(message, 1000, torch.float32, seed=seed), gradient(step))
+    parameter = torch.zeros(1000, requires_grad=True)
+    optimizer, moved = torch.optim.SGD([parameter], lr=1.0, momentum=0.9), torch.zeros(1000)
+    for step in range(5):
+        parameter.grad = gradient(step)
+        optimizer.step()
+        moved -= sent_by(memory, "w", gradient(step))
+        torch.testing.assert_close(moved, parameter.detach())
+
+
+def test_dgc_loses_no_momentum_unless_masked() -> None:
+    """What was sent and what is kept is the sum of momentum SGD's steps; masked, it is less."""
+    lost = []
+    for masking in (False, True):
+        memory = MomentumCorrection(TopK(0.05), ranks=1, momentum=0.9, masking=masking, warm_up_steps=8)
+        sent, velocity, steps = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+        for _ in range(20):
+            velocity = 0.9 * velocity + gradient(0)
+            steps += velocity
+            sent += sent_by(memory, "w", gradient(0))
+        lost.append(float((steps - sent - memory.state_dict()["kept"]["w"][1]).norm() / steps.norm()))
+    assert lost[0] < 1e-6
+    assert lost[1] > 0.1
 
 
 def test_dgc_sends_the_momentum_of_what_waited() -> None:
-    """By hand, one of two elements a step: Lin et al., equation (4), with momentum factor masking."""
-    memory = MomentumCorrection(TopK(0.5), ranks=1, momentum=0.5)
-    sent = []
-    for _ in range(3):
-        message, seed = memory.compress("w", torch.tensor([4.0, 3.0]))
-        sent.append(memory.compressor.decompress(message, 2, torch.float32, seed=seed).tolist())
-    # Second element: u = 3, v = 3; u = 4.5, v = 7.5 is sent; u = v = 3.
-    assert sent == [[4.0, 0.0], [0.0, 7.5], [10.0, 0.0]]
+    """By hand, one of two elements a step: Lin et al., equation (4), with and without momentum factor masking."""
+    # Second element: u = 3, v = 3; u = 4.5, v = 7.5 is sent. First element: u = 4, v = 4 is sent; masked, u = 0 and
+    # then u = v = 4, u = 6, v = 10; otherwise u = v = 6, u = 7, v = 13.
+    for masking, last in ((True, 10.0), (False, 13.0)):
+        memory = MomentumCorrection(TopK(0.5), ranks=1, momentum=0.5, masking=masking)
+        sent = [sent_by(memory, "w", torch.tensor([4.0, 3.0])).tolist() for _ in range(3)]
+        assert sent == [[4.0, 0.0], [0.0, 7.5], [last, 0.0]]
+
+
+def test_dgc_is_the_published_algorithm() -> None:
+    """Lin et al., Algorithm 4, in plain torch: local clipping, momentum correction, momentum factor masking."""
+    ranks, momentum, norm, k = 4, 0.9, 20.0, 50
+    memory = MomentumCorrection(TopK(k / 1000), ranks=ranks, momentum=momentum, masking=True, clip_norm=norm)
+    u, v = torch.zeros(1000), torch.zeros(1000)
+    for step in range(30):
+        g = gradient(step) * (1 + step % 3)
+        g = g * min(1.0, norm / math.sqrt(ranks) / float(g.norm()))
+        u = momentum * u + g
+        v = v + u
+        mask = v.abs() >= v.abs().topk(k).values[-1]
+        sent = sent_by(memory, "w", gradient(step) * (1 + step % 3))
+        torch.testing.assert_close(sent, v * mask)
+        u, v = u * ~mask, v * ~mask
 
 
 def test_dgc_warms_up_and_clips() -> None:
-    memory = MomentumCorrection(TopK(0.001), ranks=4, clip_norm=1.0, warm_up_steps=8)
+    memory = MomentumCorrection(TopK(0.001), ranks=4, masking=True, clip_norm=1.0, warm_up_steps=8)
     densities = [memory.density(step) for step in range(9)]
     assert densities == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001]
     large, small = torch.tensor([30.0, 40.0]), torch.tensor([0.03, 0.04])
