@@ -1,11 +1,13 @@
 """Whole jobs that lose all their memory, and go on bit-identical from the persistent tier."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
+from cluster import EXAMPLE, TINY, Cluster, Host, stop, wait_until
 from etcd_process import EtcdProcess
 
 from resilient_run.daemon.tier import Tier
@@ -43,6 +45,14 @@ def launch(
     return hosts
 
 
+def hold_back(host: Host, step: int) -> int:
+    """Let the run stand still after `step`, so that there are steps left when it goes on; return whom to continue."""
+    wait_until(lambda: host.reached(step), timeout_s=60, what=f"step {step}", host=host)
+    pid = next(iter(host.pids().values()))
+    stop(pid)
+    return pid
+
+
 def test_run_id_goes_on_after_all_hosts_and_etcd_are_lost(cluster: Cluster, etcd: EtcdProcess, tmp_path: Path) -> None:
     reference = cluster.host("reference")
     reference.launch(["--standalone", "--nproc-per-node", "2"], SCRIPT)
@@ -51,6 +61,7 @@ def test_run_id_goes_on_after_all_hosts_and_etcd_are_lost(cluster: Cluster, etcd
     assert reference.wait() == 0, reference.output
     hosts = launch(cluster, "ab", etcd, config)
     tier = Tier(str(tmp_path / "tier"), cluster.name)
+    hold_back(hosts[0], 6)
     wait_until(tier.published, timeout_s=60, what="a published step", host=hosts[0])
     for host in hosts:
         host.lose()
@@ -88,8 +99,10 @@ def test_lost_only_copy_takes_every_rank_back(cluster: Cluster, etcd: EtcdProces
     tier = Tier(str(tmp_path / "tier"), cluster.name)
     wait_until(lambda: survivor.reached(1), timeout_s=60, what="step 1", host=survivor)
     (standby,) = launch(cluster, "c", etcd, config, *alone)
-    wait_until(lambda: tier.published() and survivor.reached(12), timeout_s=60, what="step 12", host=survivor)
+    held_back = hold_back(survivor, 12)
+    wait_until(tier.published, timeout_s=60, what="a published step", host=survivor)
     lost.lose()
+    os.kill(held_back, signal.SIGCONT)
     for host in (survivor, standby):
         assert host.wait() == 0, host.output
     logs = "".join((host.run_dir / "resilientd.log").read_text() for host in (survivor, standby))
@@ -115,9 +128,10 @@ def test_lost_placement_group_falls_back_to_the_persistent_tier(
     hosts = launch(cluster, "abcd", etcd, config, script=[*SCRIPT, *steps])
     tier = Tier(str(tmp_path / "tier"), cluster.name)
     wait_until(tier.published, timeout_s=60, what="a published step", host=hosts[0])
+    active = [host for host in hosts if host.starts()]
+    hold_back(active[0], 1)
     members = ("get", "--prefix", "--keys-only", f"/resilient-run/{cluster.name}/rdzv/members/")
     wait_until(lambda: etcd.ctl(*members).count("/members/") == 4, timeout_s=60, what="two standbys")
-    active = [host for host in hosts if host.starts()]
     standbys = [host for host in hosts if not host.starts()]
     assert len(active) == len(standbys) == 2
     for host in active:
