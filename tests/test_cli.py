@@ -286,7 +286,8 @@ def test_signal_before_there_are_workers_stops_etcd(number: signal.Signals, tmp_
         "cli.main(['train.py'])\n"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-P", "-c", source],
+        # Whoever runs the tests in the background of a shell, or under nohup, may have had them ignored.
+        ["env", f"--default-signal={number.name}", sys.executable, "-P", "-c", source],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

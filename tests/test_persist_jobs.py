@@ -61,7 +61,7 @@ def test_run_id_goes_on_after_all_hosts_and_etcd_are_lost(cluster: Cluster, etcd
     assert reference.wait() == 0, reference.output
     hosts = launch(cluster, "ab", etcd, config)
     tier = Tier(str(tmp_path / "tier"), cluster.name)
-    hold_back(hosts[0], 6)
+    hold_back(hosts[0], 12)
     wait_until(tier.published, timeout_s=60, what="a published step", host=hosts[0])
     for host in hosts:
         host.lose()
@@ -99,14 +99,17 @@ def test_lost_only_copy_takes_every_rank_back(cluster: Cluster, etcd: EtcdProces
     tier = Tier(str(tmp_path / "tier"), cluster.name)
     wait_until(lambda: survivor.reached(1), timeout_s=60, what="step 1", host=survivor)
     (standby,) = launch(cluster, "c", etcd, config, *alone)
-    held_back = hold_back(survivor, 12)
+    held_back = hold_back(survivor, 16)
     wait_until(tier.published, timeout_s=60, what="a published step", host=survivor)
     lost.lose()
     os.kill(held_back, signal.SIGCONT)
     for host in (survivor, standby):
         assert host.wait() == 0, host.output
     logs = "".join((host.run_dir / "resilientd.log").read_text() for host in (survivor, standby))
-    assert re.search("every rank falls back to step (8|16) in the persistent tier", logs), logs
+    # A step whose capture was skipped is not persisted, but the next that was committed.
+    fallen_back = re.search(r"every rank falls back to step (\d+) in the persistent tier", logs)
+    assert fallen_back, logs
+    assert 8 <= int(fallen_back[1]) <= 16
     expected = {(rank, step): loss for rank, step, loss in reference.steps()}
     seen = [line for host in (survivor, lost, standby) for line in host.steps()]
     assert {(rank, step) for rank, step, _ in seen} == expected.keys()
