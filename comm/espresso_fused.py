@@ -26,6 +26,8 @@ CLOSE = 0.01
 
 _ALL_REDUCE = "all_reduce@flat"
 
+_Groups = tuple[tuple[Tensor, ...], ...]
+
 
 def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
     """Return the plan with the least predicted iteration among those of all bucket sizes; compression has to pay.
@@ -40,8 +42,9 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     """
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
-    plans = [_plan(model, groups, cluster, allowed) for groups in _fusions(model, cluster)]
-    best = _if_it_pays(plans, _all_reduced(model, cluster, allowed))
+    fusions = _fusions(model, cluster)
+    plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
+    best = _if_it_pays(plans, _all_reduced(model, fusions, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
     return replace(
@@ -62,7 +65,8 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     """
     begin_s = time.perf_counter()
     alone = espresso_plan(model, cluster, options=options)
-    best = _if_it_pays([alone], _all_reduced(model, cluster, all_options() if options is None else options))
+    allowed = all_options() if options is None else options
+    best = _if_it_pays([alone], _all_reduced(model, _fusions(model, cluster), cluster, allowed))
     return replace(
         best,
         planner=alone.planner,
@@ -83,23 +87,24 @@ def _if_it_pays(plans: Sequence[Plan], all_reduced: Sequence[Plan]) -> Plan:
     return min(close, key=lambda plan: (plan.compress, plan.iteration_s))
 
 
-def _all_reduced(model: Model, cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
-    """Return plans for all bucket sizes that only all-reduce, none if the options do not allow it."""
+def _all_reduced(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
+    """Return plans for all fusions that only all-reduce, none if the options do not allow it."""
     all_reduce = [option for option in options if str(option) == _ALL_REDUCE]
-    return [_plan(model, groups, cluster, all_reduce) for groups in _fusions(model, cluster)] if all_reduce else []
+    return [_plan(model, groups, cluster, all_reduce) for groups in fusions] if all_reduce else []
 
 
-def _fusions(model: Model, cluster: Cluster) -> list[tuple[tuple[Tensor, ...], ...]]:
+def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
+    """Return the tensors one by one, and in buckets of all sizes."""
     sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
     problem = FusionProblem(model.tensors, sizes)
-    fusions: dict[tuple[tuple[Tensor, ...], ...], None] = {tuple((tensor,) for tensor in model.tensors): None}
+    fusions: dict[_Groups, None] = {tuple((tensor,) for tensor in model.tensors): None}
     for size_bytes in BUCKETS_BYTES:
         groups = bucketed(problem, size_bytes)
         fusions[tuple(model.tensors[group.start : group.end] for group in groups)] = None
     return list(fusions)
 
 
-def _plan(model: Model, groups: Sequence[Sequence[Tensor]], cluster: Cluster, options: Sequence[Option]) -> Plan:
+def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Option]) -> Plan:
     fused = Model(
         name=model.name,
         tensors=tuple(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,12 +106,8 @@ class Problem:
     def _chains(self, choices: Indices) -> maxplus.Chains:
         return maxplus.Chains(self._resources[self._places[:, choices]], overlap=self.overlap)
 
-    @cached_property
-    def alone_s(self) -> Array:
-        """How long each choice takes for each kind when nothing else goes on (kinds, choices)."""
-        return self._alone_s(np.arange(len(self.choices)))
-
-    def _alone_s(self, choices: Indices) -> Array:
+    def alone_s(self, choices: Indices) -> Array:
+        """Return how long each choice takes for each kind when nothing else goes on (kinds, choices)."""
         return np.stack([seconds[self._places[:, choices]].sum(axis=0) for seconds in self._seconds])
 
     def fronts(self, choices: Iterable[int]) -> Fronts:
@@ -126,7 +121,7 @@ class Problem:
     def quickest(self, choices: Iterable[int]) -> Strategy:
         """Return the strategy that gives each tensor the choice that is quickest alone; of equal ones the first."""
         among = np.fromiter(choices, dtype=np.intp)
-        best = among[self._alone_s(among).argmin(axis=1)]
+        best = among[self.alone_s(among).argmin(axis=1)]
         return tuple(int(best[kind]) for kind in self.kinds)
 
     def iteration_s(self, strategy: Strategy) -> float:

