@@ -28,7 +28,7 @@ from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("plans_worker.py"))
 RESILIENT_COMM = str(Path(sys.executable).with_name("resilient-comm"))
-SCALES = {"lstm": 32, "vgg16": 48, "gpt2": 32, "bert_base": 32, "resnet50": 8, "resnet101": 16}
+SCALES = {"lstm": 8, "vgg16": 48, "gpt2": 32, "bert_base": 32, "resnet50": 2, "resnet101": 16}
 PLANNERS = ("dense", "layer-wise", "hipress", "bucket-fusion", "cupcake", "espresso", "espresso-fused")
 HOSTS, PER_HOST = 2, 2
 LARGEST_MIB = 4

@@ -10,12 +10,12 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .compressor import Compressor
 from .errors import CommError
@@ -146,10 +146,7 @@ class GradientSynchronizer:
         group = self._groups[index]
         try:
             with torch.no_grad():
-                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-                # Divided before the sum, as DDP does it: half precision overflows later.
-                own = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.scheme.transport.size)
-                reduction = self.scheme.begin(self._keys[index], own)
+                reduction = self.scheme.begin(self._keys[index], self._share(group))
         except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
             self._fail(error)
             return
@@ -159,6 +156,18 @@ class GradientSynchronizer:
                 self._next = 0
             self._begun[index] = reduction, ready
             self._changed.notify_all()
+
+    def _share(self, group: Sequence[nn.Parameter]) -> Tensor:
+        """Return what this rank adds to the averages of a group, as one tensor."""
+        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in group))
+        own = torch.empty(sum(parameter.numel() for parameter in group), dtype=dtype, device=self._device)
+        for parameter, part in zip(group, torch.split(own, [p.numel() for p in group]), strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                # Divided before the sum, as DDP does it: half precision overflows later.
+                torch.div(parameter.grad.reshape(-1).to(dtype), self.scheme.transport.size, out=part)
+        return own
 
     def _work(self) -> None:
         """Communicate the groups in the order of the plan, which all ranks keep, whatever becomes ready first."""

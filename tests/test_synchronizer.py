@@ -51,6 +51,25 @@ def by_hand(ranks: int, steps: int) -> list[Tensor]:
     return list(module.parameters())
 
 
+def test_group_of_several_dtypes_is_averaged_in_the_widest() -> None:
+    """Half precision does not hold 32768.25, which the other parameter of the group gets."""
+
+    def work(fabric: Fabric) -> list[Tensor]:
+        narrow, wide = (nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float16, torch.float32))
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk", density=1.0)), {})
+        averaging = GradientSynchronizer(nn.ParameterList([narrow, wide]), [["0", "1"]], scheme)
+        (narrow.sum() * 2 + wide.sum() * (65536.0, 0.5)[fabric.flat.rank]).backward()
+        averaging.synchronize()
+        averaging.close()
+        assert narrow.grad is not None
+        assert wide.grad is not None
+        return [narrow.grad, wide.grad]
+
+    for narrow, wide in run_hosts(1, 2, work):
+        assert narrow.tolist() == [2.0] * 3
+        assert wide.tolist() == [32768.25] * 3
+
+
 @pytest.mark.parametrize("option", ["dense", "compressed", HIERARCHICAL])
 def test_training_is_that_of_the_mean_gradient(option: str) -> None:
     def work(fabric: Fabric) -> list[Tensor]:
