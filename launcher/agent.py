@@ -30,7 +30,7 @@ _SETTLE_S = 0.5
 _KILL_WAIT_S = 30
 _PERSISTED_S = 150.0
 
-ORDERED_KINDS = frozenset({"hang", "unhealthy", "operator", "memory_lost"})
+ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
 
 

@@ -170,7 +170,7 @@ def test_order_without_a_checkpointer_uses_an_attempt(job: Job, tmp_path: Path) 
     host.launch([*arguments, "--local-addr", "127.0.0.1"], [str(script)])
     wait_until(host.starts, timeout_s=60, what="the worker", host=host)
     pid = host.pids()[0]
-    job.break_generation("operator", "somebody wanted it", time.time())
+    job.break_generation("unhealthy", "somebody wanted it", time.time())
     assert host.wait() == 1
     assert not psutil.pid_exists(pid)
     assert "somebody wanted it" in host.output
