@@ -9,7 +9,7 @@ does before the first collective, then collectives and all that is between them,
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -71,7 +71,7 @@ class OptionScheme(Scheme):
         if option is None:
             return _AllReduce(self.transport, gradient)
         if gradient.numel() == 0:
-            return Whole(lambda: gradient)
+            return Whole(lambda empty: empty, gradient)
         return _Run(self._fabric, self.memory, key, option.steps, gradient)
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
@@ -105,6 +105,9 @@ class _AllReduce(Reduction):
         self._work.wait()
         return self._total
 
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._total
+
 
 class _Run(Reduction):
     """One tensor on its way through the steps of an option."""
@@ -133,6 +136,13 @@ class _Run(Reduction):
         self._run(self._communicated, len(self._steps))
         assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
         return self._held[: self._shape.numel()].view(self._shape)
+
+    def tensors(self) -> Iterator[Tensor]:
+        match self._held:
+            case Tensor():
+                yield self._held
+            case Pieces(pieces=pieces):
+                yield from (message.data for piece in pieces for message in piece)
 
     def _run(self, start: int, end: int) -> None:
         held = self._held

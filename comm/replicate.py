@@ -26,7 +26,7 @@ from .feedback import Memory
 from .plan import Plan
 from .scheme import Scheme
 from .schemes import named
-from .synchronizer import mismatch
+from .synchronizer import fits
 from .transport import Transport
 from .tree import Comm, Phase
 
@@ -167,18 +167,19 @@ def register_replicated(
 def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport], Scheme]:
     """Return what makes the scheme that treats each gradient as `plan` says; which go together is up to FSDP2.
 
+    A plan that does not fit the model is left: gradients are all-reduced, and the log says why.
+
     Args:
         plan: Of `resilient-comm plan`, for a cluster whose hosts are replicas with one GPU each.
         model: What `register_replicated` gets.
         memory: Compresses, and remembers what it left out.
 
     Raises:
-        CommError: The plan is of another model, or has options that do not exist or have steps within hosts.
+        CommError: The plan has options that do not exist or have steps within hosts.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if reason := mismatch([group.tensors for group in plan.groups], trainable):
-        raise CommError(f"the plan for {plan.model} does not fit the model: {reason}; plan for this model")
-    options = options_of({name: group.option for group in plan.groups for name in group.tensors})
+    groups = plan.groups if fits(plan, trainable) else ()
+    options = options_of({name: group.option for group in groups for name in group.tensors})
     for name, option in options.items():
         if any(isinstance(step, Comm) and step.phase is not Phase.FLAT for step in option.steps):
             raise CommError(

@@ -1,7 +1,8 @@
 """What every way to sum gradients over ranks has in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,24 +22,34 @@ class Reduction(ABC):
     def total(self) -> Tensor:
         """Do what is left, which concerns this rank alone, and return the sum."""
 
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the next stage reads."""
+
 
 class Whole(Reduction):
     """A sum that has no stages.
 
     Args:
-        reduce: Returns it.
+        reduce: Makes the sum of a gradient.
+        gradient: This rank's.
     """
 
-    def __init__(self, reduce: Callable[[], Tensor]) -> None:
+    def __init__(self, reduce: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
         self._reduce = reduce
+        self._held = gradient
 
     def communicate(self) -> None:
         """Do it all."""
-        self._total = self._reduce()
+        self._held = self._reduce(self._held)
 
     def total(self) -> Tensor:
         """Return the sum."""
-        return self._total
+        return self._held
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the gradient, and then the sum."""
+        yield self._held
 
 
 class Scheme(ABC):
@@ -71,7 +82,7 @@ class Scheme(ABC):
 
     def begin(self, key: str, gradient: Tensor) -> Reduction:
         """Do what needs no other rank yet, and return the rest of `reduce`; all of it, unless a scheme has stages."""
-        return Whole(lambda: self.reduce(key, gradient))
+        return Whole(partial(self.reduce, key), gradient)
 
     def fuses(self, key: str) -> bool:
         """Tell whether this gradient is only all-reduced from now on, so that it may be so together with others."""

@@ -8,7 +8,7 @@ as decompression, waits for the end of the backward pass. So predicted iteration
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from .compressor import Compressor
 from .errors import CommError
@@ -35,9 +36,11 @@ BUCKET_BYTES: Final = 25 << 20
 class GradientSynchronizer:
     """Averages the gradients of one module over all ranks.
 
-    Every rank has the same module and makes the same calls. Gradients are there after `synchronize`, which an attached
-    optimizer calls before its step; whoever reads them earlier, as gradient clipping does, calls it first. What the
-    scheme remembers is the state of this object, a named object of a `Checkpointer`.
+    Every rank has the same module and makes the same calls. When `backward()` returns, the gradients are averages, as
+    with DDP, provided that every parameter got one. Where some get none, `synchronize` finishes the averages: call it
+    right after the backward pass when anything but an attached optimizer's step comes next (clipping, a gradient
+    scaler, other collectives). What the scheme remembers is the state of this object, a named object of a
+    `Checkpointer`.
 
     Args:
         module: Its trainable parameters each have one gradient, which is dense.
@@ -74,7 +77,7 @@ class GradientSynchronizer:
         self._thread.start()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer` wait for the averages before each step."""
+        """Let `optimizer` finish the averages before each step, after backward passes that do not reach everything."""
         optimizer.register_step_pre_hook(lambda *_: self.synchronize())
 
     @contextmanager
@@ -89,7 +92,8 @@ class GradientSynchronizer:
     def synchronize(self) -> None:
         """Wait until all gradients of the last backward pass are averaged; without one do nothing.
 
-        A parameter that got no gradient on this rank counts as zero, because it may have one on another rank.
+        A parameter that got no gradient on this rank counts as zero, because it may have one on another rank; it has
+        the average afterwards, which is zero and not None if no rank had one.
 
         Raises:
             Exception: What went wrong in the scheme.
@@ -139,14 +143,16 @@ class GradientSynchronizer:
             self._missing[index] -= 1
             if self._missing[index]:
                 return
+            complete = not any(self._missing)
         self._begin(index)
+        if complete:
+            Variable._execution_engine.queue_callback(self.synchronize)
 
     def _begin(self, index: int) -> None:
         """Compress a group, on this thread and its stream, and hand it over."""
-        group = self._groups[index]
         try:
             with torch.no_grad():
-                reduction = self.scheme.begin(self._keys[index], self._share(group))
+                reduction = self.scheme.begin(self._keys[index], self._share(index))
         except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
             self._fail(error)
             return
@@ -157,13 +163,19 @@ class GradientSynchronizer:
             self._begun[index] = reduction, ready
             self._changed.notify_all()
 
-    def _share(self, group: Sequence[nn.Parameter]) -> Tensor:
+    def _share(self, index: int) -> Tensor:
         """Return what this rank adds to the averages of a group, as one tensor."""
+        group = self._groups[index]
         dtype = reduce(torch.promote_types, (parameter.dtype for parameter in group))
         own = torch.empty(sum(parameter.numel() for parameter in group), dtype=dtype, device=self._device)
         for parameter, part in zip(group, torch.split(own, [p.numel() for p in group]), strict=True):
             if parameter.grad is None:
                 part.zero_()
+            elif parameter.grad.layout is not torch.strided:
+                raise CommError(
+                    f"a gradient of {self._keys[index]} is sparse, which plans know nothing of: make it dense "
+                    f"(sparse=False), or use DDP with resilient_run.comm.hook.register"
+                )
             else:
                 # Divided before the sum, as DDP does it: half precision overflows later.
                 torch.div(parameter.grad.reshape(-1).to(dtype), self.scheme.transport.size, out=part)
@@ -183,6 +195,7 @@ class GradientSynchronizer:
                 with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                     if self._stream is not None:
                         self._stream.wait_event(ready)
+                        _read_on(self._stream, reduction.tensors())
                     reduction.communicate()
             except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
                 self._fail(error)
@@ -206,17 +219,26 @@ class GradientSynchronizer:
             self._changed.wait_for(lambda: self._error is not None or self._next > index)
             if self._error is not None:
                 raise self._error
-            # What it holds was kept until here, so that no stream gets its memory too early.
             begun, self._begun[index] = self._begun[index], None
         assert begun is not None
+        reduction, _ = begun
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._communicated[index])
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._communicated[index])
+            _read_on(current, reduction.tensors())
         with torch.no_grad():
-            total, group = begun[0].total(), self._groups[index]
+            total, group = reduction.total(), self._groups[index]
             for parameter, part in zip(group, torch.split(total, [p.numel() for p in group]), strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view_as(parameter))
+
+
+def _read_on(stream: Any, tensors: Iterable[Tensor]) -> None:
+    """Let nobody get the memory of tensors that another stream made before `stream` has read them."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 def synchronize_by(
@@ -243,12 +265,14 @@ def synchronize_by(
         bucket_bytes: Of what is all-reduced in buckets.
 
     Raises:
-        CommError: The plan names options that do not exist, or the ranks are no multiple of `ranks_per_host`.
+        CommError: The plan names options that do not exist, the ranks are no multiple of `ranks_per_host`, or no
+            parameter is trainable.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise CommError(f"this {type(module).__name__} has no trainable parameter, so there is nothing to average")
     groups = plan.groups
-    if reason := mismatch([group.tensors for group in groups], parameters):
-        log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
+    if not fits(plan, parameters):
         groups = dense_groups(parameters, bucket_bytes=bucket_bytes)
     elif not plan.compress and all(len(group.tensors) == 1 for group in groups):
         groups = dense_groups(parameters, [group.tensors[0] for group in groups], bucket_bytes=bucket_bytes)
@@ -292,6 +316,14 @@ def dense_groups(
 def group_key(names: Sequence[str]) -> str:
     """Return the name under which a scheme remembers what it left out of a group."""
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
+def fits(plan: Plan, parameters: dict[str, nn.Parameter]) -> bool:
+    """Tell whether a plan is one for these parameters; the log says why not."""
+    reason = mismatch([group.tensors for group in plan.groups], parameters)
+    if reason:
+        log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
+    return reason is None
 
 
 def mismatch(groups: Sequence[Sequence[str]], parameters: dict[str, nn.Parameter]) -> str | None:

@@ -183,14 +183,22 @@ def test_a_plan_is_carried_out() -> None:
     assert left.keys() == {"first.weight/0/0", "last.weight/0/0"}
 
 
-def test_plans_that_fit_not_are_refused() -> None:
+def test_plan_with_steps_within_hosts_is_refused() -> None:
     model = hybrid()
     memory = ErrorFeedback(TopK(0.1))
     hierarchical = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
     with pytest.raises(CommError, match=r"first\.weight is to be summed by .*--constraint flat"):
         planned(plan_of(model, {"first.weight": hierarchical}), model, memory)
-    with pytest.raises(CommError, match=r"for small does not fit the model: first\.bias \(6 in all\) is in no group"):
-        planned(plan_of(nn.Module(), {}), model, memory)
+
+
+def test_plan_that_does_not_fit_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = gradients(hybrid()), hybrid()
+    plan = plan_of(nn.Module(), {})
+    hook = register_replicated(model, planned(plan, model, ErrorFeedback(TopK(0.1))), least_elements=1)
+    assert "for small does not fit the model: first.bias (6 in all) is in no group" in caplog.text
+    found = gradients(model)
+    assert all(torch.equal(found[name], gradient) for name, gradient in plain.items())
+    assert hook.state_dict()["kept"] == {}
 
 
 def tensor_parallel() -> nn.Module:

@@ -1,6 +1,7 @@
 """The run-time that averages gradients by a plan, on real ranks: same training as by hand, whatever the groups."""
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -92,6 +93,44 @@ def test_training_is_that_of_the_mean_gradient(option: str) -> None:
             assert torch.equal(mine, first)
 
 
+@pytest.mark.parametrize("option", ["dense", "compressed"])
+def test_averages_are_there_before_gradients_are_unscaled_and_clipped(option: str) -> None:
+    """Otherwise the averages, which are still scaled and not clipped, would replace what the optimizer is to apply."""
+
+    def work(fabric: Fabric) -> list[Tensor]:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        averaging = synchronizer(fabric, module, option)
+        averaging.attach(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(module(batch(fabric.flat.rank, 0)).pow(2).sum()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        scaler.step(optimizer)
+        averaging.close()
+        return list(module.parameters())
+
+    twin = model()
+    for rank in range(2):
+        (twin(batch(rank, 0)).pow(2).sum() / 2).backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for found in run_hosts(1, 2, work):
+        for mine, wanted in zip(found, twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, wanted)
+
+
+def test_sparse_gradient_is_refused() -> None:
+    def work(fabric: Fabric) -> None:
+        module = nn.Embedding(5, 3, sparse=True)
+        averaging = GradientSynchronizer(module, [["weight"]], OptionScheme(fabric, ErrorFeedback(named("topk")), {}))
+        with pytest.raises(CommError, match=r"a gradient of weight is sparse.*sparse=False"):
+            module(torch.tensor([1])).sum().backward()
+        averaging.close()
+
+    run_hosts(1, 1, work)
+
+
 def test_accumulated_gradients_are_averaged_once() -> None:
     def work(fabric: Fabric) -> tuple[list[Tensor], int]:
         module = model()
@@ -162,19 +201,20 @@ def test_errors_reach_who_waits() -> None:
         module = model()
         averaging = synchronizer(fabric, module, "compressed")
         averaging.load_state_dict({"steps": {}, "kept": {"4.bias/0/0": [torch.zeros(3)]}})
-        module(batch(0, 0)).pow(2).sum().backward()
         with pytest.raises(CommError, match=r"4\.bias/0/0 has 2 elements of .*, but 3 of"):
-            averaging.synchronize()
+            module(batch(0, 0)).pow(2).sum().backward()
         averaging.close()
 
     run_hosts(1, 2, work)
 
 
 def test_second_backward_pass_without_no_sync_is_refused() -> None:
+    """The first one does not reach all parameters, so its averages are not finished yet."""
+
     def work(fabric: Fabric) -> None:
         module = model()
         averaging = synchronizer(fabric, module, "dense")
-        module(batch(0, 0)).pow(2).sum().backward()
+        module[:1](batch(0, 0)).pow(2).sum().backward()
         with pytest.raises(CommError, match=r"use no_sync\(\) for all backward passes"):
             module(batch(0, 1)).pow(2).sum().backward()
         averaging.synchronize()
@@ -252,12 +292,13 @@ def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_af
             self.scheme.note("total", self.key)
             return self.gradient
 
+        def tensors(self) -> Iterator[Tensor]:
+            yield self.gradient
+
     def work(fabric: Fabric) -> tuple[list[tuple[str, str, str]], str, list[Tensor]]:
         module, scheme = model(), Staged(fabric)
         averaging = GradientSynchronizer(module, GROUPS, scheme)
         module(batch(fabric.flat.rank, 0)).pow(2).sum().backward()
-        assert not any(stage == "total" for stage, _, _ in scheme.stages)
-        averaging.synchronize()
         averaging.close()
         gradients = [parameter.grad.clone() for parameter in module.parameters()]
         return scheme.stages, threading.current_thread().name, gradients
@@ -271,5 +312,6 @@ def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_af
         assert of["begin"] == [(key, own) for key in keys]
         assert of["communicate"] == [(key, "gradient synchronizer") for key in keys]
         assert of["total"] == [(key, own) for key in keys]
+        assert [stage for stage, _, _ in stages if stage != "communicate"] == ["begin"] * 3 + ["total"] * 3
         for found, parameter in zip(gradients, twin.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.grad)
