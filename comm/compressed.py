@@ -35,13 +35,16 @@ class Compressed(Scheme):
         message, seed = self.memory.compress(key, flat)
         if (sum_dtype := compressor.summed_as(dtype)) is not None:
             self.transport.all_reduce(message.view(sum_dtype))
-            return compressor.decompress(message, numel, dtype, seed=seed).view(gradient.shape)
-        size_bytes = compressor.message_bytes(numel, dtype)
-        sizes_bytes = None if size_bytes is None else [size_bytes] * self.transport.size
-        # In the order of ranks, so that sums are equal bit for bit on all of them.
-        total = torch.zeros(numel, dtype=dtype, device=flat.device)
-        for received in self.transport.all_gather(message, sizes_bytes=sizes_bytes):
-            compressor.add(received, total, seed=seed)
+            total = compressor.decompress(message, numel, dtype, seed=seed)
+        else:
+            # Of this rank's size, which warm-up changes.
+            alike = compressor.message_bytes(numel, dtype) is not None
+            sizes_bytes = [message.numel()] * self.transport.size if alike else None
+            # In the order of ranks, so that sums are equal bit for bit on all of them.
+            total = torch.zeros(numel, dtype=dtype, device=flat.device)
+            for received in self.transport.all_gather(message, sizes_bytes=sizes_bytes):
+                compressor.add(received, total, seed=seed)
+        self.memory.settle([key], total)
         return total.view(gradient.shape)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,8 +17,8 @@ _INDEX_BYTES = 4
 class Compressor(ABC):
     """Turns 1-D floating-point tensors into smaller messages (1-D uint8, see `transport`).
 
-    Compressors keep nothing between steps; what they leave out is a matter of `feedback`. An inf or a nan in the tensor
-    is in what the message decodes to as well, as an inf or a nan, except where a compressor says that it may be missed.
+    Compressors keep nothing between steps; what they leave out is a matter of `feedback`. If the tensor has an inf or a
+    nan, so has what the message decodes to.
     """
 
     name: ClassVar[str]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .compressor import Compressor, Sparsifier
+from .entries import all_finite
 from .errors import CommError
 from .op_bitmap import bitmap_bytes
 from .op_coo import Coo
@@ -46,7 +47,7 @@ class SampledTopK(Sparsifier):
 class RandomK(Compressor):
     """Elements drawn at random, the same on all ranks, so that no indices are sent (Stich et al., 2018).
 
-    An inf or a nan that is not drawn is missed: it stays in the residual's input, not in the message.
+    One value becomes a nan when an element is an inf or a nan, whether that one is drawn or not.
 
     Args:
         density: Share of the elements that is sent, k / numel; at least one element is.
@@ -63,8 +64,10 @@ class RandomK(Compressor):
         self.density = density
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
-        """Return the values that the seed draws."""
-        return to_bytes(random_select(dense, self._count(dense.numel()), seed=seed))
+        """Return the values that the seed draws, one of them a nan if not all elements are finite."""
+        values = random_select(dense, self._count(dense.numel()), seed=seed)
+        values[:1] = torch.where(all_finite(dense), values[:1], torch.nan)
+        return to_bytes(values)
 
     def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         """Return the dense tensor with the values where the seed drew them, 0 elsewhere."""

@@ -63,6 +63,7 @@ class Dgc(Scheme):
         message, seed = self.memory.compress(key, flat)
         chosen = self.memory.compressor.decompress(message, flat.numel(), flat.dtype, seed=seed)
         total = self.between.reduce(key, chosen.view(gradient.shape))
+        self.memory.settle([key], total)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
 
     def state_dict(self) -> dict[str, Any]:

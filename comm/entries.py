@@ -83,6 +83,14 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(dtype)
 
 
+def all_finite(values: Tensor) -> Tensor:
+    """Return as one bool, where `values` are, whether they have no inf and no NaN."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    # Of both extremes one tells it, in one reading pass.
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
 def take(work: Tensor, chosen: Tensor, dtype: torch.dtype) -> Entries:
     """Move the elements at the indices `chosen` out of the flat `work`, which keeps what rounding to `dtype` leaves."""
     exact = work[chosen]

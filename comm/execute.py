@@ -116,6 +116,7 @@ class _Run(Reduction):
         self._fabric = fabric
         self._memory = memory
         self._key = key
+        self._remembered: list[str] = []
         self._steps = steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
         self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
@@ -135,7 +136,9 @@ class _Run(Reduction):
     def total(self) -> Tensor:
         self._run(self._communicated, len(self._steps))
         assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
-        return self._held[: self._shape.numel()].view(self._shape)
+        total = self._held[: self._shape.numel()]
+        self._memory.settle(self._remembered, total)
+        return total.view(self._shape)
 
     def tensors(self) -> Iterator[Tensor]:
         match self._held:
@@ -170,7 +173,9 @@ class _Run(Reduction):
         count = prod(self._size(step) for step in following[:until] if isinstance(step, Comm) and _scatters(step))
         pieces = []
         for piece, part in enumerate(dense.view(count, -1)):
-            message, seed = self._memory.compress(f"{self._key}/{index}/{piece}", part)
+            remembered = f"{self._key}/{index}/{piece}"
+            message, seed = self._memory.compress(remembered, part)
+            self._remembered.append(remembered)
             pieces.append([Message(seed=seed, data=message.to(self._device))])
         return Pieces(numel=dense.numel() // count, pieces=pieces)
 

@@ -1,19 +1,22 @@
 """What a rank remembers of its gradients between steps, so that compression loses nothing for good.
 
-Both memories keep their state by the parameter's key, in float32 (float64 for float64 gradients). A gradient with an
-inf or a nan is sent on, so that all ranks see it, and changes nothing that is remembered. A rank that leaves a
-parameter out in a step (`no_sync`, gradient accumulation) calls nothing.
+Both memories keep their state by the parameter's key, in float32 (float64 for float64 gradients). An inf or a nan is
+sent on, be it of the gradient or of a message that overflows, so that all ranks see it in the sum; then `settle` takes
+back what all of them remembered of that gradient. A rank that leaves a parameter out in a step (`no_sync`, gradient
+accumulation) calls nothing.
 """
 
 import zlib
 from abc import ABC, abstractmethod
-from math import sqrt
+from collections.abc import Iterable
+from math import inf, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .compressor import Compressor, Sparsifier
+from .entries import all_finite, rounded
 from .errors import CommError
 from .spread import murmur
 
@@ -29,9 +32,12 @@ class Memory(ABC):
         self.compressor = compressor
         self._steps: dict[str, int] = {}
         self._kept: dict[str, tuple[Tensor, ...]] = {}
+        self._before: dict[str, tuple[Tensor, ...]] = {}
 
     def compress(self, key: str, gradient: Tensor) -> tuple[Tensor, int]:
         """Return the message of a gradient, and the seed that decodes it; the same seed on all ranks.
+
+        What was remembered before is kept until `settle`.
 
         Args:
             key: Name of the parameter (or of a part of it), the same on all ranks.
@@ -50,16 +56,27 @@ class Memory(ABC):
                 f"{key} has {wide.numel()} elements of {wide.dtype}, but {kept[0].numel()} of {kept[0].dtype} are "
                 f"remembered; load the state of the same model"
             )
-        message, new = self._compress(wide, gradient.dtype, kept, step, seed)
-        # A step that an optimizer must not take leaves no trace; of both extremes one tells it, in one reading pass.
-        extremes = torch.stack(torch.aminmax(wide)) if wide.numel() else wide
-        finite = extremes.isfinite().all()
-        if wide.device.type == "cpu":
-            self._kept[key] = new if finite else kept
-        else:  # decided without waiting for the device
-            self._kept[key] = tuple(torch.where(finite, after, before) for after, before in zip(new, kept, strict=True))
+        message, self._kept[key] = self._compress(wide, gradient.dtype, kept, step, seed)
+        self._before[key] = kept
         self._steps[key] = step + 1
         return message, seed
+
+    def settle(self, keys: Iterable[str], total: Tensor) -> None:
+        """Take back what the last `compress` of `keys` remembered, if an optimizer must not take the step.
+
+        Args:
+            keys: Of what went into the sum.
+            total: The sum, equal on all ranks, so that all decide alike: an inf or a nan takes back.
+        """
+        finite = all_finite(total)
+        for key in keys:
+            after, before = self._kept[key], self._before.pop(key)
+            if after[0].device.type == "cpu":
+                self._kept[key] = after if finite else before
+            else:  # decided without waiting for the device
+                self._kept[key] = tuple(torch.where(finite, *pair) for pair in zip(after, before, strict=True))
+                for tensor in (*after, *before):  # they may be of the stream that communicates
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     @abstractmethod
     def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +114,7 @@ class ErrorFeedback(Memory):
         self, gradient: Tensor, dtype: torch.dtype, kept: tuple[Tensor, ...], step: int, seed: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         corrected = gradient + kept[0]
-        message = self.compressor.compress(corrected.to(dtype), seed=seed)
+        message = self.compressor.compress(rounded(corrected, dtype), seed=seed)
         self.compressor.subtract(message, corrected, dtype, seed=seed)
         return message, (corrected,)
 
@@ -119,7 +136,7 @@ class MomentumCorrection(Memory):
             compressor's; 0 for none.
 
     Raises:
-        CommError: An argument is out of its range.
+        CommError: An argument is out of its range, or the compressor selects no elements by their values.
     """
 
     def __init__(
@@ -133,7 +150,10 @@ class MomentumCorrection(Memory):
         warm_up_steps: int = 0,
     ) -> None:
         super().__init__(compressor)
-        if not 0 <= momentum < 1 or (clip_norm is not None and clip_norm <= 0) or warm_up_steps < 0 or ranks < 1:
+        if not isinstance(compressor, Sparsifier):
+            raise CommError(f"momentum correction of {compressor.name} is not defined; take topk or dgc")
+        clippable = clip_norm is None or 0 < clip_norm < inf
+        if not 0 <= momentum < 1 or not clippable or warm_up_steps < 0 or ranks < 1:
             raise CommError(
                 f"momentum {momentum}, clip_norm {clip_norm}, warm_up_steps {warm_up_steps}, ranks {ranks}: give a "
                 f"momentum in [0, 1), a positive norm or None, no negative number of steps, and at least one rank"
@@ -161,7 +181,7 @@ class MomentumCorrection(Memory):
         velocity = self._momentum * kept[0] + gradient
         residual = kept[1] + velocity
         k = self._sparsifier.count(residual.numel(), self.density(step))
-        entries = self._sparsifier.select(residual.to(dtype), k, seed=seed)
+        entries = self._sparsifier.select(rounded(residual, dtype), k, seed=seed)
         at = entries.indices.long()
         residual[at] -= entries.values
         if self._masking:

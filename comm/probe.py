@@ -96,6 +96,7 @@ def probe_coder(
 
         def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
             memory.compress("probe", dense)
+            memory.settle(["probe"], dense)
 
         for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
             points[name].append(_mean_s(work, device=dense.device, repeats=repeats, transport=transport))

@@ -73,8 +73,11 @@ def test_what_is_left_out_is_sent_later(name: str) -> None:
 
 def memories() -> list[Any]:
     made = [pytest.param(lambda name=name: ErrorFeedback(named(name, density=0.05)), id=name) for name in NAMES]
-    dgc = MomentumCorrection(SampledTopK(0.05), ranks=4, clip_norm=1.0, warm_up_steps=4)
-    return [*made, pytest.param(lambda: dgc, id="momentum correction")]
+
+    def dgc() -> Memory:
+        return MomentumCorrection(SampledTopK(0.05), ranks=4, clip_norm=1.0, warm_up_steps=4)
+
+    return [*made, pytest.param(dgc, id="momentum correction")]
 
 
 @pytest.mark.parametrize("make", memories())
@@ -85,10 +88,73 @@ def test_step_that_overflowed_leaves_no_trace(make: Any) -> None:
     for bad in (math.inf, -math.inf, math.nan):
         poisoned = gradient(2)
         poisoned[17] = bad
-        message, seed = memory.compress("w", poisoned)
-        decoded = memory.compressor.decompress(message, 1000, torch.float32, seed=seed)
-        assert memory.compressor.name == "randomk" or not decoded.isfinite().all()
+        total = sent_by(memory, "w", poisoned)
+        assert not total.isfinite().all()
+        memory.settle(["w"], total)
         assert all(map(torch.equal, memory.state_dict()["kept"]["w"], before))
+
+
+@pytest.mark.parametrize("make", memories())
+def test_no_rank_remembers_a_step_that_overflowed_on_one(make: Any) -> None:
+    def work(transport: Transport) -> tuple[bool, bool]:
+        scheme = Compressed(transport, make())
+        scheme.reduce("w", gradient(transport.rank))
+        before = [kept.clone() for kept in scheme.state_dict()["kept"]["w"]]
+        poisoned = gradient(2 + transport.rank)
+        poisoned[17] = math.inf if transport.rank == 1 else 0.0
+        total = scheme.reduce("w", poisoned)
+        unchanged = all(map(torch.equal, scheme.state_dict()["kept"]["w"], before))
+        scheme.reduce("w", gradient(4 + transport.rank))
+        return bool(total.isfinite().all()), unchanged and not torch.equal(
+            scheme.state_dict()["kept"]["w"][-1], before[-1]
+        )
+
+    assert run_ranks(3, work) == [(False, True)] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_finite_gradient_that_overflows_leaves_no_trace(name: str, dtype: torch.dtype) -> None:
+    """In a message, in the correction of half precision, or in the sum."""
+    largest = min(1e38, torch.finfo(dtype).max)
+
+    def work(transport: Transport) -> list[Tensor]:
+        scheme = Compressed(transport, ErrorFeedback(named(name, density=0.3)))
+        steps = [torch.full((10,), largest).to(dtype), *[gradient(step, 10, dtype) for step in range(20)]]
+        return [scheme.reduce("w", step) for step in steps for _ in range(3)][-20:]
+
+    for totals in run_ranks(2, work):
+        assert torch.stack(totals).isfinite().all()
+
+
+@pytest.mark.parametrize("make", [ErrorFeedback, lambda topk: MomentumCorrection(topk, ranks=1, momentum=0.0)])
+def test_residual_beyond_half_precision_is_sent_in_parts(make: Any) -> None:
+    """Two of four elements wait until they are beyond 65504, the largest number of fp16."""
+    memory, sent = make(TopK(0.25)), torch.zeros(4)
+    for scale in (1, 1, 0, 0, 0, 0):
+        message, seed = memory.compress("w", scale * torch.tensor([60000.0, 40000.0, 0.0, 0.0], dtype=torch.float16))
+        sent += memory.compressor.decompress(message, 4, torch.float16, seed=seed).float()
+    assert sent.tolist() == [120000.0, 80000.0, 0.0, 0.0]
+
+
+def test_loss_scaler_finds_a_scale_that_half_precision_holds() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+
+    def work(transport: Transport) -> list[float]:
+        scheme = Compressed(transport, ErrorFeedback(named("fp16")))
+        for _ in range(10):
+            optimizer.zero_grad()
+            scaler.scale(parameter.pow(2).sum()).backward()
+            parameter.grad = scheme.reduce("w", parameter.grad)
+            scaler.step(optimizer)
+            scaler.update()
+        return [float(scaler.get_scale()), float(parameter.detach().max())]
+
+    scale, largest = run_ranks(1, work)[0]
+    assert scale == 2.0**14  # 2 * 2^15 is beyond fp16
+    assert largest < 0.9
 
 
 @pytest.mark.parametrize("make", memories())
@@ -130,6 +196,18 @@ def test_all_ranks_get_the_sum_of_what_was_sent(name: str, size: int) -> None:
         for sums, _ in ranks:
             torch.testing.assert_close(sums[step], total, rtol=tolerance, atol=size * tolerance)
             assert torch.equal(sums[step], ranks[0][0][step])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_warm_up_sends_larger_messages(size: int) -> None:
+    """25 % in the first of four steps, then a quarter of that in each."""
+
+    def work(transport: Transport) -> list[int]:
+        scheme = Compressed(transport, MomentumCorrection(TopK(0.01), ranks=size, warm_up_steps=4))
+        generator = torch.Generator().manual_seed(1)  # the same elements on all ranks
+        return [int(scheme.reduce("w", torch.randn(1000, generator=generator)).count_nonzero()) for _ in range(5)]
+
+    assert run_ranks(size, work) == [[250, 62, 16, 10, 10]] * size
 
 
 def sent_by(memory: Memory, key: str, dense: Tensor) -> Tensor:
@@ -208,6 +286,11 @@ def test_wrong_arguments_and_states_are_refused() -> None:
         named("zip")
     with pytest.raises(CommError, match="momentum 1"):
         MomentumCorrection(TopK(0.1), ranks=1, momentum=1)
+    for norm in (0.0, math.nan, math.inf):
+        with pytest.raises(CommError, match=f"clip_norm {norm}"):
+            MomentumCorrection(TopK(0.1), ranks=1, clip_norm=norm)
+    with pytest.raises(CommError, match="momentum correction of randomk is not defined; take topk or dgc"):
+        MomentumCorrection(named("randomk"), ranks=1)  # type: ignore[arg-type]
     memory = ErrorFeedback(named("topk"))
     with pytest.raises(CommError, match="has steps and kept tensors, this state has"):
         memory.load_state_dict({"residuals": {}})

@@ -23,6 +23,10 @@ def gradient(rank: int, numel: int = 103) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
+def kept_of(scheme: OptionScheme, key: str) -> dict[str, list[Tensor]]:
+    return {name: kept for name, kept in scheme.state_dict()["kept"].items() if name.startswith(f"{key}/")}
+
+
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)])
 def test_every_path_gives_the_sum(hosts: int, per_host: int) -> None:
     chosen = [*DENSE, *random.Random(10 * hosts + per_host).sample(COMPRESSED, 40)]
@@ -57,6 +61,29 @@ def test_what_compression_leaves_out_comes_later(name: str) -> None:
             assert all(torch.equal(found[step][index], ranks[0][step][index]) for step in range(steps)), option
         average = torch.stack([step[index] for step in ranks[0]]).mean(0)
         assert (average - total).norm() < 0.2 * total.norm(), option
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk", "efsignsgd", "fp16"])
+def test_no_rank_remembers_a_step_that_overflowed_on_one(name: str) -> None:
+    """Also where each rank compresses another part of the tensor, or one goes on for its host."""
+    chosen = [*random.Random(5).sample(COMPRESSED, 40), max(COMPRESSED, key=lambda option: option.compressions)]
+    keys = [str(option) for option in chosen]
+
+    def work(fabric: Fabric) -> list[str]:
+        rank, wrong = fabric.flat.rank, []
+        scheme = OptionScheme(fabric, ErrorFeedback(named(name, density=0.2)), dict(zip(keys, chosen, strict=True)))
+        for key in keys:
+            scheme.reduce(key, gradient(rank))
+            before = {name: [tensor.clone() for tensor in kept] for name, kept in kept_of(scheme, key).items()}
+            poisoned = gradient(4 + rank)
+            poisoned[-1] = torch.inf if rank == 2 else 0.0
+            assert not scheme.reduce(key, poisoned).isfinite().all()
+            after = kept_of(scheme, key)
+            if not all(torch.equal(after[name][0], kept[0]) for name, kept in before.items()):
+                wrong.append(key)
+        return wrong
+
+    assert run_hosts(2, 2, work) == [[]] * 4
 
 
 def test_restored_scheme_goes_on_bit_for_bit() -> None:

@@ -295,3 +295,19 @@ def test_dgc_sends_the_rest_later() -> None:
     assert 0.6 < (by_rank[0][0] == 0).float().mean() < 0.8, "three quarters were to stay"
     arrived = in_order(by_rank[0][:-1]) + in_order([found[-1] for found in by_rank])
     torch.testing.assert_close(arrived, 8 * in_order(given), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["zen", "dense"])
+def test_dgc_remembers_nothing_of_a_step_that_overflowed_on_one_rank(scheme: str) -> None:
+    given = [torch.linspace(1, 2, 600).view(30, 20) * (rank + 1) for rank in range(3)]
+
+    def work(transport: Transport) -> bool:
+        dgc = named("dgc", transport, density=0.25, scheme=scheme)
+        dgc.reduce("weight", given[transport.rank].clone())
+        before = [kept.clone() for kept in dgc.memory.state_dict()["kept"]["weight"]]
+        poisoned = given[transport.rank].clone()
+        poisoned[3, 4] = torch.inf if transport.rank == 1 else 0.0
+        assert not dgc.reduce("weight", poisoned).isfinite().all()
+        return all(map(torch.equal, dgc.memory.state_dict()["kept"]["weight"], before))
+
+    assert run_ranks(3, work) == [True] * 3
