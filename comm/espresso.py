@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import numpy as np
+
 from .cluster import Cluster, Coder
 from .constraints import (
     Constraint,
@@ -23,12 +25,16 @@ from .curve import FREE
 from .espresso_exact import Found, search
 from .espresso_greedy import greedy, offload
 from .model import Model
-from .plan import DENSE, Plan, PlanGroup, Span
+from .plan import ALL_REDUCE, DENSE, Plan, PlanGroup, Span
 from .strategy import Problem, Strategy
 from .tree import Comm, Device, Option, Step, all_options
 
+# The times of steps are rounded (`Problem`): options whose times differ by less are equally quick.
+_ROUNDING_S = 1e-12
 # BytePS leaves smaller tensors alone (BYTEPS_MIN_COMPRESS_BYTES).
 BYTEPS_LEAST_BYTES = 65536
+
+DOES_NOT_PAY = "compression does not pay here: do not compress"
 
 
 class NoPlanError(ValueError):
@@ -90,6 +96,22 @@ class Espresso:
         """Return what the exact planner finds among these options, and among those of `start`."""
         among = list(choices)
         return search(self.problem, self.problem.fronts(among), start or self.problem.quickest(among))
+
+    def plain(self, strategy: Strategy) -> Strategy:
+        """Return the strategy with flat all-reduces in place of other options without compression, unless slower."""
+        plain = next((index for index, option in enumerate(self.options) if str(option) == ALL_REDUCE), None)
+        if plain is None:
+            return strategy
+        used = [plain, *set(strategy)]
+        alone_s = dict(zip(used, self.problem.alone_s(np.array(used)).T, strict=True))
+        found = tuple(
+            plain
+            if uncompressed(self.options[choice]) and alone_s[plain][kind] <= alone_s[choice][kind] + _ROUNDING_S
+            else choice
+            for kind, choice in zip(self.problem.kinds, strategy, strict=True)
+        )
+        limit_s = self.problem.iteration_s(strategy) + len(strategy) * _ROUNDING_S
+        return found if self.problem.iteration_s(found) <= limit_s else strategy
 
     def on_cpu(self, choice: int) -> int:
         """Return the option that is the same with CPUs; itself where that does not exist."""
@@ -239,26 +261,26 @@ def espresso_plan(
     begin_s = time.perf_counter()
     job = Espresso(model, cluster, options)
     planned = ESPRESSO_PLANNERS[planner](job)
+    strategy = job.plain(planned.strategy)
     planning_s = time.perf_counter() - begin_s
-    makespan_s = job.problem.iteration_s(planned.strategy)
+    makespan_s = job.problem.iteration_s(strategy)
     others = _others(job, planner) if baselines else {}
     bound_s = planned.bound_s or exact(job).bound_s
-    chosen = [job.options[choice] for choice in planned.strategy]
-    compresses = any(map(compressed, chosen))
+    chosen = [job.options[choice] for choice in strategy]
     return Plan(
         planner=planner,
         model=model.name,
         compressor=cluster.compressor.name,
         groups=tuple(
-            PlanGroup(tensors=(tensor.name,), option=str(option) if compresses else DENSE)
+            PlanGroup(tensors=(tensor.name,), option=DENSE if str(option) == ALL_REDUCE else str(option))
             for tensor, option in zip(model.tensors, chosen, strict=True)
         ),
-        reason=_reason(job, chosen, cluster.forward_s + makespan_s, others),
+        reason=_reason(job, planner, chosen, cluster.forward_s + makespan_s, others),
         iteration_s=cluster.forward_s + makespan_s,
         planning_s=planning_s,
         bound_s=cluster.forward_s + min(bound_s, makespan_s),
         baselines_s=others,
-        timeline=tuple(_spans(job.problem, planned.strategy)),
+        timeline=tuple(_spans(job.problem, strategy)),
     )
 
 
@@ -274,14 +296,15 @@ def _others(job: Espresso, planner: str) -> dict[str, float]:
     return found
 
 
-def _reason(job: Espresso, chosen: list[Option], iteration_s: float, others: Mapping[str, float]) -> str:
+def _reason(job: Espresso, planner: str, chosen: list[Option], iteration_s: float, others: Mapping[str, float]) -> str:
     count = sum(map(compressed, chosen))
     if not count:
-        return "compression does not pay here: do not compress"
+        considered = planner == "espresso" and len(job.without) < len(job.options)
+        return DOES_NOT_PAY if considered else "this planner compresses nothing here"
     on_cpus = sum(Device.CPU in option.devices for option in chosen)
-    reason = f"{count} of {len(chosen)} tensors compressed, {on_cpus} of them on CPUs"
+    reason = f"{count} of {len(chosen)} groups compressed, {on_cpus} of them on CPUs"
     if "espresso-dense" in others and iteration_s:
-        reason += f"; {others['espresso-dense'] / iteration_s - 1:+.1%} speed against the best without compression"
+        reason += f"; {others['espresso-dense'] / iteration_s - 1:+.1%} speed against espresso-dense"
     return reason
 
 

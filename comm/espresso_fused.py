@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .cluster import Cluster
+from .constraints import uncompressed
 from .curve import FREE
-from .espresso import espresso_plan
+from .espresso import DOES_NOT_PAY, espresso_plan
 from .fusion import FusionProblem
 from .fusion_baselines import bucketed
 from .model import Model, Tensor
-from .plan import DENSE, Plan, PlanGroup
+from .plan import Plan
 from .system import System
 from .tree import Option, all_options
 
@@ -23,8 +24,6 @@ BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
 
 CLOSE = 0.01
 """Predictions are no better: compression that is to gain less than this share of an iteration is left out."""
-
-_ALL_REDUCE = "all_reduce@flat"
 
 _Groups = tuple[tuple[Tensor, ...], ...]
 
@@ -44,7 +43,7 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     allowed = all_options() if options is None else options
     fusions = _fusions(model, cluster)
     plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
-    best = _if_it_pays(plans, _all_reduced(model, fusions, cluster, allowed))
+    best = _if_it_pays(plans, _uncompressed(model, fusions, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
     return replace(
@@ -66,7 +65,7 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     begin_s = time.perf_counter()
     alone = espresso_plan(model, cluster, options=options)
     allowed = all_options() if options is None else options
-    best = _if_it_pays([alone], _all_reduced(model, _fusions(model, cluster), cluster, allowed))
+    best = _if_it_pays([alone], _uncompressed(model, _fusions(model, cluster), cluster, allowed))
     return replace(
         best,
         planner=alone.planner,
@@ -76,21 +75,27 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     )
 
 
-def _if_it_pays(plans: Sequence[Plan], all_reduced: Sequence[Plan]) -> Plan:
-    """Return the best plan without compression if it is predicted to be about as quick as the best, and else the best.
+def _if_it_pays(plans: Sequence[Plan], without: Sequence[Plan]) -> Plan:
+    """Return the best plan that compresses nothing if it is predicted to be about as quick as the best, and else that.
 
-    The run-time all-reduces the groups of plans that compress nothing, whatever was planned, unless that is ruled out.
+    Args:
+        plans: Made with all options.
+        without: Made with those without compression.
     """
-    possible = [*all_reduced, *(plan for plan in plans if plan.compress or not all_reduced)]
+    possible = [*plans, *without]
     limit_s = (1 + CLOSE) * min(plan.iteration_s for plan in possible)
     close = [plan for plan in possible if plan.iteration_s <= limit_s]
-    return min(close, key=lambda plan: (plan.compress, plan.iteration_s))
+    best = min(close, key=lambda plan: (plan.compress, plan.iteration_s))
+    if best.compress:
+        return best
+    # Its own reason knows of no compression; those of the others do, where it was possible.
+    return replace(best, reason=next((plan.reason for plan in plans if not plan.compress), DOES_NOT_PAY))
 
 
-def _all_reduced(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
-    """Return plans for all fusions that only all-reduce, none if the options do not allow it."""
-    all_reduce = [option for option in options if str(option) == _ALL_REDUCE]
-    return [_plan(model, groups, cluster, all_reduce) for groups in fusions] if all_reduce else []
+def _uncompressed(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
+    """Return the plans without compression for all fusions; none if the options do not allow it."""
+    left = list(filter(uncompressed, options))
+    return [_plan(model, groups, cluster, left) for groups in fusions] if left else []
 
 
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
@@ -120,8 +125,5 @@ def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Opt
     names = [tuple(tensor.name for tensor in group) for group in groups]
     return replace(
         plan,
-        groups=tuple(
-            PlanGroup(tensors=tensors, option=DENSE if group.option == _ALL_REDUCE else group.option)
-            for tensors, group in zip(names, plan.groups, strict=True)
-        ),
+        groups=tuple(replace(group, tensors=tensors) for tensors, group in zip(names, plan.groups, strict=True)),
     )

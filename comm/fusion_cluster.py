@@ -8,13 +8,12 @@ from .cupcake import fusion_plan
 from .curve import Affine, Curve, Table
 from .errors import FileError
 from .model import Model
-from .plan import COMPRESSED, Plan
+from .plan import ALL_REDUCE, COMPRESSED, Plan
 from .system import System
 from .tree import Comm, Device, parse
 
-# What the run-time does with a group that a plan calls compressed or dense.
+# What the run-time does with a group that a plan calls compressed.
 FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
-_DENSE = "all_reduce@flat"
 # Only what travels between hosts is compressed (thesis, Section 5.4.1); each GPU of a host has a part of it.
 BETWEEN_HOSTS = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
 
@@ -66,7 +65,7 @@ def fusion_system(cluster: Cluster, option: str) -> System:
         compress=_sum((coder.compress, 1), part=part),
         communicate=_communication(cluster, option),
         decompress=_sum((coder.decompress, 1), (coder.accumulate, payloads - 1), part=part),
-        communicate_dense=_communication(cluster, _DENSE),
+        communicate_dense=_communication(cluster, ALL_REDUCE),
     )
 
 

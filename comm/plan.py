@@ -11,6 +11,8 @@ from .fields import Fields, read_object
 VERSION = 1
 COMPRESSED = "compressed"
 DENSE = "dense"
+ALL_REDUCE = "all_reduce@flat"
+"""The option of the tree that `dense` stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +80,8 @@ class Plan:
 
     @property
     def compress(self) -> bool:
-        """Whether anything is compressed; without that, leave gradients to the framework."""
-        return any(group.option != DENSE for group in self.groups)
+        """Whether anything is compressed."""
+        return any(group.option == COMPRESSED or "comp:" in group.option for group in self.groups)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form, which is the plan file and the answer of `resilient-comm plan --json`."""

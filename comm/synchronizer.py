@@ -254,7 +254,7 @@ def synchronize_by(
 
     Parameters and buffers are made equal to those of rank 0. A plan that does not fit the module, on which all ranks
     agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why. One that
-    neither compresses nor fuses anything is carried out in buckets as well, as DDP would do it.
+    only all-reduces single gradients is carried out in buckets as well, as DDP would do it.
 
     Args:
         plan: Of `resilient-comm plan`.
@@ -274,7 +274,7 @@ def synchronize_by(
     groups = plan.groups
     if not fits(plan, parameters):
         groups = dense_groups(parameters, bucket_bytes=bucket_bytes)
-    elif not plan.compress and all(len(group.tensors) == 1 for group in groups):
+    elif all(group.option == DENSE and len(group.tensors) == 1 for group in groups):
         groups = dense_groups(parameters, [group.tensors[0] for group in groups], bucket_bytes=bucket_bytes)
     options = options_of({group_key(group.tensors): group.option for group in groups})
     device = next(iter(parameters.values())).device
