@@ -60,6 +60,8 @@ class OptionScheme(Scheme):
         self.memory = memory
         self._fabric = fabric
         self._options = dict(options)
+        if any(Device.CPU in option.devices for option in self._options.values()):
+            self.stages = ("prepare", "communicate", "settle")
 
     def fuses(self, key: str) -> bool:
         """Tell whether the gradient of `key` is only all-reduced."""
@@ -77,7 +79,9 @@ class OptionScheme(Scheme):
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, equal on all of them."""
         reduction = self.begin(key, gradient)
+        reduction.prepare()
         reduction.communicate()
+        reduction.settle()
         return reduction.total()
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,9 +124,10 @@ class _Run(Reduction):
         self._steps = steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
         self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
-        on_gpu = [not isinstance(step, Comm) and step.device is Device.GPU for step in steps]
-        self._begun = on_gpu.index(False)
-        self._communicated = len(steps) - on_gpu[::-1].index(False)
+        met = [index for index, step in enumerate(steps) if isinstance(step, Comm)]
+        others = [index for index, step in enumerate(steps) if isinstance(step, Comm) or step.device is Device.CPU]
+        # Where the stages begin and end.
+        self._begun, self._prepared, self._communicated, self._settled = others[0], met[0], met[-1] + 1, others[-1] + 1
         scattered = prod(self._size(step) for step in steps if isinstance(step, Comm) and _scatters(step))
         flat = gradient.reshape(-1)
         missing = -flat.numel() % scattered
@@ -130,11 +135,17 @@ class _Run(Reduction):
         self._numel = flat.numel() + missing
         self._run(0, self._begun)
 
+    def prepare(self) -> None:
+        self._run(self._begun, self._prepared)
+
     def communicate(self) -> None:
-        self._run(self._begun, self._communicated)
+        self._run(self._prepared, self._communicated)
+
+    def settle(self) -> None:
+        self._run(self._communicated, self._settled)
 
     def total(self) -> Tensor:
-        self._run(self._communicated, len(self._steps))
+        self._run(self._settled, len(self._steps))
         assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
         total = self._held[: self._shape.numel()]
         self._memory.settle(self._remembered, total)

@@ -3,20 +3,28 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from .errors import CommError
 from .transport import Transport
 
+Stage = Literal["prepare", "communicate", "settle"]
+
 
 class Reduction(ABC):
     """A sum over all ranks that is on its way; the stages come in this order, from any thread."""
 
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Do what CPUs do before the ranks meet."""
+
     @abstractmethod
     def communicate(self) -> None:
         """Do what all ranks do together, in the same order for all keys; may return before the network has finished."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Do what CPUs do after that."""
 
     @abstractmethod
     def total(self) -> Tensor:
@@ -64,6 +72,9 @@ class Scheme(ABC):
 
     name: ClassVar[str]
     """How users and benchmarks call it."""
+
+    stages: tuple[Stage, ...] = ("communicate",)
+    """What its sums have to do between `begin` and `total`."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport

@@ -2,14 +2,15 @@
 
 The counterpart of DDP for plans that DDP's buckets cannot carry out: a plan says which gradients go together, in which
 order, and what happens to each group. The device that computes compresses a group as soon as its last gradient is
-there; a thread communicates the groups one after the other while backward goes on; what is left to do after that, such
-as decompression, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `timeline`).
+there; a thread communicates the groups one after the other while backward goes on, and where CPUs compress or
+decompress, two more do that before and after it; what is left to do after that, such as decompression on the device
+that computes, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `timeline`).
 """
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any, Final
 
@@ -23,8 +24,9 @@ from .errors import CommError
 from .execute import OptionScheme, options_of
 from .fabric import make_fabric
 from .feedback import ErrorFeedback, Memory
+from .lanes import Lanes
 from .plan import DENSE, Plan, PlanGroup
-from .scheme import Reduction, Scheme
+from .scheme import Scheme
 
 log = logging.getLogger(__name__)
 
@@ -58,23 +60,15 @@ class GradientSynchronizer:
         self.scheme = scheme
         self._groups = [[parameters[name] for name in names] for names in groups]
         self._keys = [group_key(names) for names in groups]
-        self._device = scheme.transport.device
-        cuda = self._device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
-        self._changed = threading.Condition()
+        self._lanes = Lanes(scheme.stages, len(self._groups), scheme.transport.device)
+        self._arriving = threading.Lock()
         self._missing = [len(group) for group in self._groups]
-        self._begun: list[tuple[Reduction, Any] | None] = [None] * len(self._groups)
-        self._communicated: list[Any] = [None] * len(self._groups)
-        self._next = len(self._groups)
-        self._error: Exception | None = None
-        self._enabled, self._closed = True, False
+        self._enabled = True
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))  # type: ignore[no-untyped-call]
             for index, group in enumerate(self._groups)
             for parameter in group
         ]
-        self._thread = threading.Thread(target=self._work, name="gradient synchronizer", daemon=True)
-        self._thread.start()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer` finish the averages before each step, after backward passes that do not reach everything."""
@@ -98,7 +92,7 @@ class GradientSynchronizer:
         Raises:
             Exception: What went wrong in the scheme.
         """
-        with self._changed:
+        with self._arriving:
             if all(missing == len(group) for missing, group in zip(self._missing, self._groups, strict=True)):
                 return
             late = [index for index, missing in enumerate(self._missing) if missing]
@@ -110,11 +104,8 @@ class GradientSynchronizer:
         self._missing = [len(group) for group in self._groups]
 
     def close(self) -> None:
-        """End the thread and take the hooks off; call it before the process groups are destroyed."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        """End the threads and take the hooks off; call it before the process groups are destroyed."""
+        self._lanes.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -134,7 +125,7 @@ class GradientSynchronizer:
         """Hear that a gradient of a group is there."""
         if not self._enabled:
             return
-        with self._changed:
+        with self._arriving:
             if self._missing[index] == 0:
                 raise CommError(
                     "a gradient came twice before the averages were fetched; use no_sync() for all backward passes of "
@@ -152,22 +143,16 @@ class GradientSynchronizer:
         """Compress a group, on this thread and its stream, and hand it over."""
         try:
             with torch.no_grad():
-                reduction = self.scheme.begin(self._keys[index], self._share(index))
+                self._lanes.put(index, self.scheme.begin(self._keys[index], self._share(index)))
         except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
-            self._fail(error)
-            return
-        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-        with self._changed:
-            if self._next == len(self._groups):
-                self._next = 0
-            self._begun[index] = reduction, ready
-            self._changed.notify_all()
+            self._lanes.fail(error)
 
     def _share(self, index: int) -> Tensor:
         """Return what this rank adds to the averages of a group, as one tensor."""
         group = self._groups[index]
         dtype = reduce(torch.promote_types, (parameter.dtype for parameter in group))
-        own = torch.empty(sum(parameter.numel() for parameter in group), dtype=dtype, device=self._device)
+        device = self.scheme.transport.device
+        own = torch.empty(sum(parameter.numel() for parameter in group), dtype=dtype, device=device)
         for parameter, part in zip(group, torch.split(own, [p.numel() for p in group]), strict=True):
             if parameter.grad is None:
                 part.zero_()
@@ -181,64 +166,14 @@ class GradientSynchronizer:
                 torch.div(parameter.grad.reshape(-1).to(dtype), self.scheme.transport.size, out=part)
         return own
 
-    def _work(self) -> None:
-        """Communicate the groups in the order of the plan, which all ranks keep, whatever becomes ready first."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._error is None and self._is_begun()))
-                if self._closed:
-                    return
-                begun = self._begun[self._next]
-            assert begun is not None
-            reduction, ready = begun
-            try:
-                with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                    if self._stream is not None:
-                        self._stream.wait_event(ready)
-                        _read_on(self._stream, reduction.tensors())
-                    reduction.communicate()
-            except Exception as error:  # noqa: BLE001 (it belongs to whoever waits in `synchronize`)
-                self._fail(error)
-                continue
-            with self._changed:
-                self._communicated[self._next] = None if self._stream is None else self._stream.record_event()
-                self._next += 1
-                self._changed.notify_all()
-
-    def _is_begun(self) -> bool:
-        return self._next < len(self._groups) and self._begun[self._next] is not None
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
     def _finish(self, index: int) -> None:
         """Wait until a group is communicated, and make its sum the gradients."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._next > index)
-            if self._error is not None:
-                raise self._error
-            begun, self._begun[index] = self._begun[index], None
-        assert begun is not None
-        reduction, _ = begun
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(self._communicated[index])
-            _read_on(current, reduction.tensors())
         with torch.no_grad():
-            total, group = reduction.total(), self._groups[index]
+            total, group = self._lanes.take(index).total(), self._groups[index]
             for parameter, part in zip(group, torch.split(total, [p.numel() for p in group]), strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view_as(parameter))
-
-
-def _read_on(stream: Any, tensors: Iterable[Tensor]) -> None:
-    """Let nobody get the memory of tensors that another stream made before `stream` has read them."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
 
 
 def synchronize_by(

@@ -19,6 +19,7 @@ from resilient_run.comm.synchronizer import GradientSynchronizer, dense_groups, 
 GROUPS = [["4.bias"], ["4.weight", "2.bias"], ["0.weight", "2.weight", "0.bias"]]
 
 HIERARCHICAL = "reduce_scatter@intra1 > all_reduce@inter > all_gather@intra2"
+ON_CPUS = "comp:cpu > all_gather@flat > decomp:cpu"
 
 
 def model() -> nn.Sequential:
@@ -71,7 +72,7 @@ def test_group_of_several_dtypes_is_averaged_in_the_widest() -> None:
         assert wide.tolist() == [32768.25] * 3
 
 
-@pytest.mark.parametrize("option", ["dense", "compressed", HIERARCHICAL])
+@pytest.mark.parametrize("option", ["dense", "compressed", HIERARCHICAL, ON_CPUS])
 def test_training_is_that_of_the_mean_gradient(option: str) -> None:
     def work(fabric: Fabric) -> list[Tensor]:
         module = model()
@@ -265,16 +266,16 @@ def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_af
         def __init__(self, fabric: Fabric) -> None:
             super().__init__(fabric.flat)
             self.communicated = threading.Event()
-            self.stages: list[tuple[str, str, str]] = []
+            self.seen: list[tuple[str, str, str]] = []
 
         def note(self, stage: str, key: str) -> None:
-            self.stages.append((stage, key, threading.current_thread().name))
+            self.seen.append((stage, key, threading.current_thread().name))
 
         def reduce(self, key: str, gradient: Tensor) -> Tensor:
             raise AssertionError("it has stages")
 
         def begin(self, key: str, gradient: Tensor) -> Reduction:
-            if self.stages:
+            if self.seen:
                 assert self.communicated.wait(30), "the first group was not communicated during the backward pass"
             self.note("begin", key)
             return Stages(self, key, gradient)
@@ -301,7 +302,7 @@ def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_af
         module(batch(fabric.flat.rank, 0)).pow(2).sum().backward()
         averaging.close()
         gradients = [parameter.grad.clone() for parameter in module.parameters()]
-        return scheme.stages, threading.current_thread().name, gradients
+        return scheme.seen, threading.current_thread().name, gradients
 
     twin = model()
     for rank in range(2):
@@ -310,7 +311,7 @@ def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_af
     for stages, own, gradients in run_hosts(1, 2, work):
         of = {stage: [(key, thread) for which, key, thread in stages if which == stage] for stage, _, _ in stages}
         assert of["begin"] == [(key, own) for key in keys]
-        assert of["communicate"] == [(key, "gradient synchronizer") for key in keys]
+        assert of["communicate"] == [(key, "gradients: communicate") for key in keys]
         assert of["total"] == [(key, own) for key in keys]
         assert [stage for stage, _, _ in stages if stage != "communicate"] == ["begin"] * 3 + ["total"] * 3
         for found, parameter in zip(gradients, twin.parameters(), strict=True):
