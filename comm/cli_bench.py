@@ -122,23 +122,16 @@ def _in_job(
     names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
     """Return what was measured on rank 0, nothing on the others."""
-    import torch
     import torch.distributed as dist
 
+    from .cli_job import joined_job
     from .measure import RecordingTransport
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
-    try:
+    with joined_job(_TIMEOUT) as device:
         group = dist.group.WORLD
         assert group is not None
         rows = _measured(RecordingTransport(group, device), names, cases, steps=steps, repeats=repeats)
         return rows if dist.get_rank() == 0 else []
-    finally:
-        dist.destroy_process_group()
 
 
 def _measured(

@@ -2,24 +2,28 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 import torch.distributed as dist
 
+from .cli_job import from_environment, joined_job
+from .cluster import cluster_of
 from .compressor import Compressor
 from .compressors import NAMES, named
 from .errors import CommError, FileError
 from .fabric import Fabric, make_fabric
-from .fields import read_object
+from .fields import Fields
+from .model import read_model
 from .probe import PROBED, PROBED_COMPRESSED, CoderPoints, probe_coder, probe_link
+from .system import system_of
 from .transport import Transport
 from .tree import Routine
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_READERS: Mapping[str, Callable[[Fields], object]] = {"cupcake": system_of, "espresso": cluster_of}
 
 
 @click.command()
@@ -33,7 +37,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option(
     "--form",
-    type=click.Choice(["cupcake", "espresso"]),
+    type=click.Choice([*_READERS]),
     default="cupcake",
     show_default=True,
     help="For which planners: one network and one device, or links and devices apart.",
@@ -68,40 +72,51 @@ def profile(
     """
     if "RANK" not in os.environ:
         raise click.UsageError("profile runs on the ranks of a job: torchrun … --no-python resilient-comm profile …")
+    per_host = ranks_per_host or from_environment("LOCAL_WORLD_SIZE", minimum=1, default=1)
+    if writes := from_environment("RANK") == 0:
+        _check_writable(out)
     try:
         forward_s = 0.0 if model_path is None else _forward_s(model_path)
-        document = _measure(compressor, density, form, forward_s, ranks_per_host, largest_mib << 20, repeats)
+        document = _measure(compressor, density, form, forward_s, per_host, largest_mib << 20, repeats)
     except FileError as error:
         raise click.UsageError(str(error)) from error
     except CommError as error:
         raise click.ClickException(str(error)) from error
-    if os.environ["RANK"] == "0":
-        try:
-            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise click.ClickException(f"cannot write {out}: {error}") from error
-        click.echo(f"wrote {out}")
+    if writes:
+        _write(document, form, out)
+
+
+def _check_writable(out: Path) -> None:
+    """Refuse a file that cannot be written while nothing has been measured for it."""
+    if not (os.access(out, os.W_OK) if os.path.exists(out) else out.parent.is_dir() and os.access(out.parent, os.W_OK)):
+        raise click.BadParameter(f"{out}: name a file that can be written, in a folder that exists", param_hint="--out")
+
+
+def _write(document: dict[str, Any], form: str, out: Path) -> None:
+    """Write what planners can read; print it where that fails, because measuring took all ranks' time."""
+    text = json.dumps(document, indent=1)
+    try:
+        _READERS[form](Fields(json.loads(text), source=str(out)))
+        out.write_text(f"{text}\n", encoding="utf-8")
+    except (FileError, OSError) as error:
+        click.echo(text)
+        raise click.ClickException(f"{out} is not written; what was measured stands above: {error}") from error
+    click.echo(f"wrote {out}")
 
 
 def _forward_s(path: Path) -> float:
-    fields = read_object(path)
-    if "forward_s" not in fields:
-        raise fields.wrong("forward_s", "take a file that BackwardProfiler wrote, or leave out --model")
-    return fields.number("forward_s", "the seconds of the forward pass")
+    model = read_model(path)
+    if model.forward_s is None:
+        raise FileError(f"{path}: forward_s is missing: take a file that BackwardProfiler wrote, or leave out --model")
+    return model.forward_s
 
 
 def _measure(
-    name: str, density: float, form: str, forward_s: float, ranks_per_host: int | None, largest_bytes: int, repeats: int
+    name: str, density: float, form: str, forward_s: float, ranks_per_host: int, largest_bytes: int, repeats: int
 ) -> dict[str, Any]:
     """Return the system file's document; all ranks measure together."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        fabric = make_fabric(range(dist.get_world_size()), ranks_per_host=per_host, device=device)
+    with joined_job() as device:
+        fabric = make_fabric(range(dist.get_world_size()), ranks_per_host=ranks_per_host, device=device)
         sizes = [16 << 10]
         while sizes[-1] < largest_bytes:
             sizes.append(min(4 * sizes[-1], largest_bytes))
@@ -114,8 +129,6 @@ def _measure(
         else:
             costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)
         return {"version": 1, "forward_s": forward_s, "bytes_per_element": 4, **costs}
-    finally:
-        dist.destroy_process_group()
 
 
 def _cupcake(
@@ -138,7 +151,7 @@ def _espresso(
 ) -> dict[str, Any]:
     ratio = coders["gpu"].ratio
     # Payloads add up on their way, so messages become larger than one compression makes them.
-    messages = [max(4, round(ratio * size)) for size in (*sizes, 4 * sizes[-1], 16 * sizes[-1])]
+    messages = sorted({max(4, round(ratio * size)) for size in (*sizes, 4 * sizes[-1], 16 * sizes[-1])})
 
     def link(transport: Transport, *, sharing: int = 1) -> dict[str, Any]:
         """Measure a link whose adapters `sharing` ranks use at the same time."""

@@ -102,7 +102,11 @@ def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
     Raises:
         FileError: The file is no such description, or has no such compressor.
     """
-    fields = read_object(path)
+    return cluster_of(read_object(path), compressor)
+
+
+def cluster_of(fields: Fields, compressor: str | None = None) -> Cluster:
+    """Return the cluster that an object of such a file describes; arguments and errors as of `read_cluster`."""
     fields.version(VERSION)
     coders = fields.object("compressors", "the compressors by name")
     names = coders.keys()

@@ -112,7 +112,10 @@ class Fields:
 
     def version(self, supported: int) -> None:
         """Refuse a `version` other than the supported one; a file without the key has it."""
-        if "version" in self._values and self._take("version") != supported:
+        if "version" not in self._values:
+            return
+        found = self._take("version")
+        if isinstance(found, bool) or found != supported:
             raise self.wrong("version", f"this release reads version {supported}: leave the key out or update")
 
     def ignore(self, keys: Collection[str]) -> None:

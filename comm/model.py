@@ -7,8 +7,8 @@ from pathlib import Path
 from .fields import Fields, read_object
 
 VERSION = 1
-# What profiles and published lists of tensors say besides; system files have what planners need of it.
-_REMARKS = ("order", "note", "forward_s", "num_tensors", "total_numel", "fp32_MiB")
+# What profiles and published lists of tensors say besides.
+_REMARKS = ("order", "note", "num_tensors", "total_numel", "fp32_MiB")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +22,17 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The gradients of a model, at least one, in ready order; names are unique."""
+    """The gradients of a model, at least one, in ready order; names are unique.
+
+    Attributes:
+        name: What it is called.
+        tensors: Its gradients.
+        forward_s: The forward pass, seconds, for system files; None if nobody measured it.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]
+    forward_s: float | None = None
 
     @property
     def backward_s(self) -> float:
@@ -42,7 +49,7 @@ def read_model(path: Path, *, flops_per_s: float | None = None) -> Model:
     """Return the model of a JSON file: `{"tensors": [{"name", "numel", "backward_s"}, …]}` in ready order.
 
     Args:
-        path: The file; `version` (1) and `model` (its name) may stand at the top.
+        path: The file; `version` (1), `model` (its name) and `forward_s` may stand at the top.
         flops_per_s: Read `bwd_flop` of each tensor in place of `backward_s`, and divide it by this rate.
 
     Raises:
@@ -60,9 +67,10 @@ def read_model(path: Path, *, flops_per_s: float | None = None) -> Model:
         if tensor.name in seen:
             raise fields.wrong("tensors", f'entry {index} has the name "{tensor.name}" again: give each its own')
         seen.add(tensor.name)
+    forward_s = fields.number("forward_s", "the seconds of the forward pass") if "forward_s" in fields else None
     fields.ignore(_REMARKS)
     fields.close()
-    return Model(name=name, tensors=tensors)
+    return Model(name=name, tensors=tensors, forward_s=forward_s)
 
 
 def _tensor(fields: Fields, flops_per_s: float | None) -> Tensor:

@@ -1,6 +1,7 @@
 """When each gradient of a user's own model becomes ready: the model file that planners read, measured."""
 
 import json
+import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import nn
 
 from .errors import CommError
 from .model import VERSION
+
+log = logging.getLogger(__name__)
 
 _BEGIN, _FORWARD = "begin of forward", "end of forward"
 
@@ -30,13 +33,21 @@ class BackwardProfiler:
     Time is that of the device: on CUDA it comes from events on the current stream.
 
     Args:
-        module: Its trainable parameters get one gradient each in every backward pass.
+        module: Its trainable parameters get one gradient each in a backward pass, or none. Those that get none are
+            written as ready together with the last one, as a `GradientSynchronizer` treats them: as zeros.
         iterations: How many are measured at most.
         warm_up: How many before them are not.
+
+    Raises:
+        CommError: The module has no trainable parameters.
     """
 
     def __init__(self, module: nn.Module, *, iterations: int = 100, warm_up: int = 5) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise CommError(
+                f"this {type(module).__name__} has no trainable parameters; profile the model that is trained"
+            )
         self._left = warm_up + iterations
         self._iterations = iterations
         self._cuda = any(parameter.is_cuda for parameter in self._parameters.values())
@@ -59,37 +70,52 @@ class BackwardProfiler:
     def write(self, path: Path, *, name: str) -> None:
         """Write the model file of what was measured, medians, and take the hooks off.
 
+        Where iterations bring gradients of different parameters, those that bring the most frequent set count; the
+        file's note and a warning say how many others there were.
+
         Raises:
-            CommError: Nothing complete was measured, or gradients come more than once in an iteration.
+            CommError: The name is empty, nothing was measured, or gradients come more than once in an iteration.
             OSError: The file cannot be written.
         """
+        if not name:
+            raise CommError("the model has no name; give one, as name='gpt'")
         for hook in self._hooks:
             hook.remove()
         self._end()
-        orders = Counter(tuple(mark for mark, _ in marks[2:]) for marks in self._seen)
-        if not orders:
+        if not self._seen:
             raise CommError("no backward pass was measured after the warm-up; train for more iterations")
+        usual = Counter(frozenset(_order(marks)) for marks in self._seen).most_common(1)[0][0]
+        alike = [marks for marks in self._seen if usual == frozenset(_order(marks))]
         # Gradients that come at almost the same time may change places.
-        order = orders.most_common(1)[0][0]
-        if sorted(order) != sorted(self._parameters):
+        order = Counter(map(_order, alike)).most_common(1)[0][0]
+        if _FORWARD in usual or len(order) > len(usual):
             raise CommError(
-                f"a backward pass brings {len(order)} gradients for {len(self._parameters)} parameters; profile "
-                f"without unused parameters, and with one backward pass for each forward pass"
+                "an iteration calls the module or brings gradients more than once; profile a module that is called "
+                "once in an iteration, with one backward pass"
             )
-        runs = [marks for marks in self._seen if tuple(mark for mark, _ in marks[2:]) == order]
+        runs = [marks for marks in alike if _order(marks) == order]
+        note = f"medians of {len(runs)} iterations"
+        if others := len(self._seen) - len(alike):
+            note += f"; {others} with gradients of other parameters left out"
+            log.warning("%s: iterations differ, and a plan fits only the usual ones: %s", name, note)
         forward_s = median(self._between(marks[0], marks[1]) for marks in runs)
+        backward_s = {
+            parameter: median(self._between(marks[index + 1], marks[index + 2]) for marks in runs)
+            for index, parameter in enumerate(order)
+        }
+        unused = (parameter for parameter in self._parameters if parameter not in usual)
         tensors = [
             {
                 "name": parameter,
                 "numel": self._parameters[parameter].numel(),
-                "backward_s": median(self._between(marks[index + 1], marks[index + 2]) for marks in runs),
+                "backward_s": backward_s.get(parameter, 0.0),
             }
-            for index, parameter in enumerate(order)
+            for parameter in (*order, *unused)
         ]
         document = {
             "version": VERSION,
             "model": name,
-            "note": f"medians of {len(runs)} iterations",
+            "note": note,
             "forward_s": forward_s,
             "tensors": tensors,
         }
@@ -101,9 +127,9 @@ class BackwardProfiler:
             self._mark(_BEGIN)
 
     def _end(self) -> None:
-        """Keep the iteration that is over, if it went on to the last gradient."""
+        """Keep the iteration that is over, if it had a backward pass."""
         marks, self._marks = self._marks, []
-        if len(marks) < 2 + len(self._parameters):
+        if len(marks) <= 2:
             return
         self._left -= 1
         if 0 <= self._left < self._iterations:
@@ -125,3 +151,8 @@ class BackwardProfiler:
             return float(after[1] - before[1])
         after[1].synchronize()
         return float(before[1].elapsed_time(after[1])) / 1e3
+
+
+def _order(marks: list[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return the marks after the forward pass: the gradients, as they became ready."""
+    return tuple(name for name, _ in marks[2:])

@@ -48,7 +48,15 @@ def read_system(path: Path) -> System:
     Raises:
         FileError: The file is no such description.
     """
-    fields = read_object(path)
+    return system_of(read_object(path))
+
+
+def system_of(fields: Fields) -> System:
+    """Return the system that an object of such a file describes.
+
+    Raises:
+        FileError: It is no such description.
+    """
     fields.version(VERSION)
     system = System(
         forward_s=fields.number("forward_s", "the seconds of the forward pass"),

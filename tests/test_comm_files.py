@@ -117,6 +117,8 @@ def test_operations_become_seconds_at_a_rate(write: Write) -> None:
         ("tensors.1.colour", "red", 'tensors[1].colour = "red": no such key'),
         ("color", "red", 'color = "red": no such key'),
         ("version", 2, "version = 2: this release reads version 1"),
+        ("version", True, "version = true: this release reads version 1"),
+        ("forward_s", "1", 'forward_s = "1"'),
     ],
 )
 def test_wrong_model_files_are_refused(write: Write, path: str, new: object, message: str) -> None:

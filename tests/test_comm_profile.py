@@ -1,6 +1,8 @@
 """Profiles for planners: backward passes, links, compressors, and the whole way from profile to training."""
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +12,20 @@ import torch
 from click.testing import CliRunner
 from cluster import Cluster, assert_same_training
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from resilient_run.comm.cli import resilient_comm
+from resilient_run.comm.cluster import read_cluster
 from resilient_run.comm.compressors import named
+from resilient_run.comm.curve import Table
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.model import read_model
+from resilient_run.comm.model import Model, read_model
 from resilient_run.comm.plan import COMPRESSED, Plan, PlanGroup
 from resilient_run.comm.probe import PROBED, PROBED_COMPRESSED, probe_coder, probe_link
 from resilient_run.comm.profiler import BackwardProfiler
 from resilient_run.comm.system import read_system
 from resilient_run.comm.transport import Transport
+from resilient_run.comm.tree import Routine
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 TINY = ("--layers", "2", "--width", "128", "--json")
@@ -68,6 +73,65 @@ def test_profile_of_nothing_or_half_a_model_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class Choosing(nn.Module):
+    """Has a layer that is seldom used and one that never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(5, 7)
+        self.always = nn.Linear(64, 3)
+        self.seldom = nn.Linear(3, 3)
+
+    def forward(self, batch: Tensor, *, seldom: bool) -> Tensor:
+        out: Tensor = self.always(batch)
+        return self.seldom(out) if seldom else out
+
+
+def test_parameters_without_gradients_are_ready_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, path = Choosing(), tmp_path / "model.json"
+
+    def found(*, seldom_used: int) -> Model:
+        profiler = BackwardProfiler(module, iterations=8, warm_up=0)
+        for iteration in range(8):
+            module(torch.randn(9, 64), seldom=iteration < seldom_used).sum().backward()
+        profiler.write(path, name="choosing")
+        assert profiler.complete
+        return read_model(path)
+
+    model = found(seldom_used=0)
+    assert [tensor.name.split(".")[0] for tensor in model.tensors] == ["always"] * 2 + ["never"] * 2 + ["seldom"] * 2
+    assert {tensor.name: tensor.numel for tensor in model.tensors}["never.weight"] == 35
+    assert [tensor.backward_s for tensor in model.tensors[2:]] == [0.0] * 4
+    assert model.backward_s > 0
+    assert not caplog.records
+    model = found(seldom_used=3)
+    assert [tensor.name.split(".")[0] for tensor in model.tensors] == ["always"] * 2 + ["never"] * 2 + ["seldom"] * 2
+    (record,) = caplog.records
+    assert "3 with gradients of other parameters left out" in record.getMessage()
+    assert json.loads(path.read_text())["note"].startswith("medians of 5 iterations; 3 with")
+    model = found(seldom_used=5)
+    assert [tensor.name.split(".")[0] for tensor in model.tensors] == ["seldom"] * 2 + ["always"] * 2 + ["never"] * 2
+
+
+def test_what_makes_no_model_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CommError, match="this ReLU has no trainable parameters"):
+        BackwardProfiler(nn.ReLU())
+    module = model()
+    profiler = BackwardProfiler(module, iterations=2, warm_up=0)
+    module(torch.randn(1, 64)).sum().backward()
+    module(torch.randn(1, 64)).sum().backward()
+    with pytest.raises(CommError, match="the model has no name"):
+        profiler.write(tmp_path / "model.json", name="")
+    profiler.write(tmp_path / "model.json", name="x")
+    twice = BackwardProfiler(module, iterations=2, warm_up=0)
+    for _ in range(2):
+        loss = module(torch.randn(1, 64)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    with pytest.raises(CommError, match="called once in an iteration, with one backward pass"):
+        twice.write(tmp_path / "other.json", name="x")
+
+
 def test_ranks_agree_on_what_they_measured() -> None:
     sizes = [1 << 12, 1 << 16]
 
@@ -95,6 +159,90 @@ def test_profile_outside_of_a_job_is_refused(tmp_path: Path) -> None:
     result = CliRunner(env={"RANK": None}).invoke(resilient_comm, ["profile", "--out", str(tmp_path / "system.json")])
     assert result.exit_code == 2
     assert "profile runs on the ranks of a job" in result.output
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture
+def rank_environ() -> dict[str, str]:
+    """What torchrun sets for the one rank of a job."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return {**RANK, "MASTER_PORT": str(server.getsockname()[1])}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc' in the environment, not an integer of at least 0"),
+        ({"RANK": "-1"}, "RANK is '-1'"),
+        ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE 1"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set in the environment"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x' in the environment, not an integer of at least 1"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is ''"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_wrong_environments_are_refused(
+    tmp_path: Path, rank_environ: dict[str, str], change: dict[str, str | None], message: str
+) -> None:
+    runner = CliRunner(env={**rank_environ, **change})
+    result = runner.invoke(resilient_comm, ["profile", "--out", str(tmp_path / "system.json")])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_bench_refuses_a_wrong_environment(rank_environ: dict[str, str]) -> None:
+    result = CliRunner(env={**rank_environ, "RANK": "abc"}).invoke(resilient_comm, ["bench"])
+    assert result.exit_code == 2, result.output
+    assert "RANK is 'abc' in the environment" in " ".join(result.output.split())
+
+
+def test_profile_refuses_wrong_files_before_it_measures(tmp_path: Path, rank_environ: dict[str, str]) -> None:
+    def refused(*arguments: str) -> str:
+        # Nobody is at this address, so that measuring would fail in another way.
+        runner = CliRunner(env={**rank_environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
+        result = runner.invoke(resilient_comm, ["profile", *arguments])
+        assert result.exit_code == 2, result.output
+        return " ".join(result.output.split())
+
+    assert "name a file that can be written" in refused("--out", str(tmp_path / "nowhere" / "system.json"))
+    (tmp_path / "file").touch()
+    assert "name a file that can be written" in refused("--out", str(tmp_path / "file" / "system.json"))
+    path, out = tmp_path / "model.json", ["--out", str(tmp_path / "system.json")]
+    tensors = [{"name": "w", "numel": 4, "backward_s": 0.1}]
+    for document, message in (
+        ({"forward_s": 0.1, "version": 99, "tensors": tensors}, "version = 99"),
+        ({"forward_s": 0.1, "junk": 3, "tensors": tensors}, "junk = 3"),
+        ({"forward_s": 0.1}, "tensors is missing"),
+        ({"forward_s": "x", "tensors": tensors}, 'forward_s = "x"'),
+        ({"tensors": tensors}, "forward_s is missing: take a file that BackwardProfiler wrote"),
+    ):
+        path.write_text(json.dumps(document))
+        assert message in refused("--model", str(path), *out)
+
+
+def test_measurements_that_cannot_be_written_are_printed(rank_environ: dict[str, str]) -> None:
+    arguments = ["profile", "--repeats", "1", "--largest-mib", "1", "--out", "/dev/full"]
+    result = CliRunner(env=rank_environ).invoke(resilient_comm, arguments)
+    assert result.exit_code == 1
+    assert "/dev/full is not written; what was measured stands above" in result.stderr
+    assert len(json.loads(result.stdout)["compress"]["seconds"]) == 4
+
+
+@pytest.mark.slow
+def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
+    """One element of each of the smaller tensors is sent."""
+    path = tmp_path / "cluster.json"
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    probe = [str(Path(sys.executable).with_name("resilient-comm")), "profile", "--form", "espresso"]
+    small = ["--density", "0.00001", "--largest-mib", "1", "--repeats", "1", "--out", str(path)]
+    done = subprocess.run([*command, "--no-python", *probe, *small], text=True, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    gathered = read_cluster(path).intra.of(Routine.ALL_GATHER, compressed=True)
+    assert isinstance(gathered, Table)
+    assert gathered.sizes_bytes[0] == 4
 
 
 @pytest.mark.slow
