@@ -31,6 +31,11 @@ class Link:
         dense = self.routines.get(routine, self.cost)
         return self.compressed.get(routine, dense) if compressed else dense
 
+    @property
+    def measured(self) -> bool:
+        """Whether any of its costs is measured points."""
+        return any(isinstance(cost, Table) for cost in (self.cost, *self.routines.values(), *self.compressed.values()))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coder:
@@ -127,7 +132,7 @@ def cluster_of(fields: Fields, compressor: str | None = None) -> Cluster:
         flat=_link(fields.object("flat", "the network as all GPUs together see it")) if "flat" in fields else None,
     )
     fields.close()
-    measured = any(isinstance(link.cost, Table) for link in (cluster.intra, cluster.inter))
+    measured = cluster.intra.measured or cluster.inter.measured
     if measured and cluster.flat is None and min(cluster.hosts, cluster.gpus_per_host) > 1:
         raise fields.wrong("flat", "where links are measured points, say what collectives of all GPUs cost as well")
     return cluster

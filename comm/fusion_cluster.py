@@ -1,5 +1,7 @@
 """The fusion planners on a cluster of hosts: what groups cost that all take one option of Espresso's tree."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from .cluster import Cluster
@@ -16,9 +18,6 @@ from .tree import Comm, Device, parse
 FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
 # Only what travels between hosts is compressed (thesis, Section 5.4.1); each GPU of a host has a part of it.
 BETWEEN_HOSTS = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
-
-# 4 KiB to 4 GiB.
-_SIZES_BYTES = tuple(4096.0 * 2**exponent for exponent in range(21))
 
 
 def cluster_plan(model: Model, cluster: Cluster, *, planner: str = "cupcake") -> Plan:
@@ -70,15 +69,28 @@ def fusion_system(cluster: Cluster, option: str) -> System:
 
 
 def _communication(cluster: Cluster, option: str) -> Curve:
-    """Return the time of all collectives of an option; affine, or points where links are."""
+    """Return the time of all collectives of an option; affine, or points where any of their costs is."""
     path = parse(option)
-    ((_, steps),) = Costs(cluster, _SIZES_BYTES).options([path])
-    collectives = {str(step) for step in path.steps if isinstance(step, Comm)}
-    sums = np.sum([step.seconds for step in steps if step.label in collectives], axis=0)
-    if any(isinstance(link.cost, Table) for link in (cluster.intra, cluster.inter)):
-        return Table(sizes_bytes=_SIZES_BYTES, seconds=tuple(sums.tolist()))
-    slope = (sums[-1] - sums[0]) / (_SIZES_BYTES[-1] - _SIZES_BYTES[0])
-    return Affine(alpha_s=max(0.0, float(sums[0] - slope * _SIZES_BYTES[0])), beta_s_per_byte=float(slope))
+    knots = {knot for comm in path.comms for knot in _knots(cluster, comm)}
+    # Joined by lines like its terms, and the last line shows how all of them go on.
+    sizes_bytes = sorted({1.0, *knots, 2 * max(knots, default=0.0) + 1e9})
+    ((_, steps),) = Costs(cluster, sizes_bytes).options([path])
+    collectives = set(map(str, path.comms))
+    seconds = sum((step.seconds for step in steps if step.label in collectives), np.zeros(len(sizes_bytes))).tolist()
+    if knots:
+        return Table(sizes_bytes=tuple(sizes_bytes), seconds=tuple(seconds))
+    slope = (seconds[1] - seconds[0]) / (sizes_bytes[1] - 1.0)
+    return Affine(alpha_s=max(0.0, seconds[0] - slope), beta_s_per_byte=slope)
+
+
+def _knots(cluster: Cluster, comm: Comm) -> Iterator[float]:
+    """Yield the bytes of a group for which a collective of it may move as many as there are in a measured point."""
+    for link in filter(None, (cluster.intra, cluster.inter, cluster.flat)):
+        cost = link.of(comm.routine, compressed=comm.compressed)
+        if isinstance(cost, Table):
+            # All of the group, a GPU's part of it, or either compressed: nobody holds anything else.
+            for held in (1.0, 1.0 / cluster.gpus_per_host, cluster.compressor.ratio):
+                yield from (size_bytes / held for size_bytes in cost.sizes_bytes if size_bytes / held > 1)
 
 
 def _sum(*parts: tuple[Curve, int], part: float) -> Curve:

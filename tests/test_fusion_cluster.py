@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from resilient_run.comm.cli import resilient_comm
 from resilient_run.comm.cluster import read_cluster
+from resilient_run.comm.cupcake import PLANNERS
 from resilient_run.comm.curve import Affine, Table
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.espresso import Espresso
@@ -58,6 +59,41 @@ def test_a_group_takes_what_espresso_says_of_one_tensor(tmp_path: Path, option: 
     assert problem.finish_s(groups_of((1,))) == pytest.approx(theirs.iteration_s((0,)))
     theirs = Espresso(model, cluster, [parse("all_reduce@flat")]).problem
     assert problem.finish_s(groups_of((1,), compressed=False)) == pytest.approx(theirs.iteration_s((0,)))
+
+
+@pytest.mark.parametrize("numel", [1000, 260_000, 2_000_000, 30_000_000])
+@pytest.mark.parametrize("option", [FLAT, BETWEEN_HOSTS])
+@pytest.mark.parametrize("key", ["routines", "compressed"])
+@pytest.mark.parametrize("link", ["inter", "intra", "flat"])
+def test_measured_collectives_are_no_straight_lines(
+    tmp_path: Path, link: str, key: str, option: str, numel: int
+) -> None:
+    points = {"sizes_bytes": [1e3, 1e6, 1e7, 2e8], "seconds": [1e-4, 1e-3, 5.0, 6.0]}
+    measured = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), points)
+    changed = {"flat": CLUSTER["inter"], link: {**CLUSTER["inter"], key: measured}}
+    cluster, model = read_cluster(write(tmp_path / "cluster.json", **changed)), model_of(numel)
+    problem = FusionProblem(model.tensors, fusion_system(cluster, option))
+    theirs = Espresso(model, cluster, [parse(option)]).problem
+    assert problem.finish_s(groups_of((1,))) == pytest.approx(theirs.iteration_s((0,)))
+
+
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "algorithm-5.1"])
+def test_a_single_gpu_has_nothing_to_communicate(tmp_path: Path, planner: str) -> None:
+    cluster = read_cluster(write(tmp_path / "cluster.json", hosts=1, gpus_per_host=1))
+    plan = cluster_plan(model_of(1000, 1_000_000), cluster, planner=planner)
+    assert not any(span.kind == "communicate" for span in plan.timeline)
+    dense = cluster_plan(model_of(1000, 1_000_000), cluster, planner="dense")
+    assert dense.iteration_s == pytest.approx(0.02 + 0.002)
+
+
+@pytest.mark.parametrize("key", ["routines", "compressed"])
+@pytest.mark.parametrize("link", ["inter", "intra"])
+def test_measured_collectives_need_those_of_all_gpus(tmp_path: Path, link: str, key: str) -> None:
+    changed = {link: {**CLUSTER[link], key: {"all_gather": POINTS}}}
+    with pytest.raises(FileError, match="flat is missing: where links are measured points"):
+        read_cluster(write(tmp_path / "cluster.json", **changed))
+    alone = read_cluster(write(tmp_path / "cluster.json", gpus_per_host=1, **changed))
+    assert cluster_plan(model_of(1000), alone).iteration_s > 0
 
 
 def test_affine_coders_stay_affine(tmp_path: Path) -> None:
