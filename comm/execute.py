@@ -8,6 +8,7 @@ The steps run in three stages, where the timeline F(S) has them (`timeline`): wh
 does before the first collective, then collectives and all that is between them, and what the device does after them.
 """
 
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -38,6 +39,8 @@ from .plan import COMPRESSED, DENSE
 from .scheme import Reduction, Scheme, Whole
 from .transport import Transport, from_bytes, to_bytes
 from .tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
+
+log = logging.getLogger(__name__)
 
 _FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
 
@@ -85,12 +88,42 @@ class OptionScheme(Scheme):
         return reduction.total()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the memory remembers."""
-        return self.memory.state_dict()
+        """Return what the memory remembers, and what it belongs to."""
+        return {"treatments": self._treatments(), "memory": self.memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned on this rank, with the same options."""
-        self.memory.load_state_dict(state)
+        """Go on from a state that `state_dict` returned on this rank.
+
+        What is remembered of tensors that were treated otherwise is of other parts of them: it is lost, with a warning.
+
+        Raises:
+            CommError: It is not of such a scheme or memory.
+        """
+        match state:
+            case {"treatments": dict(before), "memory": memory}:
+                self.memory.load_state_dict(memory)
+            case _:
+                raise CommError("this is no state of planned gradients; load one that was saved with a plan")
+        now = self._treatments()
+        remembered = [(key, key.rsplit("/", 2)[0]) for key in self.memory.state_dict()["kept"]]
+        keys = {key for _, key in remembered}
+        gone = keys - now.keys()
+        other = {key for key in keys & now.keys() if now[key] != before.get(key)}
+        if gone or other:
+            log.warning(
+                "what compression left out of %d of %d groups of gradients is lost: %d are no groups of this plan, %d "
+                "are treated in another way",
+                len(gone | other),
+                len(keys),
+                len(gone),
+                len(other),
+            )
+        self.memory.forget(part for part, key in remembered if key in gone | other)
+
+    def _treatments(self) -> dict[str, str]:
+        """Return by key what decides which parts of a tensor are compressed."""
+        ranks = f"{self._fabric.flat.size} ranks, {self._fabric.intra.size} on a host"
+        return {key: f"{option} ({ranks})" for key, option in self._options.items()}
 
 
 class _AllReduce(Reduction):

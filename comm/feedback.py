@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from math import inf, sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ class Memory(ABC):
     Args:
         compressor: What makes messages.
     """
+
+    kind: ClassVar[str]
+    """What states are of."""
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
@@ -50,7 +53,7 @@ class Memory(ABC):
         # A seed for each parameter and step; the same on all ranks, and after a restore.
         seed = int(murmur(torch.tensor([step]), zlib.crc32(key.encode())))
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        kept = self._kept.get(key) or self._empty(wide)
+        kept = tuple(tensor.to(wide.device) for tensor in self._kept.get(key, ())) or self._empty(wide)
         if kept[0].shape != wide.shape or kept[0].dtype != wide.dtype:
             raise CommError(
                 f"{key} has {wide.numel()} elements of {wide.dtype}, but {kept[0].numel()} of {kept[0].dtype} are "
@@ -88,24 +91,48 @@ class Memory(ABC):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the message, of elements of `dtype`, and what is to be remembered; `kept` is not changed."""
 
+    def forget(self, keys: Iterable[str]) -> None:
+        """Begin anew for `keys`."""
+        for key in keys:
+            del self._kept[key], self._steps[key]
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered; tensors are not copied."""
-        return {"steps": dict(self._steps), "kept": {key: list(kept) for key, kept in self._kept.items()}}
+        kept = {key: list(tensors) for key, tensors in self._kept.items()}
+        return {"kind": self.kind, "steps": dict(self._steps), "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` returned on this rank.
 
         Raises:
-            CommError: It is not of a memory.
+            CommError: It is not of this kind of memory.
         """
-        if state.keys() != {"steps", "kept"}:
-            raise CommError(f"a memory of compression has steps and kept tensors, this state has {sorted(state)}")
-        self._steps = dict(state["steps"])
-        self._kept = {key: tuple(kept) for key, kept in state["kept"].items()}
+        match state:
+            case {"kind": self.kind, "steps": dict(steps), "kept": dict(kept)} if steps.keys() == kept.keys() and all(
+                map(self._is_kept, kept.values())
+            ):
+                self._steps = dict(steps)
+                self._kept = {key: tuple(tensors) for key, tensors in kept.items()}
+            case {"kind": str(kind)} if kind != self.kind:
+                raise CommError(f"a state of {kind} cannot go on as {self.kind}; take the memory that saved it")
+            case _:
+                raise CommError(f"this is no state of {self.kind}; load one that this memory saved")
+
+    def _is_kept(self, tensors: Any) -> bool:
+        """Tell whether `tensors` may be what is remembered of one parameter."""
+        like = self._empty(torch.empty(0))
+        return (
+            isinstance(tensors, list | tuple)
+            and len(tensors) == len(like)
+            and all(isinstance(tensor, Tensor) and tensor.dim() == 1 for tensor in tensors)
+            and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1
+        )
 
 
 class ErrorFeedback(Memory):
     """Adds to each gradient what compression left out of those before (Karimireddy et al., 2019, Algorithm 2)."""
+
+    kind = "error feedback"
 
     def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:
         return (torch.zeros_like(gradient),)
@@ -138,6 +165,8 @@ class MomentumCorrection(Memory):
     Raises:
         CommError: An argument is out of its range, or the compressor selects no elements by their values.
     """
+
+    kind = "momentum correction"
 
     def __init__(
         self,

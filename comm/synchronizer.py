@@ -9,6 +9,7 @@ that computes, waits for the end of the backward pass. So predicted iterations s
 
 import logging
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -47,7 +48,7 @@ class GradientSynchronizer:
     Args:
         module: Its trainable parameters each have one gradient, which is dense.
         groups: Names of parameters that are summed as one tensor; all that are trainable, each once.
-        scheme: Sums; the key of a group is its first and last name.
+        scheme: Sums; the key of a group is its `group_key`.
 
     Raises:
         CommError: The groups are not the trainable parameters.
@@ -249,8 +250,10 @@ def dense_groups(
 
 
 def group_key(names: Sequence[str]) -> str:
-    """Return the name under which a scheme remembers what it left out of a group."""
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    """Return the name under which a scheme remembers what it left out of a group; another order has another one."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]}..{names[-1]} ({zlib.crc32(' '.join(names).encode()):08x})"
 
 
 def fits(plan: Plan, parameters: dict[str, nn.Parameter]) -> bool:

@@ -1,6 +1,7 @@
 """Compressors and what ranks remember: nothing is lost, nothing poisoned, all ranks agree, restores continue."""
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -162,10 +163,7 @@ def test_restored_memory_goes_on_bit_for_bit(make: Any) -> None:
     memory: Memory = make()
     for step in range(3):
         memory.compress("w", gradient(step))
-    saved = {
-        "steps": dict(memory.state_dict()["steps"]),
-        "kept": {key: [tensor.clone() for tensor in kept] for key, kept in memory.state_dict()["kept"].items()},
-    }
+    saved = deepcopy(memory.state_dict())
     expected = [memory.compress("w", gradient(step)) for step in range(3, 6)]
     memory.load_state_dict(saved)
     for (message, seed), step in zip(expected, range(3, 6), strict=True):
@@ -292,8 +290,34 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     with pytest.raises(CommError, match="momentum correction of randomk is not defined; take topk or dgc"):
         MomentumCorrection(named("randomk"), ranks=1)  # type: ignore[arg-type]
     memory = ErrorFeedback(named("topk"))
-    with pytest.raises(CommError, match="has steps and kept tensors, this state has"):
-        memory.load_state_dict({"residuals": {}})
     memory.compress("w", gradient(0, 10))
     with pytest.raises(CommError, match=r"w has 11 elements of .*, but 10 of"):
         memory.compress("w", gradient(0, 11))
+
+
+@pytest.mark.parametrize("make", [ErrorFeedback, lambda topk: MomentumCorrection(topk, ranks=1)])
+def test_only_states_of_the_same_kind_of_memory_are_loaded(make: Any) -> None:
+    memory, feedback, correction = make(TopK(0.1)), ErrorFeedback(TopK(0.1)), MomentumCorrection(TopK(0.1), ranks=1)
+    for other in (memory, feedback, correction):
+        other.compress("w", gradient(0, 10))
+    before = deepcopy(memory.state_dict())
+    other = correction if memory.kind == feedback.kind else feedback
+    with pytest.raises(CommError, match=f"a state of {other.kind} cannot go on as {memory.kind}; take the memory"):
+        memory.load_state_dict(other.state_dict())
+    good = memory.state_dict()
+    damaged = [
+        None,
+        [],
+        {},
+        {"steps": {}, "kept": {}},
+        {**good, "steps": None},
+        {**good, "kept": {"v": good["kept"]["w"]}},
+    ]
+    damaged += [
+        {**good, "kept": {"w": kept}} for kept in (None, [], good["kept"]["w"] * 2, [1, 2], [1], torch.ones(1, 3))
+    ]
+    for state in damaged:
+        with pytest.raises(CommError, match=f"no state of {memory.kind}; load one that this memory saved"):
+            memory.load_state_dict(state)
+    assert str(memory.state_dict()) == str(before)
+    memory.load_state_dict(good)

@@ -1,6 +1,7 @@
 """Options of Espresso's tree on real ranks: each path ends with the sum, equal on all; nothing is lost on the way."""
 
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def gradient(rank: int, numel: int = 103) -> Tensor:
 
 
 def kept_of(scheme: OptionScheme, key: str) -> dict[str, list[Tensor]]:
-    return {name: kept for name, kept in scheme.state_dict()["kept"].items() if name.startswith(f"{key}/")}
+    return {name: kept for name, kept in scheme.state_dict()["memory"]["kept"].items() if name.startswith(f"{key}/")}
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)])
@@ -100,6 +101,55 @@ def test_restored_scheme_goes_on_bit_for_bit() -> None:
 
     for expected, found in run_hosts(2, 2, work):
         assert all(map(torch.equal, expected, found))
+
+
+def test_what_is_remembered_of_parts_that_are_no_more_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """Of three groups one is treated in another way, one is gone, and one goes on bit for bit."""
+    whole, divided = options_of({"w": "compressed"})["w"], max(COMPRESSED, key=lambda option: option.compressions)
+
+    def work(fabric: Fabric) -> bool:
+        def make(options: dict[str, Option]) -> OptionScheme:
+            return OptionScheme(fabric, ErrorFeedback(named("topk", density=0.1)), options)
+
+        before = make({"same": whole, "other": divided, "gone": whole})
+        for key in ("same", "other", "gone"):
+            before.reduce(key, gradient(fabric.flat.rank))
+        scheme = make({"same": whole, "other": whole, "new": divided})
+        scheme.load_state_dict(deepcopy(before.state_dict()))
+        assert scheme.state_dict()["memory"]["kept"].keys() == {"same/0/0"}
+        assert scheme.state_dict()["memory"]["steps"].keys() == {"same/0/0"}
+        found = [scheme.reduce(key, gradient(9 + fabric.flat.rank)) for key in ("same", "other", "new")]
+        anew = make({"other": whole, "new": divided})
+        expected = [before.reduce("same", gradient(9 + fabric.flat.rank))]
+        expected += [anew.reduce(key, gradient(9 + fabric.flat.rank)) for key in ("other", "new")]
+        return all(map(torch.equal, found, expected))
+
+    assert run_hosts(2, 2, work) == [True] * 4
+    assert len(caplog.messages) == 4
+    assert set(caplog.messages) == {
+        "what compression left out of 2 of 3 groups of gradients is lost: 1 are no groups of this plan, 1 are treated "
+        "in another way"
+    }
+
+
+def test_state_of_other_hosts_is_forgotten_and_of_another_scheme_refused(caplog: pytest.LogCaptureFixture) -> None:
+    options = options_of({"w": "compressed"})
+
+    def work(fabric: Fabric) -> dict[str, object]:
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk", density=0.1)), options)
+        scheme.reduce("w", gradient(fabric.flat.rank))
+        return scheme.state_dict()
+
+    def load(fabric: Fabric) -> None:
+        scheme = OptionScheme(fabric, ErrorFeedback(named("topk", density=0.1)), options)
+        scheme.load_state_dict(saved)
+        assert scheme.state_dict()["memory"]["kept"] == {}
+        with pytest.raises(CommError, match="no state of planned gradients"):
+            scheme.load_state_dict({"scheme": "zen"})
+
+    saved = run_hosts(2, 1, work)[0]
+    run_hosts(1, 2, load)
+    assert caplog.messages[0].startswith("what compression left out of 1 of 1 groups")
 
 
 def test_what_a_plan_says_of_a_group() -> None:

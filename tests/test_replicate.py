@@ -145,7 +145,7 @@ def test_a_new_model_goes_on_from_the_state() -> None:
     other.load_state_dict(state)
     found = gradients(fresh)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    with pytest.raises(CommError, match="a memory of compression has steps"):
+    with pytest.raises(CommError, match="no state of error feedback; load one that this memory saved"):
         other.load_state_dict({"scheme": "spardl"})
 
 
@@ -179,7 +179,7 @@ def test_a_plan_is_carried_out() -> None:
         "seldom.weight": 9,
         "seldom.bias": 3,
     }
-    left = hook.state_dict()["kept"]
+    left = hook.state_dict()["memory"]["kept"]
     assert left.keys() == {"first.weight/0/0", "last.weight/0/0"}
 
 
@@ -198,7 +198,7 @@ def test_plan_that_does_not_fit_is_left(caplog: pytest.LogCaptureFixture) -> Non
     assert "for small does not fit the model: first.bias (6 in all) is in no group" in caplog.text
     found = gradients(model)
     assert all(torch.equal(found[name], gradient) for name, gradient in plain.items())
-    assert hook.state_dict()["kept"] == {}
+    assert hook.state_dict()["memory"]["kept"] == {}
 
 
 def tensor_parallel() -> nn.Module:

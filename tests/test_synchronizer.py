@@ -197,11 +197,55 @@ def test_restored_state_goes_on_bit_for_bit() -> None:
     run_hosts(1, 2, work)
 
 
+NAMES = [name for names in GROUPS for name in names]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([NAMES], [[NAMES[0], *NAMES[-2:0:-1], NAMES[-1]]]),
+        (GROUPS, [*GROUPS[:2], ["0.weight"], ["2.weight", "0.bias"]]),
+        (GROUPS, [["4.bias"], ["4.weight", "2.weight", "2.bias"], ["0.weight", "0.bias"]]),
+    ],
+    ids=["order", "split", "members"],
+)
+def test_other_groups_begin_without_residuals(
+    before: list[list[str]], after: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that begin and end with the same names."""
+    same = [names for names in after if names in before]
+
+    def work(fabric: Fabric) -> None:
+        def scheme_of(groups: list[list[str]]) -> OptionScheme:
+            options = options_of({group_key(names): "compressed" for names in groups})
+            return OptionScheme(fabric, ErrorFeedback(named("topk", density=0.1)), options)
+
+        module, scheme = model(), scheme_of(before)
+        averaging = GradientSynchronizer(module, before, scheme)
+        module(batch(fabric.flat.rank, 0)).pow(2).sum().backward()
+        averaging.close()
+        saved = averaging.state_dict()
+        assert len(saved["memory"]["kept"]) == len(before)
+        averaging = GradientSynchronizer(module, after, scheme_of(after))
+        averaging.load_state_dict(saved)
+        assert averaging.state_dict()["memory"]["kept"].keys() == {f"{group_key(names)}/0/0" for names in same}
+        module.zero_grad()
+        module(batch(fabric.flat.rank, 1)).pow(2).sum().backward()
+        averaging.close()
+
+    run_hosts(1, 2, work)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        f"what compression left out of {len(before) - len(same)} of {len(before)} groups of gradients is lost"
+    ] * 2
+
+
 def test_errors_reach_who_waits() -> None:
     def work(fabric: Fabric) -> None:
         module = model()
         averaging = synchronizer(fabric, module, "compressed")
-        averaging.load_state_dict({"steps": {}, "kept": {"4.bias/0/0": [torch.zeros(3)]}})
+        state = averaging.state_dict()
+        state["memory"].update(steps={"4.bias/0/0": 1}, kept={"4.bias/0/0": [torch.zeros(3)]})
+        averaging.load_state_dict(state)
         with pytest.raises(CommError, match=r"4\.bias/0/0 has 2 elements of .*, but 3 of"):
             module(batch(0, 0)).pow(2).sum().backward()
         averaging.close()
