@@ -27,10 +27,10 @@ class Compressed(Scheme):
         self.memory = memory
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum of what was sent, equal on all ranks."""
+        """Return the sum of what was sent, equal on all ranks; a sparse gradient is dense on the way."""
         if gradient.numel() == 0:
             return gradient
-        flat = gradient.reshape(-1)
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         compressor, numel, dtype = self.memory.compressor, flat.numel(), flat.dtype
         message, seed = self.memory.compress(key, flat)
         if (sum_dtype := compressor.summed_as(dtype)) is not None:
@@ -45,7 +45,8 @@ class Compressed(Scheme):
             for received in self.transport.all_gather(message, sizes_bytes=sizes_bytes):
                 compressor.add(received, total, seed=seed)
         self.memory.settle([key], total)
-        return total.view(gradient.shape)
+        total = total.view(gradient.shape)
+        return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the memory remembers."""

@@ -14,9 +14,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .bucket import LEAST_ELEMENTS, BucketSum
+from .chosen import Choice, chosen
 from .errors import CommError
 from .scheme import Scheme
-from .schemes import named
 from .transport import Transport
 from .two_level import TwoLevel
 
@@ -90,7 +90,7 @@ def synchronize(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
 
 def register(
     model: DistributedDataParallel,
-    scheme: str = "zen",
+    scheme: Choice = "zen",
     *,
     ranks_per_host: int = 1,
     least_elements: int = LEAST_ELEMENTS,
@@ -100,17 +100,19 @@ def register(
 
     Args:
         model: Of torch's DDP; its sparse gradients (`nn.Embedding(sparse=True)`) stay sparse.
-        scheme: A name of `resilient_run.comm.schemes`.
+        scheme: A name of `resilient_run.comm.schemes` or of a compressor, which then has error feedback, or what makes
+            a scheme for these ranks, as `lambda ranks: Compressed(ranks, MomentumCorrection(…))`.
         ranks_per_host: Sum dense among so many consecutive ranks first, the ranks of a host, and between hosts by the
             scheme; 1 uses the scheme among all ranks.
         least_elements: Smaller gradients are all-reduced together.
-        options: Of the scheme.
+        options: Of the scheme, if it is a name; of a compressor its `density`, if it has one.
 
     Returns:
         The hook; give it to the `Checkpointer` as one of its objects.
 
     Raises:
-        CommError: There is no such scheme, or the ranks are not a multiple of `ranks_per_host`.
+        CommError: There is no such scheme, options are given without a name, or the ranks are not a multiple of
+            `ranks_per_host`.
     """
     ranks = dist.get_process_group_ranks(model.process_group)
     if ranks_per_host < 1 or len(ranks) % ranks_per_host:
@@ -118,11 +120,11 @@ def register(
     device = next(model.module.parameters()).device
     world = Transport(dist.new_group(ranks), device)
     if ranks_per_host == 1:
-        made = named(scheme, world, **options)
+        made = chosen(scheme, world, **options)
     else:
         hosts = [ranks[start : start + ranks_per_host] for start in range(0, len(ranks), ranks_per_host)]
         within = _own_group(hosts, device)
-        made = TwoLevel(within, named(scheme, _own_group(list(zip(*hosts, strict=True)), device), **options))
+        made = TwoLevel(within, chosen(scheme, _own_group(list(zip(*hosts, strict=True)), device), **options))
     hook = GradientHook(model, scheme=made, world=world, least_elements=least_elements)
     model.register_comm_hook(hook, synchronize)
     return hook

@@ -19,13 +19,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from .bucket import LEAST_ELEMENTS, BucketSum
+from .chosen import Choice, chosen
 from .errors import CommError
 from .execute import OptionScheme, options_of
 from .fabric import Fabric
 from .feedback import Memory
 from .plan import Plan
 from .scheme import Scheme
-from .schemes import named
 from .synchronizer import fits
 from .transport import Transport
 from .tree import Comm, Phase
@@ -116,7 +116,7 @@ class _Replicas(dist.ProcessGroup):
 
 def register_replicated(
     model: nn.Module,
-    scheme: str | Callable[[Transport], Scheme] = "zen",
+    scheme: Choice = "zen",
     *,
     least_elements: int = LEAST_ELEMENTS,
     **options: Any,
@@ -129,8 +129,8 @@ def register_replicated(
     Args:
         model: After `fully_shard` with a mesh of (replicate, shard), before a backward pass; parameters that other
             ranks of the same place hold are equal.
-        scheme: A name of `resilient_run.comm.schemes`, or what makes one for these ranks: `planned(…)`, or
-            `lambda ranks: Compressed(ranks, ErrorFeedback(…))`.
+        scheme: A name of `resilient_run.comm.schemes` or of a compressor, which then has error feedback, or what makes
+            a scheme for these ranks: `planned(…)`, or `lambda ranks: Compressed(ranks, MomentumCorrection(…))`.
         least_elements: Shards of gradients with fewer elements are all-reduced together.
         options: Of the scheme, if it is a name.
 
@@ -155,13 +155,7 @@ def register_replicated(
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
     transport = Transport(_replicas(groups), groups[0][0].device)
-    if isinstance(scheme, str):
-        made = named(scheme, transport, **options)
-    elif options:
-        raise CommError(f"{', '.join(sorted(options))}: give options to what makes the scheme")
-    else:
-        made = scheme(transport)
-    return ReplicateHook(groups, scheme=made, least_elements=least_elements)
+    return ReplicateHook(groups, scheme=chosen(scheme, transport, **options), least_elements=least_elements)
 
 
 def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport], Scheme]:

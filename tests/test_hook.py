@@ -24,7 +24,10 @@ from resilient_run.comm.zen import Zen
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
-REMEMBERING = ("dgc", "gtopk", "ok-topk", "spardl", "spardl+bruck", "topk+hsdp", "topk-a", "topk-dsa", "zen")
+REMEMBERING = (
+    "dgc", "efsignsgd+hsdp", "gtopk", "ok-topk", "onebit", "randomk+hosts", "spardl", "spardl+bruck", "topk+hsdp",
+    "topk+sparse", "topk-a", "topk-dsa", "zen",
+)  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 
 

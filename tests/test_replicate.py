@@ -255,7 +255,7 @@ def test_different_replicas_are_refused() -> None:
 
 
 def test_wrong_schemes_are_refused() -> None:
-    with pytest.raises(CommError, match="there is no scheme 'zenn'"):
+    with pytest.raises(CommError, match="there is no scheme and no compressor 'zenn'"):
         register_replicated(hybrid(), "zenn")
     with pytest.raises(CommError, match="density, seed: give options to what makes the scheme"):
         register_replicated(hybrid(), Recording, seed=1, density=0.5)
