@@ -10,7 +10,7 @@ def algorithm_5_1(
     """Return the strategy that Cupcake's Algorithm 5.1 finds, mended; optimal for affine costs without decoding.
 
     As printed it never considers the single group, uses an undefined variable, lacks the case that nothing is left, and
-    takes alpha for the operations on an empty rest. Exponential in the worst case: `fusion_exact.exact` is the planner
+    takes alpha for the operations on an empty rest. Exponential in the worst case: `cupcake.fused` is the planner
     to use, this is what it is checked against.
 
     Args:

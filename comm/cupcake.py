@@ -9,7 +9,7 @@ from .algorithm_5_1 import algorithm_5_1
 from .curve import FREE, Affine
 from .fusion import FusionProblem, Strategy
 from .fusion_baselines import best_bucketed, best_evenly_split, best_of, hipress, layer_wise
-from .fusion_exact import exact
+from .fusion_exact import search
 from .fusion_front import bound_s, pareto
 from .model import Model
 from .plan import COMPRESSED, DENSE, Plan, PlanGroup, Span
@@ -38,7 +38,8 @@ def fused(problem: FusionProblem) -> Strategy:
     """Return a strategy of compressed groups with the least iteration time."""
     system = problem.system
     straight = all(isinstance(cost, Affine) for cost in (system.compress, system.communicate, system.decompress))
-    return exact(problem) if straight else pareto(problem)
+    best, proven = search(problem) if straight else ((), False)
+    return best if proven else pareto(problem)
 
 
 def dense(problem: FusionProblem) -> Strategy:

@@ -1,4 +1,4 @@
-"""The exact fusion planner for affine costs: dynamic programming over prefixes and group counts."""
+"""The fusion planner for affine costs: dynamic programming over prefixes and group counts, exact where it ends."""
 
 from collections import deque
 
@@ -8,10 +8,13 @@ from .fusion_baselines import layer_wise, one_group
 
 # A strategy is better than another when it is by more than the rounding of its sums.
 ROUNDING = 1e-12
+# Where latencies of communication are next to nothing and those of decoding are not, nearly every range of counts has
+# to be searched: Pareto fronts (`fusion_front`) take less time then.
+PATIENCE = 2
 
 
-def exact(problem: FusionProblem) -> Strategy:
-    """Return a strategy of compressed groups with the least iteration time of all 2^(N-1), for affine costs.
+def search(problem: FusionProblem, *, patience: float = PATIENCE) -> tuple[Strategy, bool]:
+    """Return the best strategy of compressed groups found, and whether it is the best of all 2^(N-1); for affine costs.
 
     When the y-th group ends with tensor j it is encoded at C(j, y) = B_j + y alpha_h + beta_h X_j, whatever the groups
     are. So the best prefix is the one whose communication ends first:
@@ -25,16 +28,20 @@ def exact(problem: FusionProblem) -> Strategy:
     each group, so that its decoding and all after it end before the best time known. The search is repeated below that
     time, for ever smaller ranges of counts that may beat it, until nothing is left.
 
+    Args:
+        problem: Its costs are affine.
+        patience: Give up after looking at so many counts for each tensor, each in O(N).
+
     Raises:
         ValueError: A cost is not affine.
     """
-    return _Search(problem).best()
+    return _Search(problem, patience * len(problem)).best()
 
 
 class _Search:
-    def __init__(self, problem: FusionProblem) -> None:
+    def __init__(self, problem: FusionProblem, counts: float) -> None:
         system = problem.system
-        self._problem, self._count = problem, len(problem)
+        self._problem, self._count, self._counts_left = problem, len(problem), counts
         self._encode, self._send, self._decode = map(_affine, (system.compress, system.communicate, system.decompress))
         self._decodes_free = self._decode == FREE
         self._size = problem.size_bytes
@@ -43,9 +50,9 @@ class _Search:
         self._best = min((one_group(problem), layer_wise(problem)), key=problem.finish_s)
         self._best_s = problem.finish_s(self._best)
 
-    def best(self) -> Strategy:
+    def best(self) -> tuple[Strategy, bool]:
         self._explore(1, self._count)
-        return self._best
+        return self._best, self._counts_left > 0
 
     def _explore(self, low: int, high: int) -> None:
         """Keep the best strategy of `low` … `high` groups."""
@@ -83,6 +90,9 @@ class _Search:
             without_pause_s += self._send.beta_s_per_byte * self._size[-1] + self._decode.alpha_s
             if max(without_pause_s, self._computed_s(count), min(sent)) >= self._budget_s():
                 break  # more groups take longer still
+            self._counts_left -= 1
+            if self._counts_left <= 0:
+                return 0
             finish_s, start = self._last(sent, count)
             decoding_s = max(1, low - count + 1) * self._decode.alpha_s + self._decoding_s(0)
             sent, chosen = self._row(sent, count, self._budget_s() - decoding_s)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from .curve import Affine, Curve
 from .fusion import FusionProblem, Strategy, groups_of
 from .fusion_baselines import best_bucketed, best_evenly_split, best_of, layer_wise, one_group
-from .fusion_exact import ROUNDING, exact
+from .fusion_exact import ROUNDING, search
 
 Floats = NDArray[np.float64]
 # Weights of computation, against communication, of the lower bounds on what is left to do.
@@ -156,7 +156,7 @@ def _candidates(problem: FusionProblem) -> list[Strategy]:
     )
     straight = FusionProblem(problem.tensors, replace(system, compress=h, communicate=g, decompress=d))
     plans = (one_group, layer_wise, best_bucketed, best_evenly_split)
-    return [exact(straight), *(plan(problem) for plan in plans)]
+    return [search(straight)[0], *(plan(problem) for plan in plans)]
 
 
 def _straight(curve: Curve, size_bytes: float) -> Affine:

@@ -1,14 +1,17 @@
 """Tensor fusion: the timeline, and planners that must equal trying every strategy."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from resilient_run.comm import fusion_exact
 from resilient_run.comm.algorithm_5_1 import algorithm_5_1
-from resilient_run.comm.cupcake import cupcake, dense
+from resilient_run.comm.cupcake import cupcake, dense, fused
 from resilient_run.comm.curve import FREE, Affine, Curve, Table
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.fusion import FusionProblem, Group, Strategy, groups_of
@@ -21,7 +24,7 @@ from resilient_run.comm.fusion_baselines import (
     layer_wise,
     one_group,
 )
-from resilient_run.comm.fusion_exact import exact
+from resilient_run.comm.fusion_exact import search
 from resilient_run.comm.fusion_front import bound_s, pareto
 from resilient_run.comm.model import Tensor
 from resilient_run.comm.system import System
@@ -82,6 +85,13 @@ def least_s(problem: FusionProblem) -> float:
 
 def ends(strategy: Strategy) -> list[int]:
     return [group.end for group in strategy]
+
+
+def exact(problem: FusionProblem) -> Strategy:
+    """Return the best strategy, however long the search takes."""
+    strategy, proven = search(problem, patience=math.inf)
+    assert proven
+    return strategy
 
 
 def test_compression_of_every_tensor_may_not_pay_but_fused() -> None:
@@ -150,6 +160,54 @@ def test_pareto_fronts_equal_brute_force(decode: bool) -> None:
         for _ in range(repetitions):
             problem = random_problem(rng, most=most, decode=decode, cost=random_curve)
             assert problem.iteration_s(pareto(problem)) == pytest.approx(least_s(problem), rel=1e-9)
+
+
+def without_latency(problem: FusionProblem, rng: random.Random) -> FusionProblem:
+    """Return the problem with communication that has no latency, or next to none, and decoding that has."""
+    latency_s = rng.choice([0.0, 0.0, rng.random() * 1e-3])
+    communicate = affine(latency_s, rng.choice([0.05, rng.random() * 0.2]))
+    decompress = affine(0.01 + rng.random(), rng.choice([0.0, rng.random() * 0.1]))
+    return FusionProblem(problem.tensors, replace(problem.system, communicate=communicate, decompress=decompress))
+
+
+@pytest.mark.parametrize("patience", [0.5, 2.0, math.inf])
+def test_without_latency_of_communication_the_result_equals_brute_force(patience: float) -> None:
+    rng = random.Random(13)
+    proofs = 0
+    for most, repetitions in ((8, 300), (12, 40)):
+        for _ in range(repetitions):
+            problem = without_latency(random_problem(rng, most=most, decode=True), rng)
+            best_s = least_s(problem)
+            found, proven = search(problem, patience=patience)
+            proofs += proven
+            assert problem.iteration_s(found) >= best_s * (1 - 1e-12)
+            assert not proven or problem.iteration_s(found) == pytest.approx(best_s, rel=1e-12)
+            assert problem.iteration_s(fused(problem)) == pytest.approx(best_s, rel=1e-12)
+            assert problem.iteration_s(pareto(problem)) == pytest.approx(best_s, rel=1e-9)
+    assert proofs > 0
+    assert patience > 1 or proofs < 340, "some searches are given up"
+
+
+def test_a_search_that_would_take_long_is_left_to_pareto_fronts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it looks at more than 130 counts for each of these tensors."""
+    rng = random.Random(8)
+    sizes, backward_s = [rng.choice([100, 1000, 10**6]) for _ in range(150)], [rng.random() * 1e-3 for _ in range(150)]
+    system = replace(
+        SYSTEM, compress=affine(1e-6, 1e-10), communicate=affine(0.0, 1e-9), decompress=affine(1e-4, 1e-11)
+    )
+    problem = problem_of(sizes, backward_s, system)
+    looked, row = 0, fusion_exact._Search._row
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        assert looked <= 4 * len(problem), "once to search, and once for where Pareto fronts begin"
+        return row(*arguments)
+
+    best_s = problem.finish_s(pareto(problem))
+    assert not search(problem)[1]
+    monkeypatch.setattr(fusion_exact._Search, "_row", counted)
+    assert problem.finish_s(fused(problem)) == best_s
 
 
 @pytest.mark.parametrize("decode", [False, True])
