@@ -138,6 +138,8 @@ def mean(key: str, gradients: Sequence[Tensor], memories: Sequence[Memory]) -> T
         total = torch.zeros(like.numel())
         for message, _ in sent:
             compressor.add(message, total, seed=seed)
+    for memory in memories:
+        memory.settle([key], total)
     return total.view(like.shape) / len(gradients)
 
 

@@ -40,7 +40,7 @@ class Memory(ABC):
     def compress(self, key: str, gradient: Tensor) -> tuple[Tensor, int]:
         """Return the message of a gradient, and the seed that decodes it; the same seed on all ranks.
 
-        What was remembered before is kept until `settle`.
+        Give the sum that the message goes into to `settle`: until then what was remembered before is kept beside.
 
         Args:
             key: Name of the parameter (or of a part of it), the same on all ranks.
