@@ -124,7 +124,9 @@ def _measure(
         coders = {"gpu": probe_coder(compressor, sizes, device=device, repeats=repeats, transport=fabric.flat)}
         if form == "espresso":
             if device.type == "cuda":
-                coders["cpu"] = probe_coder(compressor, sizes, device="cpu", repeats=repeats, transport=fabric.flat)
+                coders["cpu"] = probe_coder(
+                    compressor, sizes, device="cpu", gradients_on=device, repeats=repeats, transport=fabric.flat
+                )
             costs = _espresso(fabric, coders, compressor, sizes, repeats)
         else:
             costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)

@@ -225,7 +225,8 @@ class _Run(Reduction):
 
     def _decompress(self, held: _Held, device: Device) -> Tensor:
         assert isinstance(held, Pieces)
-        dense = self._on(torch.zeros(len(held.pieces), held.numel, dtype=self._dtype, device=self._device), device)
+        where = "cpu" if device is Device.CPU else self._device
+        dense = torch.zeros(len(held.pieces), held.numel, dtype=self._dtype, device=where)
         for row, messages in zip(dense, held.pieces, strict=True):
             for message in messages:
                 self._memory.compressor.add(self._on(message.data, device), row, seed=message.seed)

@@ -69,37 +69,46 @@ def probe_coder(
     sizes_bytes: Sequence[int],
     *,
     device: torch.device | str,
+    gradients_on: torch.device | str | None = None,
     repeats: int = 10,
     transport: Transport | None = None,
 ) -> CoderPoints:
     """Return what `compressor` takes on `device` for made-up gradients, one after the other as in `probe_link`.
 
-    With a `transport` its ranks do the same at the same time, as in training, where they may share processors; the
-    slowest counts.
+    Args:
+        compressor: What is measured.
+        sizes_bytes: Of float32 gradients, ascending.
+        device: Where it works.
+        gradients_on: Where gradients and messages are, if elsewhere: what is copied from there and back counts too.
+        repeats: As of `probe_link`.
+        transport: Its ranks do the same at the same time, as in training, where they may share processors; the slowest
+            counts.
     """
+    home = torch.device(device if gradients_on is None else gradients_on)
     points: dict[str, list[float]] = {"compress": [], "decompress": [], "accumulate": []}
     ratio = 1.0
     for size_bytes in sizes_bytes:
-        dense = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(0)).to(device)
+        dense = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(0)).to(home)
         memory = ErrorFeedback(compressor)
-        message, seed = memory.compress("probe", dense)
+        message, seed = memory.compress("probe", dense.to(device))
+        message = message.to(home)
         ratio = message.numel() / dense.nbytes
-        total = torch.zeros_like(dense)
+        total = torch.zeros_like(dense, device=device)
 
         def decompress(
             message: Tensor = message, numel: int = dense.numel(), dtype: torch.dtype = dense.dtype, seed: int = seed
         ) -> None:
-            compressor.decompress(message, numel, dtype, seed=seed)
+            compressor.decompress(message.to(device), numel, dtype, seed=seed).to(home)
 
         def accumulate(message: Tensor = message, total: Tensor = total, seed: int = seed) -> None:
-            compressor.add(message, total, seed=seed)
+            compressor.add(message.to(device), total, seed=seed)
 
         def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
-            memory.compress("probe", dense)
+            memory.compress("probe", dense.to(device))[0].to(home)
             memory.settle(["probe"], dense)
 
         for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
-            points[name].append(_mean_s(work, device=dense.device, repeats=repeats, transport=transport))
+            points[name].append(_mean_s(work, device=home, repeats=repeats, transport=transport))
     return CoderPoints(
         sizes_bytes=tuple(sizes_bytes),
         compress=tuple(points["compress"]),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,27 @@ def test_coder_is_measured_over_dense_bytes() -> None:
     assert found.ratio == 0.5
     assert found.sizes_bytes == (1 << 12, 1 << 16)
     assert all(seconds > 0 for curve in (found.compress, found.decompress, found.accumulate) for seconds in curve)
+
+
+def test_copies_of_a_coder_elsewhere_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: "cpu:1" stands for it, which torch takes for the CPU."""
+    plain, copies = Tensor.to, set()
+
+    def to(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        if isinstance(arguments[0], torch.device | str):
+            copies.add((sys._getframe(1).f_code.co_name, tensor.nbytes, str(arguments[0])))
+        return plain(tensor, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    probe_coder(named("topk", density=0.25), [1 << 12], device="cpu", gradients_on="cpu:1", repeats=1)
+    measured = {copy for copy in copies if copy[0] in ("compress", "decompress", "accumulate")}
+    assert measured == {
+        ("compress", 1 << 12, "cpu"),
+        ("compress", 1 << 11, "cpu:1"),
+        ("decompress", 1 << 11, "cpu"),
+        ("decompress", 1 << 12, "cpu:1"),
+        ("accumulate", 1 << 11, "cpu"),
+    }
 
 
 def test_profile_outside_of_a_job_is_refused(tmp_path: Path) -> None:
