@@ -1,5 +1,6 @@
 """Cupcake's Algorithm 5.1, mended: the reference for the exact planner."""
 
+from .curve import Table
 from .fusion import FusionProblem, Strategy, groups_of
 from .fusion_baselines import best_of, evenly_split, one_group
 
@@ -21,10 +22,12 @@ def algorithm_5_1(
         skip_hidden: Pruning 2, let a group that is encoded before the network is free take one more tensor.
 
     Raises:
-        ValueError: Decoding is not free.
+        ValueError: Decoding is not free, or a cost is measured points, with which the prunings would lose the best.
     """
+    if any(isinstance(cost, Table) for cost in (problem.system.compress, problem.system.communicate)):
+        raise ValueError("Algorithm 5.1 needs affine costs, alpha_s and beta_s_per_byte; use cupcake, which takes any")
     if problem.system.decompress(problem.size_bytes[-1]):
-        raise ValueError("Algorithm 5.1 does not know decoding; use the exact planner")
+        raise ValueError("Algorithm 5.1 does not know decoding; use cupcake, which does")
     search = _Algorithm51(problem, optimistic=optimistic, skip_hidden=skip_hidden)
     if bootstrap:
         search.begin(best_of(problem, [one_group(problem), evenly_split(problem, 2)]))

@@ -11,7 +11,7 @@ from .cupcake import PLANNERS, fusion_plan
 from .errors import FileError
 from .espresso import ESPRESSO_PLANNERS, espresso_plan
 from .espresso_fused import alone_or_dense, fused_plan
-from .fields import read_object
+from .fields import LARGEST, is_text, read_object
 from .fusion_cluster import cluster_plan
 from .model import Model, read_model
 from .picture import SUFFIXES, PictureError, draw
@@ -68,16 +68,22 @@ def plan(
         raise click.BadParameter(
             f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
         )
+    if compressor is not None and not is_text(compressor):
+        raise click.BadParameter("write its name, as the plan file is to have it", param_hint="--compressor")
     try:
         model = read_model(model_path, flops_per_s=flops_per_s)
         found = _plan(model, system_path, planner, compressor, constraints)
+        if not all(time_s <= LARGEST for time_s in (found.iteration_s, *found.baselines_s.values())):
+            raise FileError(
+                f"{system_path}: an iteration of {found.iteration_s:.3g} s: write costs in seconds and bytes"
+            )
     except (FileError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     try:
-        if picture is not None:
-            draw(found, picture)
         if out is not None:
             found.write(out)
+        if picture is not None:
+            draw(found, picture)
     except PictureError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:

@@ -117,6 +117,10 @@ def cluster_of(fields: Fields, compressor: str | None = None) -> Cluster:
     names = coders.keys()
     if compressor is None and len(names) == 1:
         (compressor,) = names
+    if compressor is None:
+        raise fields.wrong(
+            "compressors", f"name one with --compressor: {', '.join(names)}" if names else "describe one"
+        )
     if compressor not in names:
         raise fields.wrong("compressors", f"there is no {compressor!r} in it; choose one of {', '.join(names)}")
     what = f"what {compressor} costs"
@@ -125,7 +129,7 @@ def cluster_of(fields: Fields, compressor: str | None = None) -> Cluster:
         gpus_per_host=fields.integer("gpus_per_host", "the number of GPUs of a host", minimum=1),
         intra=_link(fields.object("intra", "the links in a host")),
         inter=_link(fields.object("inter", "the links between hosts")),
-        compressor=_compressor(str(compressor), coders.object(str(compressor), what)),
+        compressor=_compressor(compressor, coders.object(compressor, what)),
         forward_s=fields.number("forward_s", "the seconds of the forward pass"),
         bytes_per_element=fields.number("bytes_per_element", "the bytes of an element of a gradient", positive=True),
         links_overlap="links_overlap" in fields and fields.flag("links_overlap", "whether each link has its queue"),

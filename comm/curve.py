@@ -1,5 +1,6 @@
 """How long an operation takes as a function of the bytes it works on: affine, or measured points."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,6 +81,10 @@ def read_curve(fields: Fields) -> Curve:
             raise fields.wrong("sizes_bytes", "write the sizes in increasing order, each once")
         if len(seconds) != len(sizes_bytes):
             raise fields.wrong("seconds", f"write as many as there are sizes, {len(sizes_bytes)}")
+        pairs = pairwise(zip(sizes_bytes, seconds, strict=True))
+        slopes = ((after_s - before_s) / (after - before) for (before, before_s), (after, after_s) in pairs)
+        if not all(map(math.isfinite, slopes)):
+            raise fields.wrong("sizes_bytes", "write sizes that are farther apart")
         fields.close()
         return Table(sizes_bytes=sizes_bytes, seconds=seconds)
     alpha_s = fields.number("alpha_s", "the seconds that even an empty operation takes")

@@ -59,21 +59,21 @@ class Fields:
         return value
 
     def text(self, key: str, what: str) -> str:
-        """Return a string that is not empty."""
-        value = self._take(key)
-        if not isinstance(value, str) or not value:
+        """Return a text (`is_text`)."""
+        value: str = self._take(key)
+        if not is_text(value):
             raise self.wrong(key, f"write {what}, a string")
         return value
 
     def texts(self, key: str, what: str) -> tuple[str, ...]:
-        """Return a list of at least one string."""
+        """Return a list of at least one text."""
         values = self._take(key)
         if not is_texts(values):
             raise self.wrong(key, f"write a list of {what}, strings")
         return tuple(values)
 
     def lists(self, key: str, what: str) -> tuple[tuple[str, ...], ...]:
-        """Return a list of at least one list of at least one string."""
+        """Return a list of at least one list of at least one text."""
         values = self._take(key)
         if not isinstance(values, list) or not values or not all(is_texts(value) for value in values):
             raise self.wrong(key, f"write a list of lists of {what}, strings")
@@ -107,7 +107,10 @@ class Fields:
         ]
 
     def keys(self) -> tuple[str, ...]:
-        """Return all keys, for objects whose keys are names."""
+        """Return all keys, for objects whose keys are names, which are texts."""
+        for key in self._values:
+            if not is_text(key):
+                raise self.wrong(key, "write a name as the key, a string")
         return tuple(self._values)
 
     def version(self, supported: int) -> None:
@@ -144,9 +147,14 @@ def as_number(value: object) -> float | None:
     return float(value)
 
 
+def is_text(value: object) -> bool:
+    """Return whether this is a string that is not empty and can be written as UTF-8: no half of a surrogate pair."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def is_texts(value: object) -> bool:
-    """Return whether this is a list of at least one string."""
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    """Return whether this is a list of at least one text."""
+    return isinstance(value, list) and bool(value) and all(map(is_text, value))
 
 
 def shown(value: object) -> str:

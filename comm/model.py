@@ -60,7 +60,11 @@ def read_model(path: Path, *, flops_per_s: float | None = None) -> Model:
         raise ValueError(f"{flops_per_s} operations per second: write a number of at least 1")
     fields = read_object(path)
     fields.version(VERSION)
-    name = fields.text("model", "the name of the model") if "model" in fields else path.stem
+    name = (
+        fields.text("model", "the name of the model")
+        if "model" in fields
+        else path.stem.encode(errors="replace").decode()
+    )
     tensors = tuple(_tensor(entry, flops_per_s) for entry in fields.objects("tensors", 'tensors {"name", "numel", …}'))
     seen: set[str] = set()
     for index, tensor in enumerate(tensors):

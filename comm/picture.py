@@ -61,7 +61,8 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the backward pass began")
-    axes.set_title(f"{plan.model}, {plan.planner}: {plan.iteration_s * 1e3:.2f} ms for an iteration", loc="left")
+    title = f"{plan.model}, {plan.planner}: {plan.iteration_s * 1e3:.2f} ms for an iteration"
+    axes.set_title(title, loc="left", parse_math=False)
     used = [kind for kind in KINDS if any(span.kind == kind for span in plan.timeline)]
     handles = [Patch(color=_COLORS[kind], label=kind) for kind in used]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(used), frameon=False)

@@ -1,6 +1,7 @@
 """Model, system and plan files: what is read, and what is refused with the place, the value and the remedy."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def test_operations_become_seconds_at_a_rate(write: Write) -> None:
         ("tensors.0.numel", 10**30, "tensors[0].numel = 1000"),
         ("tensors.0.name", "", 'tensors[0].name = ""'),
         ("tensors.0.name", 7, "tensors[0].name = 7"),
+        ("tensors.0.name", "half \ud800", "tensors[0].name = "),
+        ("model", "\udfff", "model = "),
         ("tensors.0.name", "fc.weight", 'the name "fc.weight" again'),
         ("tensors.1.backward_s", ..., "tensors[1].backward_s is missing"),
         ("tensors.1.backward_s", -1e-9, "tensors[1].backward_s = -1e-09"),
@@ -143,6 +146,11 @@ def test_wrong_model_files_are_refused(write: Write, path: str, new: object, mes
         ("compress", {"sizes_bytes": [1, 2], "seconds": [1]}, "compress.seconds = [1]: write as many"),
         ("compress", {"sizes_bytes": [2, 1], "seconds": [1, 1]}, "compress.sizes_bytes = [2, 1]: write the sizes"),
         ("compress", {"sizes_bytes": [], "seconds": []}, "compress.sizes_bytes = []"),
+        (
+            "compress",
+            {"sizes_bytes": [0, 5e-324], "seconds": [0, 1]},
+            "compress.sizes_bytes = [0, 5e-324]: write sizes",
+        ),
         ("compress", {"sizes_bytes": [1], "seconds": ["a"]}, 'compress.seconds = ["a"]'),
         ("decompres", COST, "decompres = "),
     ],
@@ -171,6 +179,12 @@ def test_files_that_are_no_objects_are_refused(tmp_path: Path, text: str, messag
     assert message in str(caught.value)
 
 
+def test_a_file_name_that_is_no_text_names_a_model_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"net\xff.json")
+    path.write_text(json.dumps(MODEL))
+    assert read_model(path).name == "net?"
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="No such file"):
         read_model(tmp_path / "none.json")
@@ -192,6 +206,7 @@ def test_plan_files_come_back_as_they_were(write: Write, tmp_path: Path) -> None
         ("groups", [["fc.bias"], ["fc.bias"]], "options = "),
         ("groups", [["fc.bias", "fc.bias"]], '"fc.bias" is there twice'),
         ("groups", [[]], "groups = [[]]"),
+        ("groups", [["\ud800"]], "groups = "),
         ("groups", [], "groups = []"),
         ("options", ["compressed", "dense"], "options = "),
         ("compress", "yes", 'compress = "yes"'),

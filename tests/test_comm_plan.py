@@ -162,6 +162,41 @@ def test_a_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.Monkey
     assert "resilient-run[benchmarks]" in refused.stderr
 
 
+@pytest.mark.parametrize("name", ["$x_$", "$\\frac{$", "a$b$c$"])
+def test_names_in_pictures_are_no_formulas(folder: Path, name: str) -> None:
+    (folder / "model.json").write_text(json.dumps({"model": name, **MODEL}))
+    assert plan("--picture", "timeline.svg").exit_code == 0
+    assert plan("--picture", "nowhere/timeline.svg", "--out", "plan.json").exit_code == 1
+    assert Plan.read(Path("plan.json")).model == name, "a picture that cannot be drawn loses no plan"
+
+
+@pytest.mark.parametrize("name", ["", "\udcff"])
+@pytest.mark.usefixtures("folder")
+def test_compressors_that_no_plan_file_can_name_are_refused(name: str) -> None:
+    refused = plan("--compressor", name, "--out", "plan.json")
+    assert refused.exit_code == 2
+    assert "--compressor: write its name" in refused.stderr
+    assert not Path("plan.json").exists()
+
+
+def test_plans_that_no_plan_file_can_hold_are_refused(folder: Path) -> None:
+    (folder / "system.json").write_text(json.dumps({**SYSTEM, "communicate": {"alpha_s": 1, "beta_s_per_byte": 1e18}}))
+    refused = plan("--out", "plan.json")
+    assert refused.exit_code == 2
+    assert "system.json: an iteration of" in refused.stderr
+    assert not Path("plan.json").exists()
+
+
+def test_algorithm_5_1_refuses_measured_points(folder: Path) -> None:
+    points = {"sizes_bytes": [1000, 4000], "seconds": [1.0, 2.0]}
+    for key in ("compress", "communicate"):
+        (folder / "system.json").write_text(json.dumps({**SYSTEM, key: points}))
+        refused = plan("--planner", "algorithm-5.1")
+        assert refused.exit_code == 2
+        assert "needs affine costs, alpha_s and beta_s_per_byte; use cupcake" in refused.stderr
+        assert "algorithm-5.1" not in answer()["baselines_s"]
+
+
 def test_wrong_files_and_options_are_refused(folder: Path) -> None:
     (folder / "system.json").write_text(json.dumps({**SYSTEM, "forward_s": -1}))
     refused = plan()

@@ -1,6 +1,7 @@
 """The fusion planners on cluster files: the costs of groups are those of Espresso's options."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,21 @@ def test_the_command_takes_cluster_files(tmp_path: Path) -> None:
     refused = CliRunner().invoke(resilient_comm, [*files, "--compressor", "topk"])
     assert refused.exit_code == 2
     assert "there is no 'topk' in it" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["dgc", "topk"], "name one with --compressor: dgc, topk"),
+        ([], "compressors = {}: describe one"),
+        ([""], "write a name as the key"),
+        (["\ud800"], "write a name as the key"),
+    ],
+)
+def test_compressors_have_names_of_which_one_is_chosen(tmp_path: Path, names: list[str], message: str) -> None:
+    compressors = dict.fromkeys(names, CLUSTER["compressors"]["dgc"])
+    with pytest.raises(FileError, match=re.escape(message)):
+        read_cluster(write(tmp_path / "cluster.json", compressors=compressors))
 
 
 def test_compressors_without_the_device_are_refused(tmp_path: Path) -> None:
