@@ -110,6 +110,8 @@ class Espresso:
             else choice
             for kind, choice in zip(self.problem.kinds, strategy, strict=True)
         )
+        if found == strategy:
+            return strategy
         limit_s = self.problem.iteration_s(strategy) + len(strategy) * _ROUNDING_S
         return found if self.problem.iteration_s(found) <= limit_s else strategy
 
