@@ -15,7 +15,7 @@ from .espresso import DOES_NOT_PAY, espresso_plan
 from .fusion import FusionProblem
 from .fusion_baselines import bucketed
 from .model import Model, Tensor
-from .plan import Plan
+from .plan import ALL_REDUCE, Plan
 from .system import System
 from .tree import Option, all_options
 
@@ -23,7 +23,7 @@ BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
 """64 KiB to 64 MiB."""
 
 CLOSE = 0.01
-"""Predictions are no better: compression that is to gain less than this share of an iteration is left out."""
+"""Predictions are no better: what gains less than this share of an iteration over something simpler is left out."""
 
 _Groups = tuple[tuple[Tensor, ...], ...]
 
@@ -43,7 +43,7 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     allowed = all_options() if options is None else options
     fusions = _fusions(model, cluster)
     plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
-    best = _if_it_pays(plans, _uncompressed(model, fusions, cluster, allowed))
+    best = _if_it_pays(plans, _simpler(model, fusions, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
     return replace(
@@ -65,7 +65,7 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     alone = espresso_plan(model, cluster, options=options)
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
-    best = _if_it_pays([alone], _uncompressed(model, _fusions(model, cluster), cluster, allowed))
+    best = _if_it_pays([alone], _simpler(model, _fusions(model, cluster), cluster, allowed))
     return replace(
         best,
         planner=alone.planner,
@@ -75,27 +75,28 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     )
 
 
-def _if_it_pays(plans: Sequence[Plan], without: Sequence[Plan]) -> Plan:
-    """Return the best plan that compresses nothing if it is predicted to be about as quick as the best, and else that.
+def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
+    """Return a plan that is predicted to be about as quick as the quickest: one that all-reduces rather than others.
 
     Args:
         plans: Made with all options.
-        without: Made with those without compression.
+        simpler: Made with those without compression.
     """
-    possible = [*plans, *without]
+    possible = [*plans, *simpler]
     limit_s = (1 + CLOSE) * min(plan.iteration_s for plan in possible)
     close = [plan for plan in possible if plan.iteration_s <= limit_s]
-    best = min(close, key=lambda plan: (plan.compress, plan.iteration_s))
+    best = min(close, key=lambda plan: (plan.compress, not plan.plain, plan.iteration_s))
     if best.compress:
         return best
     # Its own reason knows of no compression; those of the others do, where it was possible.
     return replace(best, reason=next((plan.reason for plan in plans if not plan.compress), DOES_NOT_PAY))
 
 
-def _uncompressed(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
-    """Return the plans without compression for all fusions; none if the options do not allow it."""
-    left = list(filter(uncompressed, options))
-    return [_plan(model, groups, cluster, left) for groups in fusions] if left else []
+def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
+    """Return plans for all fusions that only all-reduce, and that do anything but compress, if the options allow it."""
+    without = [option for option in options if uncompressed(option)]
+    plain = [option for option in without if str(option) == ALL_REDUCE]
+    return [_plan(model, groups, cluster, left) for left in (plain, without) if left for groups in fusions]
 
 
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:

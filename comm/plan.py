@@ -83,6 +83,11 @@ class Plan:
         """Whether anything is compressed."""
         return any(group.option == COMPRESSED or "comp:" in group.option for group in self.groups)
 
+    @property
+    def plain(self) -> bool:
+        """Whether everything is only all-reduced, by all ranks at once."""
+        return all(group.option == DENSE for group in self.groups)
+
     def document(self) -> dict[str, Any]:
         """Return the JSON form, which is the plan file and the answer of `resilient-comm plan --json`."""
         return {

@@ -210,7 +210,7 @@ def synchronize_by(
     groups = plan.groups
     if not fits(plan, parameters):
         groups = dense_groups(parameters, bucket_bytes=bucket_bytes)
-    elif all(group.option == DENSE and len(group.tensors) == 1 for group in groups):
+    elif plan.plain and all(len(group.tensors) == 1 for group in groups):
         groups = dense_groups(parameters, [group.tensors[0] for group in groups], bucket_bytes=bucket_bytes)
     options = options_of({group_key(group.tensors): group.option for group in groups})
     device = next(iter(parameters.values())).device

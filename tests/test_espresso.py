@@ -230,6 +230,18 @@ def test_compression_that_gains_next_to_nothing_is_left_out() -> None:
     assert found[1e11].iteration_s > found[1e11].baselines_s["espresso"], "compression gains nothing at all here"
 
 
+@pytest.mark.parametrize("make", [alone_or_dense, fused_plan])
+def test_other_sums_that_gain_next_to_nothing_are_left_to_the_all_reduce(make: Callable[..., Plan]) -> None:
+    """A hierarchical sum is much quicker than a flat one, and then hardly, beside a long backward pass."""
+    found = {}
+    for backward_s in (0.0, 1.0):
+        model = Model(name="one", tensors=(Tensor(name="t", numel=10**7, backward_s=backward_s),))
+        found[backward_s] = make(model, HIERARCHICAL, options=constraints.allowed(["uncompressed"]))
+    assert not found[0.0].plain
+    assert found[1.0].plain
+    assert found[1.0].baselines_s["espresso-dense"] < found[1.0].iteration_s
+
+
 @pytest.mark.parametrize("make", [alone_or_dense, fused_plan, espresso_plan])
 def test_plans_without_compression_may_sum_hierarchically(make: Callable[..., Plan]) -> None:
     plan = make(TWO, HIERARCHICAL, options=constraints.allowed(["uncompressed"]))
@@ -263,15 +275,15 @@ def random_jobs(seed: int, count: int) -> Iterator[tuple[Model, Cluster, tuple[O
 def test_plans_are_what_they_predict_keep_constraints_and_are_no_slower_than_their_baselines(
     make: Callable[..., Plan],
 ) -> None:
-    """Compression that gains less than 1 % may be left out, never a way to sum without it."""
+    """What gains less than 1 % over something simpler may be left out."""
     uncompressed = 0
     for model, on, options in random_jobs(12, 60):
         plan = make(model, on, options=options)
         assert set(written(plan)) <= set(options)
         assert plan.compress == any(option.compressions for option in written(plan))
         assert plan.iteration_s <= 1.01 * min(plan.baselines_s.values()) + 1e-9
-        dense_s = plan.baselines_s.get("espresso-dense", plan.iteration_s)
-        assert plan.iteration_s <= dense_s * (1 if plan.compress else 1 + 1e-9) + 1e-11
+        if plan.compress:
+            assert plan.iteration_s <= plan.baselines_s.get("espresso-dense", plan.iteration_s)
         numels = {tensor.name: tensor for tensor in model.tensors}
         members = [[numels[name] for name in group.tensors] for group in plan.groups]
         fused = Model(
