@@ -4,8 +4,9 @@ Between steps a rank holds either a dense part of the tensor, or *pieces* of a p
 to it, or nothing, while another rank of its host or phase goes on (rooted routines). The tensor is padded so that each
 part divides evenly. Which pieces a compression makes is decided by the collectives that its messages travel through.
 
-The steps run in three stages, where the timeline F(S) has them (`timeline`): what the device that computes
-does before the first collective, then collectives and all that is between them, and what the device does after them.
+The steps run in stages, where the timeline F(S) has them (`timeline`): what the device that computes does first, what
+CPUs do before the first collective, collectives and all that is between them, what CPUs do after them, and what the
+device does last.
 """
 
 import logging
@@ -181,7 +182,8 @@ class _Run(Reduction):
         self._run(self._settled, len(self._steps))
         assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
         total = self._held[: self._shape.numel()]
-        self._memory.settle(self._remembered, total)
+        if self._remembered:
+            self._memory.settle(self._remembered, total)
         return total.view(self._shape)
 
     def tensors(self) -> Iterator[Tensor]:

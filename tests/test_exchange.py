@@ -307,7 +307,7 @@ def test_a_lying_trainer_is_refused(job: Job, tmp_path: Path) -> None:
     assert not job.hosts["b"].held().get(0)
     assert edge.announce(page) is Answer.SEND
     edge._group.send([torch.tensor([1 << 17])], 1, _SIZE_TAG).wait()  # a chunk larger than a sub-buffer
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match=r"closed|reset by peer"):  # reset if something of ours was not read yet
         edge.announce(page)
     edge.close()
     victim.begin_step()
