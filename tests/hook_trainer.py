@@ -166,6 +166,8 @@ def train(variants: list[str], *, steps: int, checkpointed: bool, kill_at: int |
             checkpointer.step(step)
         if step == kill_at and rank == 1 and os.environ.get("RESILIENT_GENERATION") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
+    if checkpointer is not None:
+        checkpointer.close()
     return " ".join(training.finish() for training in trainings)
 
 
@@ -184,6 +186,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             emit(params_sha256=digests)
     dist.destroy_process_group()
+    os._exit(0)  # FSDP2's groups live on: a thread of Gloo can abort in Python's own end (docs/api.md)
 
 
 if __name__ == "__main__":
