@@ -186,7 +186,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             emit(params_sha256=digests)
     dist.destroy_process_group()
-    os._exit(0)  # FSDP2's groups live on: a thread of Gloo can abort in Python's own end (docs/api.md)
+    os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)
 
 
 if __name__ == "__main__":
