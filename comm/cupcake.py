@@ -12,7 +12,7 @@ from .fusion_baselines import best_bucketed, best_evenly_split, best_of, hipress
 from .fusion_exact import search
 from .fusion_front import bound_s, pareto
 from .model import Model
-from .plan import COMPRESSED, DENSE, Plan, PlanGroup, Span
+from .plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, Plan, PlanGroup, Span
 from .system import System
 
 Planner = Callable[[FusionProblem], Strategy]
@@ -70,7 +70,7 @@ _NEEDS_DENSE = ("hipress", "dense")
 def fusion_plan(
     model: Model, system: System, *, planner: str = "cupcake", compressor: str | None = None, option: str = COMPRESSED
 ) -> Plan:
-    """Return the plan that one of `PLANNERS` makes.
+    """Return the plan that one of `PLANNERS` makes; that of `cupcake` compresses nothing if that gains next to nothing.
 
     Args:
         model: The tensors, in ready order.
@@ -85,7 +85,7 @@ def fusion_plan(
     """
     problem = FusionProblem(model.tensors, system)
     begin_s = time.perf_counter()
-    strategy = PLANNERS[planner](problem)
+    strategy = _if_it_pays(problem, PLANNERS[planner](problem)) if planner == "cupcake" else PLANNERS[planner](problem)
     planning_s = time.perf_counter() - begin_s
     baselines_s = {
         name: problem.iteration_s(plan(problem))
@@ -112,13 +112,21 @@ def fusion_plan(
     )
 
 
+def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
+    """Return the best strategy, or the best one without compression if that is predicted to be about as quick."""
+    if problem.system.communicate_dense is None or not any(group.compressed for group in best):
+        return best
+    without = dense(problem)
+    return without if problem.iteration_s(without) <= (1 + CLOSE) * problem.iteration_s(best) else best
+
+
 def _reason(problem: FusionProblem, strategy: Strategy, planner: str, baselines_s: dict[str, float]) -> str:
     iteration_s = problem.iteration_s(strategy)
     if problem.system.communicate_dense is None:
         gain = "the system file has no communicate_dense, so it is not known whether compression pays"
     elif not any(group.compressed for group in strategy):
         chosen = planner == "cupcake"
-        gain = "compression does not pay here: do not compress" if chosen else "this planner compresses nothing here"
+        gain = DOES_NOT_PAY if chosen else "this planner compresses nothing here"
     elif iteration_s and "dense" in baselines_s:
         gain = f"{baselines_s['dense'] / iteration_s:.2f} times as fast as the best fusion without compression"
     else:

@@ -25,7 +25,7 @@ from .curve import FREE
 from .espresso_exact import Found, search
 from .espresso_greedy import greedy, offload
 from .model import Model
-from .plan import ALL_REDUCE, DENSE, Plan, PlanGroup, Span
+from .plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, Plan, PlanGroup, Span
 from .strategy import Problem, Strategy
 from .tree import Comm, Device, Option, Step, all_options
 
@@ -33,8 +33,6 @@ from .tree import Comm, Device, Option, Step, all_options
 _ROUNDING_S = 1e-12
 # BytePS leaves smaller tensors alone (BYTEPS_MIN_COMPRESS_BYTES).
 BYTEPS_LEAST_BYTES = 65536
-
-DOES_NOT_PAY = "compression does not pay here: do not compress"
 
 
 class NoPlanError(ValueError):

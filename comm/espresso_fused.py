@@ -11,19 +11,16 @@ from dataclasses import replace
 from .cluster import Cluster
 from .constraints import uncompressed
 from .curve import FREE
-from .espresso import DOES_NOT_PAY, espresso_plan
+from .espresso import espresso_plan
 from .fusion import FusionProblem
 from .fusion_baselines import bucketed
 from .model import Model, Tensor
-from .plan import ALL_REDUCE, Plan
+from .plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, Plan
 from .system import System
 from .tree import Option, all_options
 
 BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
 """64 KiB to 64 MiB."""
-
-CLOSE = 0.01
-"""Predictions are no better: what gains less than this share of an iteration over something simpler is left out."""
 
 _Groups = tuple[tuple[Tensor, ...], ...]
 

@@ -13,6 +13,9 @@ COMPRESSED = "compressed"
 DENSE = "dense"
 ALL_REDUCE = "all_reduce@flat"
 """The option of the tree that `dense` stands for."""
+DOES_NOT_PAY = "compression does not pay here: do not compress"
+CLOSE = 0.03
+"""Predictions are no better: what gains less than this share of an iteration over something simpler is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from resilient_run.comm.cli import resilient_comm
 from resilient_run.comm.cluster import read_cluster
-from resilient_run.comm.cupcake import PLANNERS
+from resilient_run.comm.cupcake import PLANNERS, cupcake, dense
 from resilient_run.comm.curve import Affine, Table
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.espresso import Espresso
@@ -18,7 +18,7 @@ from resilient_run.comm.execute import options_of
 from resilient_run.comm.fusion import FusionProblem, groups_of
 from resilient_run.comm.fusion_cluster import BETWEEN_HOSTS, FLAT, cluster_plan, fusion_system
 from resilient_run.comm.model import Model, Tensor
-from resilient_run.comm.plan import COMPRESSED
+from resilient_run.comm.plan import CLOSE, COMPRESSED
 from resilient_run.comm.tree import parse
 
 POINTS = {"sizes_bytes": [4e6, 8e6], "seconds": [2.5e-4, 5e-4]}
@@ -114,6 +114,20 @@ def test_plans_name_options_that_the_run_time_has(tmp_path: Path, hosts: int, gp
     assert {group.option for group in plan.groups} == {option}
     assert plan.compressor == "dgc"
     assert options_of({group.tensors[0]: group.option for group in plan.groups})
+
+
+def test_compression_that_gains_next_to_nothing_is_left_out(tmp_path: Path) -> None:
+    model = model_of(1_000_000, 2_000_000, 3_000_000)
+    gains: dict[bool, list[float]] = {True: [], False: []}
+    for beta in (1.5e-9, 1.2e-9, 1e-9, 9e-10, 8e-10, 7e-10, 6e-10, 5e-10):
+        inter = {"alpha_s": 3e-5, "beta_s_per_byte": beta}
+        cluster = read_cluster(write(tmp_path / "cluster.json", gpus_per_host=1, inter=inter))
+        problem = FusionProblem(model.tensors, fusion_system(cluster, FLAT))
+        best_s, dense_s = (problem.iteration_s(planner(problem)) for planner in (cupcake, dense))
+        plan = cluster_plan(model, cluster)
+        assert plan.iteration_s == (best_s if plan.compress else dense_s)
+        gains[plan.compress].append(dense_s / best_s - 1)
+    assert 0 < max(gains[False]) <= CLOSE < min(gains[True])
 
 
 def test_the_command_takes_cluster_files(tmp_path: Path) -> None:
