@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -119,7 +120,7 @@ def test_plans_name_options_that_the_run_time_has(tmp_path: Path, hosts: int, gp
 def test_compression_that_gains_next_to_nothing_is_left_out(tmp_path: Path) -> None:
     model = model_of(1_000_000, 2_000_000, 3_000_000)
     gains: dict[bool, list[float]] = {True: [], False: []}
-    for beta in (1.5e-9, 1.2e-9, 1e-9, 9e-10, 8e-10, 7e-10, 6e-10, 5e-10):
+    for beta in np.geomspace(3e-11, 3e-9, 60).tolist():
         inter = {"alpha_s": 3e-5, "beta_s_per_byte": beta}
         cluster = read_cluster(write(tmp_path / "cluster.json", gpus_per_host=1, inter=inter))
         problem = FusionProblem(model.tensors, fusion_system(cluster, FLAT))
