@@ -85,7 +85,9 @@ def fusion_plan(
     """
     problem = FusionProblem(model.tensors, system)
     begin_s = time.perf_counter()
-    strategy = _if_it_pays(problem, PLANNERS[planner](problem)) if planner == "cupcake" else PLANNERS[planner](problem)
+    strategy = PLANNERS[planner](problem)
+    if planner == "cupcake":
+        strategy = _if_it_pays(problem, strategy)
     planning_s = time.perf_counter() - begin_s
     baselines_s = {
         name: problem.iteration_s(plan(problem))
