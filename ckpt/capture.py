@@ -1,7 +1,8 @@
 """Captures behind training: one thread that copies each step's state into a slot, as soon as a slot is free.
 
-Training waits for one thing only: for a copy under way, before the optimizer changes what is being read. A capture that
-has not begun by then, because the watermark lags or the daemon is away, is skipped and counted.
+What is committed is what `step()` saw: that is proven by fingerprints (`copying.py`), not by the waits here. They only
+make captures succeed: an optimizer waits for a copy under way before it changes what is being read. A capture that has
+not begun by then, because the watermark lags or the daemon is away, is skipped and counted.
 """
 
 import contextlib
@@ -9,15 +10,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Literal
 
 import torch
 
-from .copying import CapturePlan, Copier, CudaEvents, Staged
+from .copying import CapturePlan, Copier, Staged, object_name
 from .env import TrainerEnv
-from .errors import CheckpointError, DaemonError
+from .errors import CheckpointError, DaemonError, MemoryBudgetError
 from .link import Link
 from .manifest import Node, encode
 from .slot import plan_layout
@@ -26,14 +27,15 @@ from .state import TrainingState
 from .stats import CaptureStats
 
 _ALLOCATE_S: Final = 300.0
+_GROW_S: Final = 5.0
 _GIVE_UP_S: Final = 30.0
 _log = logging.getLogger(__name__)
 
 
 class _Phase(IntEnum):
     PENDING = 0  # waits for a slot; training may cancel it
-    COPYING = 1  # reads live tensors; training must not change them
-    RELEASED = 2  # live tensors may change, behind the job's events
+    COPYING = 1  # reads live tensors; a change to them makes the capture fail
+    RELEASED = 2  # live tensors may change
     COPIED = 3  # the staging memory may be reused
     COMPLETE = 4
     SKIPPED = 5
@@ -47,7 +49,7 @@ class _Job:
     staged: Staged
     phase: _Phase = _Phase.PENDING
     target: MappedSlot | None = None
-    events: CudaEvents = field(default_factory=list)
+    hurries: bool = False
 
 
 class Capturer:
@@ -73,9 +75,10 @@ class Capturer:
         self._kept: _Job | None = None  # the last one for which a capture was asked to be given up
         self._stale = True  # the slots must be asked for, again after each attachment
         self._refused: CapturePlan | None = None
+        self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
         self._plan: CapturePlan | None = None
-        self._volatile: set[str] = set()
+        self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
         self._on_complete: Callable[[str, Version], None] = lambda path, version: None
         self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
 
@@ -83,6 +86,12 @@ class Capturer:
     def watermark(self) -> Version | None:
         """The newest committed generation and step that this rank heard of."""
         return self._watermark
+
+    @property
+    def reads(self) -> bool:
+        """Whether a capture reads live tensors, or waits for a slot and then will."""
+        job = self._job
+        return job is not None and job.phase < _Phase.RELEASED
 
     def meets(self, step: int) -> bool:
         """Tell whether `step` is one that ranks which had to give a capture up have agreed to capture."""
@@ -119,8 +128,13 @@ class Capturer:
         self._on_complete = on_complete or self._on_complete
         self._thread.start()
 
-    def submit(self, step: int, state: TrainingState) -> None:
-        """Begin the capture of `state` after `step` steps; what only an optimizer changes is copied later.
+    def submit(self, step: int, state: TrainingState, *, eager: bool = False) -> None:
+        """Begin the capture of `state` as it is now, after `step` steps; large leaves are read later, and verified.
+
+        Args:
+            step: Completed steps.
+            state: What to capture.
+            eager: Whether all of it is copied at once.
 
         Raises:
             StateError: The state holds something that cannot be captured.
@@ -129,23 +143,34 @@ class Capturer:
         self.release()
         self._raise_failure()
         flat = state.flatten()
-        if self._plan is None or not self._plan.matches(flat):
-            self._plan = CapturePlan(flat, state.owned_storages(), self._volatile)
+        plan = self._plan  # the capture thread takes it away when a capture is discarded
+        if plan is None or not plan.matches(flat):
+            plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
         with self._changed:
             self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
-        job = _Job(step=step, node=flat.node, plan=self._plan, staged=self._plan.stage(flat))
+        job = _Job(step=step, node=flat.node, plan=plan, staged=plan.stage(flat))
         with self._changed:
             self._job = job
             if self._idle and not self._must_allocate(job):
                 # Claimed at once, so that a training step shorter than a thread switch is captured all the same.
                 self._claim(job)
             self._changed.notify_all()
-            if not self._slots.slots:
-                # Every rank waits once for its memory, so that all of them begin with the capture of the same step.
-                self._changed.wait_for(
-                    lambda: job.phase is not _Phase.PENDING or job.plan is self._refused, _ALLOCATE_S
-                )
+            self._await_slots(job)
         self._raise_failure()
+
+    def _await_slots(self, job: _Job) -> None:
+        """Wait for the first slots, so that all ranks begin with the same step; shorter for larger ones in their place.
+
+        A state that grows with every step would else never have slots before the step after it.
+        """
+        first = not self._slots.slots
+        if not first and (not self._outgrown(job) or self._patience_spent):
+            return
+        arrived = self._changed.wait_for(
+            lambda: job.phase is not _Phase.PENDING or job.plan is self._refused, _ALLOCATE_S if first else _GROW_S
+        )
+        # A daemon that is away must not stop every step.
+        self._patience_spent = not arrived
 
     def release(self) -> None:
         """Return when live tensors may be changed: wait for a copy under way, give up one that has not begun."""
@@ -155,9 +180,8 @@ class Capturer:
                 return
             if job.phase is _Phase.PENDING:
                 self._skip(job)
+            job.hurries = True
             self._changed.wait_for(lambda: job.phase >= _Phase.RELEASED)
-        for device, event in job.events:
-            torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the newest submitted step is captured, waiting up to `timeout_s` for it.
@@ -248,11 +272,13 @@ class Capturer:
         return None
 
     def _must_allocate(self, job: _Job) -> bool:
-        fits = self._slots.fits(0, job.plan.layout.payload_bytes)
-        return job.plan is not self._refused and (self._stale or not fits)
+        return job.plan is not self._refused and (self._stale or self._outgrown(job))
+
+    def _outgrown(self, job: _Job) -> bool:
+        return not self._slots.fits(len(job.plan.tensors), job.plan.layout.payload_bytes)
 
     def _claim(self, job: _Job) -> None:
-        if self._slots.fits(0, job.plan.layout.payload_bytes):
+        if not self._outgrown(job):
             job.target = self._slots.free(job.step, self._watermark)
         if job.target is not None:
             job.phase = _Phase.COPYING
@@ -264,22 +290,10 @@ class Capturer:
         self._changed.notify_all()
 
     def _allocate(self, job: _Job) -> None:
-        manifest_bytes = len(encode(job.plan.tensors, job.node))
-        payload_bytes = job.plan.layout.payload_bytes
-        if self._slots.fits(manifest_bytes, payload_bytes):
-            first = self._slots.slots[0].slot
-            payload_offset, capacity_bytes = first.payload_offset, first.capacity_bytes
-        else:
-            payload_offset, capacity_bytes = plan_layout(
-                manifest_bytes, payload_bytes, preferred_offset=self._preferred_offset
-            )
         with self._changed:
             self._stale = False
         try:
-            answer = self._link.request(
-                "allocate", timeout_s=_ALLOCATE_S, capacity_bytes=capacity_bytes, payload_offset=payload_offset
-            )
-            slots = self._slots.map(answer["paths"], pin=bool(job.plan.devices))
+            slots = self._slots.map(self._ask_slots(job), pin=bool(job.plan.devices))
         except (CheckpointError, OSError) as error:
             self._refuse(job, error)
             return
@@ -289,6 +303,28 @@ class Capturer:
             if mapped.held is not None and mapped.held[0] == self._env.generation:
                 # The daemon may have missed it while it was away.
                 self._announce(mapped)
+
+    def _ask_slots(self, job: _Job) -> list[str]:
+        """Return the paths of slots that the daemon has for captures like `job`."""
+        manifest_bytes = len(encode(job.plan.tensors, job.node))
+        payload_bytes = job.plan.layout.payload_bytes
+        if self._slots.fits(manifest_bytes, payload_bytes):
+            first = self._slots.slots[0].slot
+            return self._lend(first.payload_offset, first.capacity_bytes)
+        if self._slots.slots:
+            # A state that has grown may go on with it. Half as much again keeps the number of moves small.
+            try:
+                return self._lend(*plan_layout(manifest_bytes * 3 // 2, payload_bytes * 3 // 2))
+            except MemoryBudgetError:
+                _log.info("no room for slots that are larger than step %d needs", job.step)
+        return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=self._preferred_offset))
+
+    def _lend(self, payload_offset: int, capacity_bytes: int) -> list[str]:
+        answer = self._link.request(
+            "allocate", timeout_s=_ALLOCATE_S, capacity_bytes=capacity_bytes, payload_offset=payload_offset
+        )
+        paths: list[str] = answer["paths"]
+        return paths
 
     def _give_up(self, job: _Job) -> None:
         mapped = self._slots.to_give_up(job.step, self._watermark)
@@ -329,16 +365,16 @@ class Capturer:
             return
         target.held = None
         target.slot.begin()
-        checksums = self._copier.copy(
+        copied = self._copier.copy(
             plan,
             job.staged,
             target,
-            on_released=lambda events: self._advance(job, _Phase.RELEASED, events),
-            on_copied=lambda: self._advance(job, _Phase.COPIED, job.events),
+            hurries=lambda: job.hurries,
+            on_released=lambda: self._advance(job, _Phase.RELEASED),
+            on_copied=lambda: self._advance(job, _Phase.COPIED),
         )
-        torn = plan.changed(job.staged)
-        if torn:
-            self._discard(job, torn)
+        if copied.changed is not None:
+            self._discard(job, copied.changed)
             return
         target.slot.publish(
             run_id=self._env.run_id,
@@ -349,25 +385,28 @@ class Capturer:
             step=job.step,
             payload_bytes=plan.layout.payload_bytes,
             manifest=manifest,
-            checksums=checksums,
+            checksums=copied.checksums,
         )
         target.held = (self._env.generation, job.step)
         self._announce(target)
         self.stats.captures += 1
         self.stats.bytes += plan.layout.payload_bytes
         self.stats.capture_s += time.monotonic() - started_s
-        self._advance(job, _Phase.COMPLETE, job.events)
+        self._advance(job, _Phase.COMPLETE)
 
-    def _discard(self, job: _Job, torn: list[str]) -> None:
+    def _discard(self, job: _Job, changed: str) -> None:
+        name = object_name(changed)
         _log.warning(
-            "step %d was not captured: %s changed between step() and the optimizer's next step; "
-            "from now on it is copied inside step()",
+            "step %d was not captured: %s changed while it was being copied behind training; "
+            "from now on all of %r is copied inside step()",
             job.step,
-            ", ".join(torn[:5]),
+            changed,
+            name,
         )
         with self._changed:
-            self._volatile.update(torn)
+            self._eager.add(name)
             self._plan = None
+            self.stats.discarded += 1
             self._skip(job)
 
     def _announce(self, mapped: MappedSlot) -> None:
@@ -376,9 +415,9 @@ class Capturer:
         self._link.notify("complete", path=str(mapped.slot.path), generation=generation, step=step)
         self._on_complete(str(mapped.slot.path), mapped.held)
 
-    def _advance(self, job: _Job, phase: _Phase, events: CudaEvents) -> None:
+    def _advance(self, job: _Job, phase: _Phase) -> None:
         with self._changed:
-            job.phase, job.events = phase, events
+            job.phase = phase
             self._changed.notify_all()
 
 

@@ -1,6 +1,7 @@
 """The trainer's side of resilient-run, in three calls: `Checkpointer(…)`, `restore()`, and `step()` after each step."""
 
 import atexit
+import functools
 import os
 import time
 import warnings
@@ -257,13 +258,36 @@ class Checkpointer:
         if self._pace is not None:
             self._pace.on_message(message)
 
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._capturer is None or os.getpid() != self._pid:
-            return
-        if any(optimizer is mine for mine in self._state.optimizers):
-            started_s = time.monotonic()
-            self._capturer.release()
-            self._capturer.stats.stall_s += time.monotonic() - started_s
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let the copy under way end before any optimizer changes what it reads; with a closure, after that has run.
+
+        Which optimizer it is does not matter: captures are right also where nothing waits, but then they fail.
+        """
+        if self._capturer is None or os.getpid() != self._pid or not self._capturer.reads:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._release()
+            return None
+
+        @functools.wraps(closure)
+        def released(*closure_args: Any, **closure_kwargs: Any) -> Any:
+            try:
+                return closure(*closure_args, **closure_kwargs)
+            finally:
+                self._release()
+
+        if len(args) > 1:
+            return (args[0], released, *args[2:]), kwargs
+        return args, {**kwargs, "closure": released}
+
+    def _release(self) -> None:
+        assert self._capturer is not None
+        started_s = time.monotonic()
+        self._capturer.release()
+        self._capturer.stats.stall_s += time.monotonic() - started_s
 
     def _load_slot(self, path: str, capturer: Capturer) -> None:
         slot = Slot.open(path, writable=True)

@@ -1,12 +1,15 @@
-"""Copying a state into a slot: what is copied at once, what while training goes on, and the checksums on the way.
+"""Copying a state into a slot behind training, with a proof that what was copied is what `step()` saw.
 
-Parameters and optimizer state change only in the optimizer's step, so they are read *live*, behind the next forward and
-backward. Everything else may change at any moment after `step()` and is *staged* there: copied into host memory.
+`CapturePlan.stage` runs inside `step()`. It copies small leaves, and takes a *fingerprint* of large ones: the XXH3-64
+of each of their pieces. `Copier.copy` reads the large ones later, while training goes on, and believes no byte of them
+before what arrived in the slot has that fingerprint. Whoever wrote to them meanwhile, by whatever means, makes the
+fingerprints differ, and the capture is given up.
 """
 
 import ctypes
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
@@ -20,23 +23,54 @@ from .slots import MappedSlot
 from .tree import Flattener, Leaf, leaf_paths
 
 _SMALL_BYTES: Final = 64 << 10
+"""Leaves up to this are copied inside `step()`: that takes no longer than a fingerprint and its bookkeeping."""
 
 CudaEvents = list[tuple[torch.device, torch.cuda.Event]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Staged:
-    """One state, ready to be copied.
+class _Piece:
+    """The payload bytes from `start` to `end`, within one chunk.
 
     Attributes:
-        sources: For each leaf the live tensor or the staged copy.
-        versions: For each live leaf its version counter; a different one later means that it was changed.
-        ready: Per CUDA device in use, the event after which the sources are right.
+        leaf: Index of the live leaf that they are part of, None if they are staged.
+        offset: Where they begin in that leaf, or in the staging memory.
     """
 
-    sources: list[torch.Tensor]
-    versions: list[int]
+    start: int
+    end: int
+    leaf: int | None
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """One state at the moment of its `step()`, ready to be copied.
+
+    Attributes:
+        live: The live leaves by index; they stay allocated as long as this refers to them.
+        addresses: Where each of them was, by index.
+        fingerprints: One XXH3-64 per piece of a live leaf, in the order of the pieces.
+        ready: Per CUDA device in use, the event after which the staged copies are right.
+    """
+
+    live: dict[int, torch.Tensor]
+    addresses: dict[int, int]
+    fingerprints: list[int]
     ready: CudaEvents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """What `Copier.copy` made.
+
+    Attributes:
+        checksums: The XXH3-64 of each chunk; meaningless if a leaf changed.
+        changed: The path of a live leaf that is not what it was in `step()`, None if all are.
+    """
+
+    checksums: npt.NDArray[np.uint64]
+    changed: str | None
 
 
 class CapturePlan:
@@ -46,40 +80,58 @@ class CapturePlan:
         specs: What each leaf takes.
         layout: Where it lies in the payload.
         tensors: The tensors' part of the manifest, encoded.
-        live: Indices of the live leaves; the other ones are staged.
+        paths: The dotted path of each leaf, by index.
+        live: Indices of the leaves that are read behind training; the other ones are staged.
+        chunks: The pieces of each chunk of the payload.
+        whole: Of each chunk, whether it is one piece of a live leaf, whose fingerprint is then its checksum.
+        devices: The CUDA devices that hold leaves.
     """
 
-    def __init__(self, flat: Flattener, owned: Collection[int], volatile: Collection[str]) -> None:
+    def __init__(self, flat: Flattener, *, eager: Collection[str] = ()) -> None:
         """Plan captures of the structure of `flat`.
 
         Args:
             flat: A flattened state.
-            owned: Addresses of the storages that only a registered optimizer changes.
-            volatile: Paths that were seen to change between steps all the same.
+            eager: Names of registered objects of which every leaf is staged; "*" stands for all of them.
         """
         self.specs = flat.specs()
         self.layout = plan_payload(self.specs)
         self.tensors = encode_tensors(self.specs, self.layout)
-        self._keys = flat.keys
-        self._paths = {index: path.removeprefix("objects.") for path, index in leaf_paths(flat.node).items()}
+        self.paths = {index: path.removeprefix("objects.") for path, index in leaf_paths(flat.node).items()}
         self.live = [
             index
             for index, leaf in enumerate(flat.leaves)
-            if _may_be_live(leaf, owned) and self._paths[index] not in volatile
+            if self.specs[index].nbytes > _SMALL_BYTES
+            and is_plain(leaf)
+            and "*" not in eager
+            and object_name(self.paths[index]) not in eager
         ]
-        self._addresses = [_tensor(flat.leaves[index]).data_ptr() for index in self.live]
-        self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
-        self._make_staging(set(range(len(self.specs))) - set(self.live))
+        self.devices = sorted({leaf.device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
+        self._keys = flat.keys
+        self._staging: dict[int, torch.Tensor] = {}
+        self._staging_address = 0
+        self.chunks: list[list[_Piece]] = [[] for _ in range(chunk_count(self.layout.payload_bytes))]
+        self._cut()
+        ends = [
+            min(end, self.layout.payload_bytes)
+            for end in range(CHUNK_BYTES, CHUNK_BYTES * (len(self.chunks) + 1), CHUNK_BYTES)
+        ]
+        self.whole = [
+            len(pieces) == 1
+            and pieces[0].leaf is not None
+            and (pieces[0].start, pieces[0].end) == (index * CHUNK_BYTES, end)
+            for index, (pieces, end) in enumerate(zip(self.chunks, ends, strict=True))
+        ]
 
     def matches(self, flat: Flattener) -> bool:
-        """Tell whether `flat` has the planned structure, with the live leaves where they were."""
-        return flat.keys == self._keys and self._addresses == [
-            _tensor(flat.leaves[index]).data_ptr() for index in self.live
-        ]
+        """Tell whether `flat` has the planned structure, and its live leaves can be read as they lie in memory."""
+        return flat.keys == self._keys and all(is_plain(flat.leaves[index]) for index in self.live)
 
     def stage(self, flat: Flattener) -> Staged:
-        """Copy the staged leaves of `flat`; CUDA copies are only put on the current streams."""
-        sources: list[Any] = list(flat.leaves)
+        """Copy the staged leaves of `flat` and take the fingerprints of the live ones.
+
+        CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
+        """
         for index, staging in self._staging.items():
             leaf = flat.leaves[index]
             if isinstance(leaf, torch.Tensor):
@@ -88,39 +140,67 @@ class CapturePlan:
                 np.ndarray(leaf.shape, dtype=leaf.dtype, buffer=staging.numpy())[...] = leaf
             else:
                 staging.numpy()[:] = np.frombuffer(leaf, dtype=np.uint8)
-            sources[index] = staging
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in self.devices]
-        versions = [sources[index]._version for index in self.live]
-        return Staged(sources=sources, versions=versions, ready=ready)
+        live = {index: _tensor(flat.leaves[index]) for index in self.live}
+        addresses = {index: leaf.data_ptr() for index, leaf in live.items()}
+        views = {index: _memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
+        fingerprints = [
+            xxhash.xxh3_64_intdigest(views[piece.leaf][piece.offset : piece.offset + piece.end - piece.start])
+            for pieces in self.chunks
+            for piece in pieces
+            if piece.leaf is not None
+        ]
+        return Staged(live=live, addresses=addresses, fingerprints=fingerprints, ready=ready)
 
-    def changed(self, staged: Staged) -> list[str]:
-        """Return the paths of live leaves that were changed since they were staged: their copies are torn."""
-        pairs = zip(self.live, staged.versions, strict=True)
-        return [self._paths[index] for index, version in pairs if staged.sources[index]._version != version]
+    def staged_address(self, piece: _Piece) -> int:
+        """Return where the staged bytes of `piece` are."""
+        return self._staging_address + piece.offset
 
-    def _make_staging(self, indices: Collection[int]) -> None:
-        specs = [self.specs[index] for index in sorted(indices)]
-        layout = plan_payload(specs)
-        buffer = torch.empty(layout.payload_bytes, dtype=torch.uint8, pin_memory=bool(self.devices))
-        self._staging = {}
-        for index, spec, offset in zip(sorted(indices), specs, layout.offsets, strict=True):
-            data = buffer[offset : offset + spec.nbytes]
-            if spec.kind == "torch":
-                dtype = getattr(torch, spec.dtype)
-                data = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
-            self._staging[index] = data
+    def _cut(self) -> None:
+        """Cut the payload into pieces, and make staging memory that mirrors each run of staged leaves with its gaps."""
+        live = set(self.live)
+        filled = [index for index, spec in enumerate(self.specs) if spec.nbytes]
+        ends = {index: self.layout.offsets[index] + self.specs[index].nbytes for index in filled}
+        staged: list[tuple[int, list[int]]] = []
+        staging_bytes = 0
+        for is_live, group in groupby(filled, key=live.__contains__):
+            run = list(group)
+            if is_live:
+                for index in run:
+                    self._add(self.layout.offsets[index], ends[index], index, 0)
+                continue
+            start = self.layout.offsets[run[0]]
+            self._add(start, ends[run[-1]], None, staging_bytes)
+            staged.append((staging_bytes - start, run))
+            # As aligned as the payload, so that every leaf can be viewed as its dtype.
+            staging_bytes += -(-(ends[run[-1]] - start) // 64) * 64
+        buffer = torch.zeros(staging_bytes, dtype=torch.uint8, pin_memory=bool(self.devices))
+        self._staging_address = buffer.data_ptr()
+        for shift, run in staged:
+            for index in run:
+                spec, start = self.specs[index], self.layout.offsets[index] + shift
+                data = buffer[start : start + spec.nbytes]
+                is_torch = spec.kind == "torch"
+                self._staging[index] = data.view(getattr(torch, spec.dtype)).view(spec.shape) if is_torch else data
+
+    def _add(self, start: int, end: int, leaf: int | None, offset: int) -> None:
+        while start < end:
+            chunk = start // CHUNK_BYTES
+            stop = min(end, (chunk + 1) * CHUNK_BYTES)
+            self.chunks[chunk].append(_Piece(start=start, end=stop, leaf=leaf, offset=offset))
+            offset += stop - start
+            start = stop
 
 
 class Copier:
     """Copies staged states into slots and computes the chunk checksums, in the thread that calls it."""
 
     def __init__(self) -> None:
-        """Prepare the copy functions; CUDA streams are made when they are needed."""
+        """Prepare the copy functions."""
         # Large copies run without the interpreter lock. Small ones keep it: giving it up and taking it again would
         # cost more than the copy, and up to a switch interval when the training thread runs Python.
         self._copy_large = _memmove(ctypes.CDLL(None))
         self._copy_small = _memmove(ctypes.PyDLL(None))
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(
         self,
@@ -128,99 +208,98 @@ class Copier:
         staged: Staged,
         target: MappedSlot,
         *,
-        on_released: Callable[[CudaEvents], None],
+        hurries: Callable[[], bool],
+        on_released: Callable[[], None],
         on_copied: Callable[[], None],
-    ) -> npt.NDArray[np.uint64]:
-        """Copy `staged` into `target`, which is marked WRITING, and return the XXH3-64 of each chunk.
+    ) -> Copied:
+        """Copy `staged` into `target`, which is marked WRITING, as far as it is what `step()` saw.
 
         Args:
             plan: The plan that made `staged`.
             staged: What to copy.
             target: Where to.
-            on_released: Called once the live tensors may be changed by work that waits for the given events.
+            hurries: Tells whether somebody waits for `on_released`: then what need not happen before it is put off.
+            on_released: Called once no live leaf is read any more.
             on_copied: Called once the staged copies may be overwritten.
         """
-        target.shape(plan.specs, plan.layout)
-        if plan.devices:
-            return self._copy_from_devices(plan, staged, target, on_released, on_copied)
-        checksums = self._copy_and_hash(plan, staged, target)
-        on_released([])
+        target.zero_gaps(plan.specs, plan.layout)
+        size = plan.layout.payload_bytes
+        payload = target.slot.buffer[target.slot.payload_offset : target.slot.payload_offset + size]
+        checksums = np.zeros(len(plan.chunks), dtype=np.uint64)
+        changed = self._copy_live(plan, staged, target.address, payload, checksums, hurries, on_released)
+        for _, ready in staged.ready:
+            ready.synchronize()
+        if changed is None:
+            for pieces in plan.chunks:
+                for piece in pieces:
+                    if piece.leaf is None:
+                        self._move(target.address + piece.start, plan.staged_address(piece), piece.end - piece.start)
         on_copied()
-        return checksums
+        for chunk in range(len(plan.chunks)):
+            if changed is None and not plan.whole[chunk]:
+                checksums[chunk] = xxhash.xxh3_64_intdigest(payload[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
+        return Copied(checksums=checksums, changed=None if changed is None else plan.paths[changed])
 
-    def _copy_from_devices(
+    def _copy_live(
         self,
         plan: CapturePlan,
         staged: Staged,
-        target: MappedSlot,
-        on_released: Callable[[CudaEvents], None],
-        on_copied: Callable[[], None],
-    ) -> npt.NDArray[np.uint64]:
-        live = set(plan.live)
-        copied: CudaEvents = []
-        for device, ready in staged.ready:
-            stream = self._stream(device)
-            stream.wait_event(ready)
-            with torch.cuda.stream(stream):
-                for index in plan.live:
-                    if staged.sources[index].device == device:
-                        target.views[index].copy_(staged.sources[index].detach(), non_blocking=True)
-            copied.append((device, stream.record_event()))
-        for index in plan.live:
-            if staged.sources[index].is_cpu:
-                self._copy_leaf(plan, staged, target, index)
-        on_released(copied)
-        for _, ready in staged.ready:
-            ready.synchronize()
-        for index in range(len(plan.specs)):
-            if index not in live:
-                self._copy_leaf(plan, staged, target, index)
-        on_copied()
-        for _, event in copied:
-            event.synchronize()
-        buffer = target.slot.buffer[target.slot.payload_offset :]
-        size = plan.layout.payload_bytes
-        return np.array([_checksum(buffer, start, size) for start in range(0, size, CHUNK_BYTES)], dtype=np.uint64)
+        target: int,
+        payload: memoryview,
+        checksums: npt.NDArray[np.uint64],
+        hurries: Callable[[], bool],
+        on_released: Callable[[], None],
+    ) -> int | None:
+        """Copy the live leaves and verify what arrived; return the first that changed, if any."""
+        put_off: list[tuple[int, _Piece, int]] = []
 
-    def _copy_leaf(self, plan: CapturePlan, staged: Staged, target: MappedSlot, index: int) -> None:
-        source, size = staged.sources[index], plan.specs[index].nbytes
-        if size and _is_plain(source):
-            self._move(target.address + plan.layout.offsets[index], source.data_ptr(), size)
-        elif size:
-            target.views[index].copy_(source.detach())
+        def differs(chunk: int, piece: _Piece, fingerprint: int) -> bool:
+            checksums[chunk] = digest = xxhash.xxh3_64_intdigest(payload[piece.start : piece.end])
+            return digest != fingerprint
 
-    def _copy_and_hash(self, plan: CapturePlan, staged: Staged, target: MappedSlot) -> npt.NDArray[np.uint64]:
-        # Chunk by chunk, so that a chunk is hashed while it is still in the processor's cache.
-        size = plan.layout.payload_bytes
-        checksums = np.empty(chunk_count(size), dtype=np.uint64)
-        buffer = target.slot.buffer[target.slot.payload_offset :]
-        index, done = 0, 0
-        for chunk in range(len(checksums)):
-            end = min((chunk + 1) * CHUNK_BYTES, size)
-            while index < len(plan.specs) and plan.layout.offsets[index] + done < end:
-                offset, total = plan.layout.offsets[index], plan.specs[index].nbytes
-                source = staged.sources[index]
-                if _is_plain(source):
-                    part = min(total - done, end - offset - done)
-                    self._move(target.address + offset + done, source.data_ptr() + done, part)
-                    done += part
-                elif total:
-                    if not done:
-                        target.views[index].copy_(source.detach())
-                    done = min(total, end - offset)
-                if done < total:
-                    break
-                index, done = index + 1, 0
-            checksums[chunk] = _checksum(buffer, chunk * CHUNK_BYTES, size)
-        return checksums
+        changed: int | None = None
+        expected = iter(staged.fingerprints)
+        for chunk, pieces in enumerate(plan.chunks):
+            for piece in pieces:
+                if piece.leaf is None or changed is not None:
+                    continue
+                fingerprint, address = next(expected), staged.addresses[piece.leaf]
+                if staged.live[piece.leaf].data_ptr() != address:
+                    changed = piece.leaf  # its memory may be gone
+                    continue
+                self._move(target + piece.start, address + piece.offset, piece.end - piece.start)
+                # While it is in the processor's cache, unless training waits.
+                if hurries():
+                    put_off.append((chunk, piece, fingerprint))
+                elif differs(chunk, piece, fingerprint):
+                    changed = piece.leaf
+        on_released()
+        if changed is None:
+            changed = next((piece.leaf for chunk, piece, digest in put_off if differs(chunk, piece, digest)), None)
+        return changed
 
     def _move(self, target: int, source: int, size: int) -> None:
         (self._copy_large if size > _SMALL_BYTES else self._copy_small)(target, source, size)
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+
+def object_name(path: str) -> str:
+    """Return the name of the registered object that the leaf at `path` belongs to."""
+    return path.partition(".")[0]
+
+
+def is_plain(leaf: Leaf) -> bool:
+    """Tell whether a leaf's memory on the host is, byte for byte, what the slot shall hold."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.is_cpu
+        and leaf.is_contiguous()
+        and not leaf.is_conj()
+        and not leaf.is_neg()
+    )
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address))
 
 
 def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], Any]:
@@ -230,26 +309,8 @@ def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], Any]:
     return function
 
 
-def _checksum(payload: memoryview, start: int, size: int) -> int:
-    return xxhash.xxh3_64_intdigest(payload[start : min(start + CHUNK_BYTES, size)])
-
-
-def _may_be_live(leaf: Leaf, owned: Collection[int]) -> bool:
-    return (
-        isinstance(leaf, torch.Tensor)
-        and (leaf.is_cpu or leaf.is_cuda)
-        and not leaf.is_inference()
-        and leaf.untyped_storage().data_ptr() in owned
-    )
-
-
 def _is_cuda(leaf: Leaf) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor's memory is what the slot shall hold."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _tensor(leaf: Leaf) -> torch.Tensor:

@@ -317,7 +317,7 @@ class _Rank(Checkpointer):
         self._capturer.wait(_CAPTURE_S)
         self._step, self._tree = step, None
         self._link.notify("progress", step=step)
-        self._capturer.submit(step, _Given(state))
+        self._capturer.submit(step, _Given(state), eager=True)
         if self._exchange is not None:
             self._exchange.begins(step)
 
@@ -337,7 +337,7 @@ class _Rank(Checkpointer):
 
 
 class _Given(TrainingState):
-    """A state dict. No optimizer is known to be the only one that changes it, so a capture copies all at once."""
+    """A state dict."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__({}, rng=False)

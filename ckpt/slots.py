@@ -27,8 +27,7 @@ class MappedSlot:
         payload: Its payload area, uint8.
         address: Where the payload begins in this process.
         held: Generation and step of what it holds complete, or None.
-        layout: The layout that `views` has, and for which the gaps are zero.
-        views: The tensors of `layout` in the payload.
+        layout: The layout for which the gaps between tensors are zero.
     """
 
     def __init__(self, path: str, env: TrainerEnv, *, pin: bool) -> None:
@@ -43,7 +42,6 @@ class MappedSlot:
         self.address = self.payload.data_ptr()
         self.held = _held(self.slot, env)
         self.layout: Layout | None = None
-        self.views: list[torch.Tensor] = []
         self._identity = _identity(path)
         self._pinned_at = 0
         if pin:
@@ -54,19 +52,14 @@ class MappedSlot:
         """Tell whether `path` is still the file that is mapped here."""
         return _identity(path) == self._identity
 
-    def shape(self, specs: Sequence[TensorSpec], layout: Layout) -> None:
-        """Make `views` for `layout`, and zero the gaps; the slot must be marked WRITING."""
+    def zero_gaps(self, specs: Sequence[TensorSpec], layout: Layout) -> None:
+        """Zero the bytes between tensors of `layout`; the slot must be marked WRITING."""
         if layout is self.layout:
             return
-        self.views = []
         end = 0
         for spec, offset in zip(specs, layout.offsets, strict=True):
             self.payload[end:offset] = 0
             end = offset + spec.nbytes
-            data = self.payload[offset:end]
-            if spec.kind == "torch" and spec.nbytes:
-                data = data.view(getattr(torch, spec.dtype)).view(spec.shape)
-            self.views.append(data)
         self.layout = layout
 
     def close(self) -> None:
@@ -74,7 +67,6 @@ class MappedSlot:
         if self._pinned_at:
             _check_cuda(_cudart().cudaHostUnregister(self._pinned_at))
             self._pinned_at = 0
-        self.views = []
         del self.payload
         self.slot.close()
 

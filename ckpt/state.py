@@ -64,14 +64,6 @@ class TrainingState:
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
 
-    def owned_storages(self) -> set[int]:
-        """Return the addresses of storages that only a registered optimizer changes: its parameters and state."""
-        owned = [parameter for optimizer in self.optimizers for parameter in _parameters(optimizer)]
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                owned += [item for item in state.values() if isinstance(item, torch.Tensor)]
-        return {_local(tensor).untyped_storage().data_ptr() for tensor in owned}
-
     def estimate_bytes(self) -> int:
         """Return the bytes of a capture, counting two tensors per parameter for an optimizer that has no state yet."""
         now_bytes = sum(spec.nbytes for spec in self.flatten().specs())

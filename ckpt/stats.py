@@ -11,7 +11,8 @@ class CaptureStats:
         stall_s: Seconds that the training thread spent in `step()` and waiting before optimizer steps.
         capture_s: Seconds that the capture thread spent copying and hashing.
         captures: Complete captures.
-        skipped: Steps that were not captured.
+        skipped: Steps that were not captured, the discarded ones included.
+        discarded: Captures that were given up because something changed the state while it was being copied.
         bytes: Payload bytes of all complete captures.
     """
 
@@ -19,4 +20,5 @@ class CaptureStats:
     capture_s: float = 0.0
     captures: int = 0
     skipped: int = 0
+    discarded: int = 0
     bytes: int = 0
