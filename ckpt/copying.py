@@ -106,7 +106,7 @@ class CapturePlan:
             and "*" not in eager
             and object_name(self.paths[index]) not in eager
         ]
-        self.devices = sorted({leaf.device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
+        self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
         self._keys = flat.keys
         self._staging: dict[int, torch.Tensor] = {}
         self._staging_address = 0
