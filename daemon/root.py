@@ -13,9 +13,9 @@ from .decide import Break, Decision, FallBack, Note, PutInQuarantine, Replace, S
 from .etcd import Etcd, EtcdUnavailable
 from .operator import Operator, Request
 from .policy import RootPolicy
-from .root_state import DECISIONS_KEY, FAILURES_KEY, RootState
+from .root_state import COMMITTED_KEY, DECISIONS_KEY, FAILURES_KEY, RootState
 from .root_view import Failure, RootView
-from .rounds import CLOSED_TTL_S, Pair
+from .rounds import CLOSED_TTL_S, Pair, is_import
 from .slots import JobSlots
 from .view import JobView
 
@@ -191,6 +191,8 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
                 kind = "fall_back"
                 guarded.append("ckpt/fence")
                 puts["ckpt/watermark"] = {"generation": pair[0], "step": pair[1]}
+                if is_import(pair):
+                    puts[COMMITTED_KEY] = {"world_size": None}
             case Break(kind=cause, host=host, rank=rank):
                 kind, hosts = "break", [host] if host else []
                 failure = Failure(
