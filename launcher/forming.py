@@ -35,10 +35,8 @@ def standby(view: View, max_nodes: int, now_unix_s: float) -> Decision | None:
     number = view.generation
     if view.round is None or view.bound is None or len(view.round.members) >= max_nodes:
         return Decision(members=None, reason=f"generation {number} is full: waiting as a standby")
-    reason = (
-        f"generation {number} keeps its {view.bound} rank(s), because no other number can restore what is committed"
-    )
-    return Decision(members=None, reason=f"{reason}: waiting as a standby", notable=True)
+    why = f"no number of ranks but {view.bound} can restore what is committed, so generation {number} does not grow"
+    return Decision(members=None, reason=f"{why}: waiting as a standby", notable=True)
 
 
 def next_round(
@@ -104,14 +102,12 @@ def _same_size(
     if _ranks(ranked) != bound:
         ranked = assign_ranks(before, _fitting(bound, before, lost, ready, max_nodes), max_nodes)
     if _ranks(ranked) == bound and len(ranked) >= min_nodes:
-        return Decision(members=ranked, reason=f"the {bound} rank(s) that can restore what is committed are ready")
+        return Decision(members=ranked, reason=f"{bound} ranks are ready to restore what is committed")
     if len(ready) >= max_nodes and len(lost) <= max(0, len(before) - max_nodes):
         # Whoever may still come changes nothing: the script refuses the state, and says with what it can go on.
         return Decision(members=assign_ranks(before, ready, max_nodes), reason=f"{max_nodes} hosts are ready")
-    reason = (
-        f"{_ranks(ranked)} of the {bound} rank(s) are ready that can restore what is committed, and no other number"
-    )
-    return Decision(members=None, reason=f"{reason} can{missing}: waiting for a host", wait_s=_REMIND_S, notable=True)
+    why = f"{_ranks(ranked)} of {bound} ranks are ready, and no other number can restore what is committed"
+    return Decision(members=None, reason=f"{why}: waiting for a host{missing}", wait_s=_REMIND_S, notable=True)
 
 
 def _fitting(
