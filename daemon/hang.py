@@ -43,6 +43,7 @@ class _Rank:
         step: Its last step, None before the first.
         since_s: When that was (monotonic), later by what time stood still since.
         life_s: The same for any sign of life.
+        still_s: When that step was (monotonic), whatever came after it.
         heard_s: When it was last heard to make collectives.
         restoring: It waits for its state.
         paused_s: When it began to pause, None while it does not.
@@ -55,6 +56,7 @@ class _Rank:
     step: int | None = None
     since_s: float
     life_s: float
+    still_s: float
     heard_s: float = -math.inf
     restoring: bool = False
     paused_s: float | None = None
@@ -142,7 +144,7 @@ class HangDetector:
             self._now = _Generation(number=generation)
         self._now.finished.discard(rank)
         now_s = self._clock()
-        self._now.ranks[rank] = _Rank(pid=pid, since_s=now_s, life_s=now_s)
+        self._now.ranks[rank] = _Rank(pid=pid, since_s=now_s, life_s=now_s, still_s=now_s)
 
     def restoring(self, rank: int) -> None:
         """Do not watch `rank` while it waits for its state."""
@@ -153,7 +155,7 @@ class HangDetector:
         """Watch `rank`, which has the state after `step`, again."""
         if (watched := self._now.ranks.get(rank)) is not None:
             watched.restoring, watched.began = False, step
-            watched.since_s = self._clock()
+            watched.since_s = watched.still_s = self._clock()
             watched.live(watched.since_s)
 
     def paused(self, rank: int, limit_s: float | None) -> None:
@@ -200,7 +202,7 @@ class HangDetector:
         if watched.step is not None and taught and now_s - self._checked_s <= _BLIND_S:
             self._now.intervals += 1
             self._now.longest_s = max(self._now.longest_s, now_s - watched.since_s)
-        watched.step, watched.since_s, watched.restoring = step, now_s, False
+        watched.step, watched.since_s, watched.still_s, watched.restoring = step, now_s, now_s, False
         watched.live(now_s)
         self._now.first_step = step if self._now.first_step is None else self._now.first_step
         self._now.newest_step = max(self._now.newest_step, step)
@@ -220,6 +222,8 @@ class HangDetector:
         overlooked: bool = False,
     ) -> Observation | None:
         """Return the hang of `generation`, the same one until progress resumes or the generation is over; else None.
+
+        What would be a hang if ranks gave no signs of life is returned as well, with severity "info".
 
         Args:
             generation: The present one.
@@ -244,7 +248,7 @@ class HangDetector:
             self._now.hang = None
         elif self._now.hang is None:
             self._now.hang = self._judge(late, own_ranks, state_of, now_s, elsewhere)
-        return self._now.hang
+        return self._now.hang or (self._excused(now_s, elsewhere) if watches else None)
 
     def _life(self, state_of: Callable[[int], str], now_s: float, *, shared: bool = False) -> str:
         """Return whether a rank of this host pauses or makes collectives; `shared`: for long enough to tell others."""
@@ -290,6 +294,33 @@ class HangDetector:
             if not late:
                 return None
         return self._describe(late, culprits, certain, state_of, now_s)
+
+    def _excused(self, now_s: float, elsewhere: str) -> Observation | None:
+        """Return what shows people that ranks make no step for long, and why that is no hang."""
+        still = {rank: now_s - watched.still_s for rank, watched in self._now.ranks.items() if not watched.restoring}
+        rank = max(still, key=lambda rank: still[rank], default=None)
+        if rank is None or still[rank] <= (limit_s := self._limit_of(self._now.ranks[rank])):
+            return None
+        ranks = self._now.ranks.values()
+        if any(watched.paused_s is not None for watched in ranks):
+            why = "it pauses, or a rank that does is waited for"
+        elif self.sign == ALIVE:
+            why = "collectives go on"
+        elif elsewhere == ALIVE:
+            why = "a rank of another host pauses or makes collectives"
+        elif BUSY in (self.sign, elsewhere):
+            why = f"processes take CPU time, which makes the limit {self._policy.hang_busy_factor:g} times as long"
+        else:
+            return None
+        return Observation(
+            kind="hang",
+            severity="info",
+            generation=self._now.number,
+            value=round(still[rank], 3),
+            limit=round(limit_s, 3),
+            message=f"no step for {still[rank]:.1f} s, the limit is {limit_s:.1f} s: rank {rank} is not hung, {why}",
+            unix_s=round(self._wall() - still[rank], 3),
+        )
 
     def _describe(
         self,

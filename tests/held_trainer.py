@@ -1,8 +1,8 @@
 """A few deterministic steps in any number of ranks, which can be held: python held_trainer.py STEPS [HELD GATE [HOW]].
 
-After step HELD every rank evaluates for as long as the file GATE is absent, as HOW says: "sleep" (the default), "burn"
-(CPU), "sum" (collectives), "pause" (asleep inside `Checkpointer.pause()`), or "zero": rank 0 alone inside of it, while
-the others wait for it in a collective.
+When HELD steps are done every rank evaluates for as long as the file GATE is absent, as HOW says: "sleep" (the
+default), "burn" (CPU), "sum" (collectives), "pause" (asleep inside `Checkpointer.pause()`), or "zero": rank 0 alone
+inside of it, while the others wait for it in a collective.
 """
 
 import hashlib
@@ -65,6 +65,8 @@ def main(steps: str, held_step: str = "0", gate: str = "", how: str = "sleep") -
     optimizer = torch.optim.Adam(model.parameters())
     checkpointer = Checkpointer(model=model, optimizer=optimizer)
     for step in range(checkpointer.restore(), int(steps)):
+        if step == int(held_step) and gate:
+            held(checkpointer, Path(gate), how)
         data = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
         loss = model(data).square().mean()
         optimizer.zero_grad()
@@ -75,8 +77,6 @@ def main(steps: str, held_step: str = "0", gate: str = "", how: str = "sleep") -
         checkpointer.step(step + 1)
         checkpointer.wait()
         say(step=step + 1, loss=loss.item())
-        if step + 1 == int(held_step):
-            held(checkpointer, Path(gate), how)
     digest = hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in model.parameters()))
     if dist.get_rank() == 0:
         say(params_sha256=digest.hexdigest())
