@@ -64,7 +64,7 @@ def test_second_host_does_not_disturb_what_it_cannot_join(run: Run, reference: d
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
     (first,) = run.launch("a", "1:2", script)
-    wait_until(lambda: first.committed_step() == HELD, timeout_s=90, what="a commit", host=first)
+    wait_for_commit(first)
     (second,) = run.launch("b", "1:2", script)
     wait_until(lambda: "waiting as a standby" in second.output, timeout_s=90, what="the standby", host=second)
     assert "no number of ranks but 1 can restore what is committed" in second.output
@@ -79,7 +79,7 @@ def test_lost_host_is_waited_for(run: Run, reference: dict[int, Host], tmp_path:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
     hosts = run.launch(names, nnodes, script)
-    wait_until(lambda: hosts[0].committed_step() == HELD, timeout_s=120, what="a commit", host=hosts[0])
+    wait_for_commit(*hosts)
     hosts[-1].lose()
     for host in hosts[:-1]:
         wait_until(lambda host=host: WAITING + names[-1] in host.output, timeout_s=60, what="the wait", host=host)
@@ -100,7 +100,7 @@ def test_run_that_nobody_joins_ends_with_the_cause_and_goes_on_later(
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
     first, second = run.launch("ab", "1:2", script, join_timeout_s=6)
-    wait_until(lambda: first.committed_step() == HELD, timeout_s=120, what="a commit", host=first)
+    wait_for_commit(first, second)
     second.lose()
     assert first.wait() == 1
     assert "1 of 2 ranks are ready, and no other number can restore what is committed" in first.output
@@ -126,6 +126,13 @@ def test_nothing_committed_is_as_elastic_as_torchrun(run: Run, tmp_path: Path, a
     wait_until(lambda: worlds(first) == ["1", "2", "1"], timeout_s=60, what="a world of 1 again", host=first)
     end.touch()
     assert first.wait() == 0, first.output
+
+
+def wait_for_commit(*hosts: Host) -> None:
+    """Wait until the step that all hosts wait after is committed, and printed."""
+    wait_until(lambda: hosts[0].committed_step() == HELD, timeout_s=120, what="a commit", host=hosts[0])
+    for host in hosts:
+        wait_until(lambda host=host: host.reached(HELD), timeout_s=30, what="the last step", host=host)
 
 
 def worlds(host: Host) -> list[str]:

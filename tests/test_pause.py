@@ -122,6 +122,7 @@ def test_process_that_is_stopped_in_a_pause_is_replaced(job: Job, reference: Hos
     (host,) = job.hosts
     job.launch("pause")
     wait_until(lambda: host.committed_step() == HELD, timeout_s=120, what="the evaluation", host=host)
+    wait_until(lambda: [done for _, done, _ in host.steps()].count(HELD) == 2, timeout_s=30, what="both", host=host)
     before = host.pids()
     stop(before[1])
     wait_until(lambda: set(host.pids().values()).isdisjoint(before.values()), timeout_s=120, what="others", host=host)
