@@ -6,7 +6,7 @@ from typing import Any
 
 from .commit import advance
 from .etcd import Etcd, EtcdUnavailable
-from .root_state import RootState
+from .root_state import COMMITTED_KEY, RootState
 from .rounds import Pair
 from .slots import JobSlots
 from .view import JobView
@@ -56,7 +56,11 @@ class Committer:
             pair, guards = self.due(), self._guards()
             if pair is None:
                 continue
-            puts = {"ckpt/watermark": {"generation": pair[0], "step": pair[1]}}
+            puts: dict[str, Any] = {"ckpt/watermark": {"generation": pair[0], "step": pair[1]}}
+            world_size = self._state.world_size
+            if self._state.committed != world_size:
+                # Launchers do not follow the watermark, but must not lead the run to another size from now on.
+                puts[COMMITTED_KEY] = {"world_size": world_size}
             if self._also is not None:
                 puts |= self._also(pair)
             # Applied or refused, one of the guarded keys changes, and the mirror will show it.

@@ -167,6 +167,21 @@ class Sessions:
         self._view.notify()
         trainer.progress(step)
 
+    def paused(self, trainer: Trainer, limit_s: float | None) -> None:
+        """Hear that `trainer` does something long, which may take `limit_s`."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.paused(trainer.rank, limit_s)
+
+    def resumed(self, trainer: Trainer) -> None:
+        """Hear that this is over."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.resumed(trainer.rank)
+
+    def communicated(self, trainer: Trainer) -> None:
+        """Hear that `trainer` goes on making collectives."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.communicated(trainer.rank)
+
     def profiled(self, trainer: Trainer, profile: IdleProfile) -> None:
         """Hear when the training network of `trainer` is idle."""
         if self._trainers.get(trainer.rank) is trainer:
