@@ -1,25 +1,24 @@
 """Live leaves on a GPU: hashed in `step()` on the stream of training, copied later on a stream beside it, then proven.
 
 `step()` puts one kernel on the current stream that reads the leaves once, at the speed of the GPU's memory
-(`fingerprint.py`). Training goes on; a side stream waits for the kernel and copies the leaves into the page-locked slot.
-What arrived there is hashed by the CPU with the same function. No thread of training ever waits for a GPU here:
-where the next optimizer step must not overtake the copy, its stream waits.
+(`fingerprint.py`). Training goes on; a side stream waits for the kernel and copies the leaves into the page-locked
+slot. What arrived there is hashed by the CPU with the same function. Training's thread waits for no GPU: where the
+next optimizer step must not overtake the copy, its stream waits.
 """
 
-import ctypes
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .slot import CHUNK_BYTES
 
-_WORD_BYTES: Final = 4
+WORD_BYTES: Final = 4
+"""The address of a leaf that a device hashes is a multiple of this."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -52,62 +51,57 @@ class Device(Protocol):
         """Let whatever is put on the current stream from now on wait for `until`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """The bytes of a leaf from `offset` on that lie in the payload from `start` to `end`, within one chunk."""
-
-    leaf: int
-    offset: int
-    start: int
-    end: int
-
-
 class DeviceLeaves:
     """How the live leaves of one plan on one device are captured."""
 
-    def __init__(self, device: Device, parts: Sequence[Part]) -> None:
-        """Plan for `parts`, which follow each other in the payload."""
+    def __init__(self, device: Device, places: Mapping[int, tuple[int, int]]) -> None:
+        """Plan.
+
+        Args:
+            device: Where the leaves are.
+            places: From where to where each of them, by index, lies in the payload, ascending; none is empty.
+        """
         from .fingerprint import FRAGMENT_BYTES  # numba is imported where there is a GPU, and nowhere else
 
         self.device = device
-        self.places = {part.leaf: (part.start - part.offset, part.start - part.offset) for part in parts}
-        for part in parts:
-            self.places[part.leaf] = (self.places[part.leaf][0], part.end)
-        fragments = [
-            (part.leaf, part.offset + at - part.start, at, min(FRAGMENT_BYTES, part.end - at))
-            for part in parts
-            for at in range(part.start, part.end, FRAGMENT_BYTES)
-        ]
-        self._leaf, self._offset, self._place, self._size = torch.tensor(fragments, dtype=torch.int64).T.contiguous()
-        chunks = torch.arange(int(self._place[-1]) // CHUNK_BYTES + 2) * CHUNK_BYTES
-        self._chunk_starts: list[int] = torch.searchsorted(self._place, chunks).tolist()
+        self.places = dict(places)
+        leaf, place, size = [], [], []
+        for index, (start, end) in self.places.items():
+            # So that none lies in two chunks, which are checked one by one.
+            inner = torch.arange(start // FRAGMENT_BYTES * FRAGMENT_BYTES + FRAGMENT_BYTES, end, FRAGMENT_BYTES)
+            edges = torch.nn.functional.pad(inner, (1, 1))
+            edges[0], edges[-1] = start, end
+            leaf.append(torch.full((len(edges) - 1,), index))
+            place.append(edges[:-1])
+            size.append(edges.diff())
+        self._leaf, self._place, self._size = torch.cat(leaf), torch.cat(place), torch.cat(size)
         self._addresses: dict[int, int] = {}
 
     def fingerprint(self, leaves: Mapping[int, Tensor]) -> "DeviceCapture":
         """Put the kernel that reads `leaves`, by index, on the current stream."""
-        addresses = {index: leaf.data_ptr() for index, leaf in leaves.items()}
+        addresses = {index: leaves[index].data_ptr() for index in self.places}
         if addresses != self._addresses:
-            # One launch for all leaves, which are a part of the memory that lies between the first and the last.
+            # One launch for all leaves: they are parts of the memory that lies between the first and the last.
             first = min(addresses.values())
             last = max(addresses[index] + end - start for index, (start, end) in self.places.items())
-            bases = torch.zeros(max(addresses) + 1, dtype=torch.int64)
-            bases[list(addresses)] = torch.tensor([address - first for address in addresses.values()])
+            shifts = torch.zeros(max(addresses) + 1, dtype=torch.int64)
+            for index, (start, _) in self.places.items():
+                shifts[index] = addresses[index] - first - start
             self._words = self.device.words(first, last - first)
-            self._starts = self.device.upload((bases[self._leaf] + self._offset) // _WORD_BYTES)
+            self._starts = self.device.upload((self._place + shifts[self._leaf]) // WORD_BYTES)
             self._sizes = self.device.upload(self._size)
             self._addresses = addresses
         found = self.device.fingerprint(self._words, self._starts, self._sizes)
-        return DeviceCapture(self, leaves, addresses, found, self.device.record())
+        return DeviceCapture(self, {index: leaves[index] for index in self.places}, addresses, found)
 
     def differs(self, payload: Tensor, chunk: int, expected: Tensor) -> int | None:
         """Return a leaf of which the bytes in a chunk of `payload` have not the fingerprints `expected`, if any."""
         from .fingerprint import fingerprint_cpu, weights
 
-        if chunk + 1 >= len(self._chunk_starts):
-            return None
-        part = slice(*self._chunk_starts[chunk : chunk + 2])
-        words = payload[: len(payload) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
-        found = fingerprint_cpu(words, self._place[part] // _WORD_BYTES, self._size[part], weights())
+        bounds = torch.tensor([chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES])
+        part = slice(*torch.searchsorted(self._place, bounds).tolist())
+        words = payload[: len(payload) // WORD_BYTES * WORD_BYTES].view(torch.int32)
+        found = fingerprint_cpu(words, self._place[part] // WORD_BYTES, self._size[part], weights())
         wrong = (found != expected[part]).any(1).nonzero()
         return int(self._leaf[part][wrong[0]]) if len(wrong) else None
 
@@ -116,14 +110,14 @@ class DeviceCapture:
     """The live leaves of one device at the moment of one `step()`."""
 
     def __init__(
-        self, plan: DeviceLeaves, leaves: Mapping[int, Tensor], addresses: Mapping[int, int], found: Tensor, ready: Event
+        self, plan: DeviceLeaves, leaves: Mapping[int, Tensor], addresses: Mapping[int, int], found: Tensor
     ) -> None:
-        """Take leaves, which stay allocated as long as this exists, and what the kernel will have found at `ready`."""
+        """Take leaves, which stay allocated as long as this exists, and what the kernel on this stream will find."""
         self._plan = plan
         self._leaves = leaves
         self._addresses = addresses
         self._found = found
-        self._ready = ready
+        self._ready = plan.device.record()
         self._copied: Event | None = None
 
     def begin(self, payload: Tensor) -> int | None:
@@ -173,11 +167,11 @@ class CudaDevice:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._weights = weights().to(device)
-        self.fingerprint(self._weights.view(torch.int32), *self._weights.new_tensor([[0], [_WORD_BYTES]]))
+        self.fingerprint(self._weights.view(torch.int32), *self._weights.new_tensor([[0], [WORD_BYTES]]))
 
     def words(self, address: int, nbytes: int) -> Tensor:
         """See `Device`."""
-        interface = {"data": (address, False), "shape": (-(-nbytes // _WORD_BYTES),), "typestr": "<i4", "version": 2}
+        interface = {"data": (address, False), "shape": (-(-nbytes // WORD_BYTES),), "typestr": "<i4", "version": 2}
         memory: Any = type("Memory", (), {"__cuda_array_interface__": interface})()
         return torch.as_tensor(memory, device=self._device)
 
@@ -209,11 +203,13 @@ class CudaDevice:
         torch.cuda.current_stream(self._device).wait_event(until)
 
 
+def device_of(leaf: Tensor) -> Device | None:
+    """Return what hashes and copies `leaf` behind training: None on a CPU, and where nothing can."""
+    return _cuda_device(leaf.device) if leaf.is_cuda else None
+
+
 @functools.cache
-def device_of(device: torch.device) -> Device | None:
-    """Return what hashes and copies the leaves on `device` behind training; None for a CPU, or where nothing can."""
-    if device.type != "cuda":
-        return None
+def _cuda_device(device: torch.device) -> Device | None:
     try:
         return CudaDevice(device)
     except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own

@@ -18,9 +18,9 @@ The bound holds for any two contents that do not depend on the weights. These ar
 generator, once per process, never leave it, and are true random numbers, not a generator's: the proof needs nothing of
 cryptography. It is no defence against somebody who can read them, and need not be: he could write to the slot as well.
 
-**Why it is fast.** Two multiplications with 32 × 64 bits for 4 bytes: less than what the memory of a GPU, or one core,
-delivers. Fragments are short so that all weights (8 KiB) stay in the first cache, and sums modulo 2^64 can be made in
-any order, so that all threads of a GPU work at once. XXH3 needs 64 × 64 bits in a fixed order.
+**Why it is fast.** Each 4 bytes take two products of 32 by 64 bits, less work than it takes the memory of a GPU to
+deliver them. Fragments are short so that all weights (8 KiB) stay in the first cache. Sums modulo 2^64 can be made in
+any order, so that all threads of a GPU work at once; XXH3 has a fixed one.
 
 Three implementations of one operation, as in `comm`, that take and return the same; this module imports numba.
 """
