@@ -58,7 +58,7 @@ class ReplicationPolicy:
 
     transport: str = setting("daemon", choices=("daemon", "trainer"))
     scheme: str = setting("interleaved", choices=("interleaved", "no-pipeline", "naive", "blocking", "none"))
-    profile_steps: int = setting(20, low=3, high=1000)
+    profile_steps: int = setting(6, low=3, high=1000)
     sub_buffers: int = setting(4, low=1, high=64)
     sub_buffer_bytes: int = setting(32 << 20, low=4096, high=1 << 30)
     variance: float = setting(0.9, low=0.1, high=1)
