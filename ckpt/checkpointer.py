@@ -159,7 +159,7 @@ class Checkpointer:
             return
         self._pace.enter()
         self._link.notify("progress", step=n)
-        if self._pace.captures(n):
+        if self._pace.captures:
             self._capturer.submit(n, self._state)
         self._pace.leave(n)
         if self._exchange is not None:
@@ -205,7 +205,7 @@ class Checkpointer:
             topology=self._topology,
             estimate_bytes=self._state.estimate_bytes(),
             on_attached=lambda answer: self._on_attached(link, capturer, answer),
-            on_watermark=capturer.on_watermark,
+            on_agreed=lambda message: self._on_agreed(capturer, message),
             on_fault=self._injected.order,
             on_message=self._on_message,
         )
@@ -246,13 +246,19 @@ class Checkpointer:
         return exchange
 
     def _on_attached(self, link: Link, capturer: Capturer, answer: Message) -> None:
-        capturer.on_attached(_newest(answer))
+        capturer.on_attached()
+        self._on_agreed(capturer, answer)
         if self._pace is None:
             self._pace = Pace(answer["replication"], link, capturer)
         else:
             self._pace.on_attached(answer["replication"])
         if self._exchange is not None:
             self._exchange.attached()
+
+    def _on_agreed(self, capturer: Capturer, message: Message) -> None:
+        next_ = _version(message["next"])
+        assert next_ is not None
+        capturer.on_agreed(_version(message["watermark"]), next_)
 
     def _on_message(self, message: Message) -> None:
         if self._pace is not None:
@@ -332,8 +338,3 @@ class Checkpointer:
 
 def _version(value: Message | None) -> Version | None:
     return None if value is None else (value["generation"], value["step"])
-
-
-def _newest(answer: Message) -> Version | None:
-    known = [version for name in ("restore", "watermark") if (version := _version(answer.get(name)))]
-    return max(known, default=None)

@@ -43,7 +43,7 @@ class Link:
         topology: int,
         estimate_bytes: int,
         on_attached: Callable[[Message], None],
-        on_watermark: Callable[[int, int], None],
+        on_agreed: Callable[[Message], None],
         on_fault: Callable[[Message], None],
         on_message: Callable[[Message], None],
     ) -> None:
@@ -54,7 +54,7 @@ class Link:
             topology: Fingerprint that the attachment announces.
             estimate_bytes: Bytes of one capture that the attachment announces.
             on_attached: Called in the link's thread with the answer to each attachment.
-            on_watermark: Called in the link's thread with the generation and step of each new watermark.
+            on_agreed: Called in the link's thread with what is agreed, in `watermark` and `next`, after the answer.
             on_fault: Called in the link's thread with each fault that is ordered for this rank.
             on_message: Called in the link's thread with any other notification.
         """
@@ -71,7 +71,7 @@ class Link:
             "estimate_bytes": estimate_bytes,
         }
         self._on_attached = on_attached
-        self._on_watermark = on_watermark
+        self._on_agreed = on_agreed
         self._on_fault = on_fault
         self._on_message = on_message
         self._ids = itertools.count(1)
@@ -199,7 +199,7 @@ class Link:
         connection.sendall(encode({"id": 0, **self._attach}))
         while (message := recv_message(connection)) is not None:
             if message.get("op") == "watermark":
-                self._on_watermark(*_version(message))
+                self._on_agreed(message)
             elif message.get("op") == "inject":
                 self._on_fault(message)
             elif message.get("id") == 0:
@@ -252,13 +252,6 @@ def _checked(answer: Message) -> Message:
     if answer.get("ok"):
         return answer
     raise BY_NAME.get(str(answer.get("error")), DaemonError)(answer.get("message", "the daemon gave no reason"))
-
-
-def _version(message: Message) -> tuple[int, int]:
-    try:
-        return int(message["generation"]), int(message["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"malformed watermark {message}") from error
 
 
 def _close_after_fork(connection: socket.socket) -> None:

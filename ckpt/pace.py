@@ -26,7 +26,7 @@ class Pace:
     """The pace of one rank's checkpoints in one generation.
 
     Attributes:
-        every: A capture is made of every so many steps; the same number for all ranks.
+        every: Of so many steps one is captured at most, because the network is not idle long enough for more.
         profile: The typical iteration, None while it is not known, and when there is none.
     """
 
@@ -62,9 +62,10 @@ class Pace:
             self.every = message["every"]
             _log.info("a checkpoint is made of every %d steps now", self.every)
 
-    def captures(self, step: int) -> bool:
-        """Tell whether a capture is to be made of `step`."""
-        return self._scheme != "none" and (step % self.every == 0 or self._capturer.meets(step))
+    @property
+    def captures(self) -> bool:
+        """Whether captures are made at all; of which steps, the root says."""
+        return self._scheme != "none"
 
     def enter(self) -> None:
         """Say that `step()` begins."""
