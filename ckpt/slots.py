@@ -89,7 +89,7 @@ class SlotPair:
         self._env = env
         self._passed = 0
         self._taken = 0
-        self._late = False
+        self._failed = False
         self.watermark: Version | None = None
         self.next = 1
         self.slots: list[MappedSlot] = []
@@ -101,8 +101,7 @@ class SlotPair:
         if watermark is not None:
             self.watermark = max(watermark, self.watermark or watermark)
         if next_[1] > self.next:
-            self.next = next_[1]
-            self._late = self._passed >= self.next
+            self.next, self._failed = next_[1], False
 
     def map(self, paths: Sequence[str], *, pin: bool) -> list[MappedSlot]:
         """Return the slots at `paths` for `use`, those that are mapped already as they are.
@@ -152,14 +151,14 @@ class SlotPair:
         """Take note that `step` cannot be captured any more; if it is being captured, that has failed."""
         self._passed = max(step, self._passed)
         if self._taken == step:
-            self._taken = 0
+            self._taken, self._failed = 0, True
 
     @property
     def missed(self) -> Message | None:
         """That this rank will never make the capture of `next`, as the daemon is told; None if it may."""
         if self._env.world_size == 1 or self._taken >= self.next or self._passed < self.next:
             return None
-        return {"next": self.next, "step": self._passed, "late": self._late}
+        return {"next": self.next, "step": self._passed, "late": not self._failed}
 
     def close(self) -> None:
         """Unmap the slots."""

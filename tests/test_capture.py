@@ -364,7 +364,7 @@ def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
         for step in (6, 7):
             ckpt.step(step)
             assert ckpt.wait(30) == (step == 6)
-        assert sorted(slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE") == [1, 6]
+        assert sorted(slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE") == [6]
         daemon.stop()
         daemon.seen.clear()
         daemon.start()
@@ -502,15 +502,14 @@ def test_a_capture_that_waited_for_its_slot_is_proven_like_any_other(daemon: Sol
     daemon.frozen = True
     model = torch.nn.Linear(1000, 1000)
     with Checkpointer(model=model) as ckpt:
-        for _ in range(2):
-            ckpt.step()
-            assert ckpt.wait(30)
+        ckpt.step()
+        assert ckpt.wait(30)
         ckpt.step()
         model.weight.data.fill_(7)
-        daemon.commit(1, 2)
+        daemon.commit(1, 1)
         assert not ckpt.wait(30)
         assert ckpt.stats.discarded == 1
-        assert _newest(daemon)[0] == 2
+        assert _newest(daemon)[0] == 1
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
