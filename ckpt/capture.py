@@ -166,7 +166,12 @@ class Capturer:
         if not first and (not self._outgrown(job) or self._patience_spent):
             return
         arrived = self._changed.wait_for(
-            lambda: job.phase is not _Phase.PENDING or job.plan is self._refused, _ALLOCATE_S if first else _GROW_S
+            lambda: (
+                job.phase is not _Phase.PENDING
+                or job.plan is self._refused
+                or (bool(self._slots.slots) and not self._outgrown(job))
+            ),
+            _ALLOCATE_S if first else _GROW_S,
         )
         # A daemon that is away must not stop every step.
         self._patience_spent = not arrived
@@ -308,6 +313,9 @@ class Capturer:
         with self._changed:
             self._slots.use(slots)
             self._tell_missed()
+            if job.phase is _Phase.PENDING:
+                self._claim(job)
+            self._changed.notify_all()
         for mapped in slots:
             if mapped.held is not None and mapped.held[0] == self._env.generation:
                 # The daemon may have missed it while it was away.

@@ -21,6 +21,7 @@ from .injected import Injected
 from .link import Link
 from .manifest import parse
 from .pace import Pace
+from .protection import Protection
 from .slot import Slot, SlotHeader
 from .slots import Version
 from .state import TrainingState
@@ -109,6 +110,15 @@ class Checkpointer:
         """The newest committed generation and step, or None."""
         return None if self._capturer is None else self._capturer.watermark
 
+    @property
+    def protected(self) -> Protection:
+        """Whether a failure now would cost little: true if so, else with the reason; and how many steps are at risk."""
+        if self._pace is None:
+            return Protection(
+                steps_at_risk=self._step, seconds_at_risk=0.0, reason="there is no daemon: nothing is kept"
+            )
+        return self._pace.protection.now
+
     def restore(self) -> int:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
@@ -159,6 +169,7 @@ class Checkpointer:
             return
         self._pace.enter()
         self._link.notify("progress", step=n)
+        self._pace.protection.stepped(n)
         if self._pace.captures:
             self._capturer.submit(n, self._state)
         self._pace.leave(n)
@@ -249,7 +260,8 @@ class Checkpointer:
         capturer.on_attached()
         self._on_agreed(capturer, answer)
         if self._pace is None:
-            self._pace = Pace(answer["replication"], link, capturer)
+            loud = self._env is not None and self._env.rank == 0
+            self._pace = Pace(answer["replication"], link, capturer, loud=loud)
         else:
             self._pace.on_attached(answer["replication"])
         if self._exchange is not None:
@@ -259,6 +271,8 @@ class Checkpointer:
         next_ = _version(message["next"])
         assert next_ is not None
         capturer.on_agreed(_version(message["watermark"]), next_)
+        if self._pace is not None:
+            self._pace.protection.committed()
 
     def _on_message(self, message: Message) -> None:
         if self._pace is not None:

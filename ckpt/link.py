@@ -78,10 +78,17 @@ class Link:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._attached = False
+        self._lost_s: float | None = None
         self._pending: dict[int, tuple[Message, Future[Message]]] = {}
         self._first: Future[Message] = Future()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def away_s(self) -> float | None:
+        """Seconds since the daemon went away, None while it is there."""
+        lost_s = self._lost_s
+        return None if lost_s is None else time.monotonic() - lost_s
 
     def open(self, timeout_s: float) -> Message:
         """Connect, attach, and return the answer to the attachment.
@@ -176,6 +183,7 @@ class Link:
                     self._closed.wait(_REFUSED_S)
                 with self._lock:
                     self._connection, self._attached = None, False
+                    self._lost_s = time.monotonic() if self._lost_s is None else self._lost_s
             connection = self._reconnect()
         with self._lock:
             pending, self._pending = self._pending, {}
@@ -212,7 +220,7 @@ class Link:
 
     def _welcome(self, answer: Message) -> None:
         with self._lock:
-            self._attached = True
+            self._attached, self._lost_s = True, None
             for message, _ in self._pending.values():
                 self._send(message)
         self._on_attached(answer)

@@ -62,6 +62,11 @@ class MappedSlot:
             end = offset + spec.nbytes
         self.layout = layout
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still in its place: the daemon has not removed it."""
+        return self.slot.path.exists() and self.is_file(str(self.slot.path))
+
     def close(self) -> None:
         """Unlock and unmap the slot; the file stays with the daemon."""
         if self._pinned_at:
@@ -118,12 +123,14 @@ class SlotPair:
 
     def use(self, slots: list[MappedSlot]) -> None:
         """Take `slots` in place of the present ones, which are unmapped unless they are among them."""
+        taken = self._env.generation, self._taken
+        if not any(mapped.held == taken and mapped.is_there for mapped in (*slots, *self.slots)):
+            # The daemon has lost it. Files of another size it keeps for as long as what they hold may be committed.
+            self.give_up(self._taken)
         for slot in self.slots:
             if slot not in slots:
                 slot.close()
         self.slots = slots
-        if self._taken >= self.next and (self._env.generation, self._taken) not in [slot.held for slot in slots]:
-            self.give_up(self._taken)
 
     def fits(self, manifest_bytes: int, payload_bytes: int) -> bool:
         """Tell whether the slots are there and large enough for such a capture."""

@@ -256,6 +256,7 @@ class Job:
             "attached_ranks": self.sessions.ranks,
             "watermark": pair_message(self.view.watermark),
             "replication": self._pacer.describe(),
+            "protection": self.sessions.describe_protection(),
             "failure": self.failure,
             "observations": self._observer.describe(),
             "root": {

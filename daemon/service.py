@@ -95,6 +95,10 @@ class DaemonService:
                 session = self._session(connection)
                 missed = {"next_": fields.integer("next"), "step": fields.integer("step"), "late": fields.flag("late")}
                 session.job.sessions.missed(session.trainer, **missed)
+            case "protection":
+                session = self._session(connection)
+                told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
+                session.job.sessions.protection(session.trainer, **told, reason=fields.optional_text("reason"))
             case "progress":
                 session = self._session(connection)
                 session.job.sessions.progress(session.trainer, fields.integer("step"))

@@ -72,6 +72,7 @@ class Sessions:
         self._event = event
         self._hang = hang
         self._trainers: dict[int, Trainer] = {}
+        self._unprotected: tuple[int, int, str] | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -180,6 +181,21 @@ class Sessions:
         if known is None or (known.next, known.step) < (missed.next, missed.step):
             self._view.missed = missed
             self._keys.set(f"{MISSED_FOLDER}/{self._view.host}", missed.to_value())
+
+    def protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
+        """Hear from `trainer` that commits do not keep up with training, and why; without a reason they do again."""
+        self._unprotected = (trainer.generation, steps_at_risk, reason) if reason else None
+        event = "unprotected" if reason else "protected"
+        self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
+
+    def describe_protection(self) -> dict[str, Any]:
+        """Return what `resilientctl status` shows of how many steps a failure would cost now."""
+        (generation, done), committed = self._view.done or (0, 0), self._view.committed
+        at_risk = done - (0 if committed is None else committed[1]) if generation == self._view.generation else 0
+        reason, most = "", 0
+        if self._unprotected is not None and self._unprotected[0] == self._view.generation and self._trainers:
+            _, most, reason = self._unprotected
+        return {"protected": not reason, "steps_at_risk": max(at_risk, 0), "most_steps": most, "reason": reason}
 
     def profiled(self, trainer: Trainer, profile: IdleProfile) -> None:
         """Hear when the training network of `trainer` is idle."""
