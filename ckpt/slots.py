@@ -124,7 +124,8 @@ class SlotPair:
     def use(self, slots: list[MappedSlot]) -> None:
         """Take `slots` in place of the present ones, which are unmapped unless they are among them."""
         taken = self._env.generation, self._taken
-        if not any(mapped.held == taken and mapped.is_there for mapped in (*slots, *self.slots)):
+        there = any(mapped.held == taken and mapped.is_there for mapped in (*slots, *self.slots))
+        if self._taken >= self.next and not there:
             # The daemon has lost it. Files of another size it keeps for as long as what they hold may be committed.
             self.give_up(self._taken)
         for slot in self.slots:
