@@ -65,7 +65,7 @@ class Member:
     def recovery(self) -> dict[str, Any] | None:
         """Return the newest complete recovery that the launcher reported."""
         lines = self.events_path.read_text().splitlines() if self.events_path.exists() else []
-        complete = [event for event in map(json.loads, lines) if event["complete"]]
+        complete = [event for event in map(json.loads, lines) if event.get("complete")]
         return complete[-1] if complete else None
 
     def close(self) -> None:

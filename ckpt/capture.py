@@ -25,10 +25,10 @@ from .slot import plan_layout
 from .slots import MappedSlot, SlotPair, Version
 from .state import TrainingState
 from .stats import CaptureStats
+from .wire import Message
 
 _ALLOCATE_S: Final = 300.0
 _GROW_S: Final = 5.0
-_GIVE_UP_S: Final = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -67,12 +67,12 @@ class Capturer:
         self._slots = SlotPair(env)
         self._copier = Copier()
         self._changed = threading.Condition()
-        self._watermark: Version | None = None
+        self._newest = 0
+        self._told: Message | None = None  # the capture that was missed last, as the daemon knows
         self._job: _Job | None = None
         self._idle = False
         self._closing = False
         self._preferred_offset = 0
-        self._kept: _Job | None = None  # the last one for which a capture was asked to be given up
         self._stale = True  # the slots must be asked for, again after each attachment
         self._refused: CapturePlan | None = None
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
@@ -85,7 +85,7 @@ class Capturer:
     @property
     def watermark(self) -> Version | None:
         """The newest committed generation and step that this rank heard of."""
-        return self._watermark
+        return self._slots.watermark
 
     @property
     def reads(self) -> bool:
@@ -94,24 +94,18 @@ class Capturer:
         # Copies from devices go on after the release, and the stream of training must still be told.
         return job is not None and job.phase < (_Phase.COMPLETE if job.staged.captures else _Phase.RELEASED)
 
-    def meets(self, step: int) -> bool:
-        """Tell whether `step` is one that ranks which had to give a capture up have agreed to capture."""
-        with self._changed:
-            return self._slots.meets(step, self._watermark)
-
-    def on_attached(self, watermark: Version | None) -> None:
+    def on_attached(self) -> None:
         """Take the news of an attachment: slots may be other files now, and may have room again."""
         with self._changed:
             self._stale = True
             self._refused = None
-            if watermark is not None:
-                self._watermark = max(watermark, self._watermark or watermark)
-            self._changed.notify_all()
+            self._told = None
 
-    def on_watermark(self, generation: int, step: int) -> None:
-        """Take the news of a commit; the watermark never goes back."""
+    def on_agreed(self, watermark: Version | None, next_: Version) -> None:
+        """Take the news of a commit, or of the next capture."""
         with self._changed:
-            self._watermark = max((generation, step), self._watermark or (0, 0))
+            self._slots.hear(watermark, next_)
+            self._tell_missed()
             self._changed.notify_all()
 
     def prefer(self, payload_offset: int) -> None:
@@ -143,6 +137,11 @@ class Capturer:
         """
         self.release()
         self._raise_failure()
+        with self._changed:
+            self._newest = step
+            if self._slots.slots and not self._slots.wants(step):
+                self._pass(step)
+                return
         flat = state.flatten()
         plan = self._plan  # the capture thread takes it away when a capture is discarded
         if plan is None or not plan.matches(flat):
@@ -168,7 +167,12 @@ class Capturer:
         if not first and (not self._outgrown(job) or self._patience_spent):
             return
         arrived = self._changed.wait_for(
-            lambda: job.phase is not _Phase.PENDING or job.plan is self._refused, _ALLOCATE_S if first else _GROW_S
+            lambda: (
+                job.phase is not _Phase.PENDING
+                or job.plan is self._refused
+                or (bool(self._slots.slots) and not self._outgrown(job))
+            ),
+            _ALLOCATE_S if first else _GROW_S,
         )
         # A daemon that is away must not stop every step.
         self._patience_spent = not arrived
@@ -196,22 +200,19 @@ class Capturer:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or self._job is None or self._job.phase >= _Phase.COMPLETE, timeout_s
+                lambda: self._failure is not None or (job := self._current) is None or job.phase >= _Phase.COMPLETE,
+                timeout_s,
             )
-            captured = self._job is not None and self._job.phase is _Phase.COMPLETE
+            captured = (job := self._current) is not None and job.phase is _Phase.COMPLETE
         self._raise_failure()
         return captured
 
     def wait_decided(self, timeout_s: float) -> bool:
-        """Return whether the newest submitted step is committed, or was not captured, within `timeout_s`."""
+        """Return whether the newest submitted step is committed, or never will be, within `timeout_s`."""
         with self._changed:
-            job = self._job
+            job = self._current
             return job is None or self._changed.wait_for(
-                lambda: (
-                    job.phase is _Phase.SKIPPED
-                    or (self._watermark is not None and self._watermark >= (self._env.generation, job.step))
-                ),
-                timeout_s,
+                lambda: job.phase is _Phase.SKIPPED or self._slots.next > job.step, timeout_s
             )
 
     def close(self) -> None:
@@ -227,6 +228,11 @@ class Capturer:
         self._link.close()
         self._thread.join()
         self._slots.close()
+
+    @property
+    def _current(self) -> _Job | None:
+        """The capture of the newest submitted step, None without one."""
+        return self._job if self._job is not None and self._job.step == self._newest else None
 
     def _raise_failure(self) -> None:
         with self._changed:
@@ -248,8 +254,6 @@ class Capturer:
                 with _device(job.plan):
                     if action == "allocate":
                         self._allocate(job)
-                    elif action == "give up":
-                        self._give_up(job)
                     else:
                         self._capture(job)
             except Exception:  # noqa: BLE001 - the boundary of this thread: training goes on without the capture
@@ -258,7 +262,7 @@ class Capturer:
                     self._refused = job.plan if action == "allocate" else self._refused
                     self._skip(job)
 
-    def _next_action(self) -> Literal["stop", "allocate", "give up", "copy"] | None:
+    def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
         job = self._job
         if job is None:
             return "stop" if self._closing else None
@@ -272,8 +276,6 @@ class Capturer:
         wanted = job.phase is _Phase.PENDING or self._slots.slots
         if wanted and self._must_allocate(job):
             return "allocate"
-        if job.phase is _Phase.PENDING and self._slots.to_give_up(job.step, self._watermark) and job is not self._kept:
-            return "give up"
         return None
 
     def _must_allocate(self, job: _Job) -> bool:
@@ -284,15 +286,26 @@ class Capturer:
 
     def _claim(self, job: _Job) -> None:
         if not self._outgrown(job):
-            job.target = self._slots.free(job.step, self._watermark)
+            job.target = self._slots.take(job.step)
         if job.target is not None:
             job.phase = _Phase.COPYING
 
     def _skip(self, job: _Job) -> None:
         if job.phase < _Phase.COMPLETE:
             job.phase = _Phase.SKIPPED
-            self.stats.skipped += 1
+            self._pass(job.step)
         self._changed.notify_all()
+
+    def _pass(self, step: int) -> None:
+        self.stats.skipped += 1
+        self._slots.give_up(step)
+        self._tell_missed()
+
+    def _tell_missed(self) -> None:
+        missed = self._slots.missed
+        if missed is not None and missed != self._told:
+            self._told = missed
+            self._link.notify("missed", **missed)
 
     def _allocate(self, job: _Job) -> None:
         with self._changed:
@@ -304,6 +317,10 @@ class Capturer:
             return
         with self._changed:
             self._slots.use(slots)
+            self._tell_missed()
+            if job.phase is _Phase.PENDING:
+                self._claim(job)
+            self._changed.notify_all()
         for mapped in slots:
             if mapped.held is not None and mapped.held[0] == self._env.generation:
                 # The daemon may have missed it while it was away.
@@ -330,23 +347,6 @@ class Capturer:
         )
         paths: list[str] = answer["paths"]
         return paths
-
-    def _give_up(self, job: _Job) -> None:
-        mapped = self._slots.to_give_up(job.step, self._watermark)
-        if mapped is None or mapped.held is None:
-            return
-        generation, step = mapped.held
-        self._kept = job
-        try:
-            answer = self._link.request(
-                "give_up", timeout_s=_GIVE_UP_S, path=str(mapped.slot.path), generation=generation, step=step
-            )
-        except CheckpointError as error:
-            _log.info("the capture of step %d is kept: %s", step, error)
-            return
-        if answer["given_up"]:
-            with self._changed:
-                self._slots.given_up(mapped)
 
     def _refuse(self, job: _Job, error: CheckpointError | OSError) -> None:
         with self._changed:

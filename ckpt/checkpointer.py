@@ -22,6 +22,7 @@ from .injected import Injected
 from .link import Link
 from .manifest import parse
 from .pace import Pace
+from .protection import Protection
 from .pulse import Pulse
 from .slot import Slot, SlotHeader
 from .slots import Version
@@ -112,6 +113,15 @@ class Checkpointer:
         """The newest committed generation and step, or None."""
         return None if self._capturer is None else self._capturer.watermark
 
+    @property
+    def protected(self) -> Protection:
+        """Whether a failure now would cost little: true if so, else with the reason; and how many steps are at risk."""
+        if self._pace is None:
+            return Protection(
+                steps_at_risk=self._step, seconds_at_risk=0.0, reason="there is no daemon: nothing is kept"
+            )
+        return self._pace.protection.now
+
     def restore(self) -> int:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
@@ -162,7 +172,8 @@ class Checkpointer:
             return
         self._pace.enter()
         self._link.notify("progress", step=n)
-        if self._pace.captures(n):
+        self._pace.protection.stepped(n)
+        if self._pace.captures:
             self._capturer.submit(n, self._state)
         self._pace.leave(n)
         if self._exchange is not None:
@@ -225,7 +236,7 @@ class Checkpointer:
             topology=self._topology,
             estimate_bytes=self._state.estimate_bytes(),
             on_attached=lambda answer: self._on_attached(link, capturer, answer),
-            on_watermark=capturer.on_watermark,
+            on_agreed=lambda message: self._on_agreed(capturer, message),
             on_fault=self._injected.order,
             on_message=self._on_message,
         )
@@ -268,15 +279,24 @@ class Checkpointer:
         return exchange
 
     def _on_attached(self, link: Link, capturer: Capturer, answer: Message) -> None:
-        capturer.on_attached(_newest(answer))
+        capturer.on_attached()
+        self._on_agreed(capturer, answer)
         if self._pace is None:
-            self._pace = Pace(answer["replication"], link, capturer)
+            loud = self._env is not None and self._env.rank == 0
+            self._pace = Pace(answer["replication"], link, capturer, loud=loud)
         else:
             self._pace.on_attached(answer["replication"])
         if self._exchange is not None:
             self._exchange.attached()
         if self._pulse is not None:
             self._pulse.attached()
+
+    def _on_agreed(self, capturer: Capturer, message: Message) -> None:
+        next_ = _version(message["next"])
+        assert next_ is not None
+        capturer.on_agreed(_version(message["watermark"]), next_)
+        if self._pace is not None:
+            self._pace.protection.committed()
 
     def _on_message(self, message: Message) -> None:
         if self._pace is not None:
@@ -356,8 +376,3 @@ class Checkpointer:
 
 def _version(value: Message | None) -> Version | None:
     return None if value is None else (value["generation"], value["step"])
-
-
-def _newest(answer: Message) -> Version | None:
-    known = [version for name in ("restore", "watermark") if (version := _version(answer.get(name)))]
-    return max(known, default=None)

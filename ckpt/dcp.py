@@ -322,7 +322,9 @@ class _Rank(Checkpointer):
             self._exchange.begins(step)
 
     def wait_committed(self, timeout_s: float) -> bool:
-        return self._capturer is not None and self._capturer.wait_decided(timeout_s)
+        if self._capturer is None or self._env is None or not self._capturer.wait_decided(timeout_s):
+            return False
+        return self.watermark is not None and self.watermark >= (self._env.generation, self._step)
 
     def _load_import(self, url: str) -> None:
         raise StateError(

@@ -43,7 +43,7 @@ class Link:
         topology: int,
         estimate_bytes: int,
         on_attached: Callable[[Message], None],
-        on_watermark: Callable[[int, int], None],
+        on_agreed: Callable[[Message], None],
         on_fault: Callable[[Message], None],
         on_message: Callable[[Message], None],
     ) -> None:
@@ -54,7 +54,7 @@ class Link:
             topology: Fingerprint that the attachment announces.
             estimate_bytes: Bytes of one capture that the attachment announces.
             on_attached: Called in the link's thread with the answer to each attachment.
-            on_watermark: Called in the link's thread with the generation and step of each new watermark.
+            on_agreed: Called in the link's thread with what is agreed, in `watermark` and `next`, after the answer.
             on_fault: Called in the link's thread with each fault that is ordered for this rank.
             on_message: Called in the link's thread with any other notification.
         """
@@ -71,17 +71,24 @@ class Link:
             "estimate_bytes": estimate_bytes,
         }
         self._on_attached = on_attached
-        self._on_watermark = on_watermark
+        self._on_agreed = on_agreed
         self._on_fault = on_fault
         self._on_message = on_message
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._attached = False
+        self._lost_s: float | None = None
         self._pending: dict[int, tuple[Message, Future[Message]]] = {}
         self._first: Future[Message] = Future()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def away_s(self) -> float | None:
+        """Seconds since the daemon went away, None while it is there."""
+        lost_s = self._lost_s
+        return None if lost_s is None else time.monotonic() - lost_s
 
     def open(self, timeout_s: float) -> Message:
         """Connect, attach, and return the answer to the attachment.
@@ -176,6 +183,7 @@ class Link:
                     self._closed.wait(_REFUSED_S)
                 with self._lock:
                     self._connection, self._attached = None, False
+                    self._lost_s = time.monotonic() if self._lost_s is None else self._lost_s
             connection = self._reconnect()
         with self._lock:
             pending, self._pending = self._pending, {}
@@ -199,7 +207,7 @@ class Link:
         connection.sendall(encode({"id": 0, **self._attach}))
         while (message := recv_message(connection)) is not None:
             if message.get("op") == "watermark":
-                self._on_watermark(*_version(message))
+                self._on_agreed(message)
             elif message.get("op") == "inject":
                 self._on_fault(message)
             elif message.get("id") == 0:
@@ -212,7 +220,7 @@ class Link:
 
     def _welcome(self, answer: Message) -> None:
         with self._lock:
-            self._attached = True
+            self._attached, self._lost_s = True, None
             for message, _ in self._pending.values():
                 self._send(message)
         self._on_attached(answer)
@@ -252,13 +260,6 @@ def _checked(answer: Message) -> Message:
     if answer.get("ok"):
         return answer
     raise BY_NAME.get(str(answer.get("error")), DaemonError)(answer.get("message", "the daemon gave no reason"))
-
-
-def _version(message: Message) -> tuple[int, int]:
-    try:
-        return int(message["generation"]), int(message["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"malformed watermark {message}") from error
 
 
 def _close_after_fork(connection: socket.socket) -> None:

@@ -14,6 +14,7 @@ from .capture import Capturer
 from .idle import IdleProfile
 from .link import Link
 from .profile import Profiler
+from .protection import ProtectionWatch
 from .slots import Version
 from .wire import Message
 
@@ -26,12 +27,20 @@ class Pace:
     """The pace of one rank's checkpoints in one generation.
 
     Attributes:
-        every: A capture is made of every so many steps; the same number for all ranks.
+        every: Of so many steps one is captured at most, because the network is not idle long enough for more.
         profile: The typical iteration, None while it is not known, and when there is none.
+        protection: Whether commits keep up.
     """
 
-    def __init__(self, replication: Message, link: Link, capturer: Capturer) -> None:
-        """Begin; `replication` is what the daemon answered to the attachment."""
+    def __init__(self, replication: Message, link: Link, capturer: Capturer, *, loud: bool) -> None:
+        """Begin.
+
+        Args:
+            replication: What the daemon answered to the attachment.
+            link: To the daemon.
+            capturer: Makes the captures.
+            loud: Whether this rank tells when commits do not keep up.
+        """
         self.profile: IdleProfile | None = None
         self.every = 1
         self._scheme = replication["scheme"]
@@ -42,6 +51,9 @@ class Pace:
         self._stuck_at: tuple[Version | None] | None = None
         self._began_s = time.monotonic()
         self._length_s = 0.0
+        self.protection = ProtectionWatch(
+            capturer, link, makes_captures=self.captures, every=lambda: self.every, loud=loud
+        )
         self.on_attached(replication)
         if self.profile is None and replication["copies"] and self._scheme in ("interleaved", "no-pipeline"):
             self._profiler = Profiler(replication["profile_steps"])
@@ -49,6 +61,7 @@ class Pace:
     def on_attached(self, replication: Message) -> None:
         """Take what the daemon knows; tell one that has forgotten it when the network is idle."""
         self.on_message({"op": "pace", "every": replication["every"]})
+        self.protection.attached()
         known = replication["idle"]
         with self._lock:
             if known is not None:
@@ -62,9 +75,10 @@ class Pace:
             self.every = message["every"]
             _log.info("a checkpoint is made of every %d steps now", self.every)
 
-    def captures(self, step: int) -> bool:
-        """Tell whether a capture is to be made of `step`."""
-        return self._scheme != "none" and (step % self.every == 0 or self._capturer.meets(step))
+    @property
+    def captures(self) -> bool:
+        """Whether captures are made at all; of which steps, the root says."""
+        return self._scheme != "none"
 
     def enter(self) -> None:
         """Say that `step()` begins."""
@@ -93,9 +107,10 @@ class Pace:
             self._profiler.iteration_begins()
 
     def close(self) -> None:
-        """Stop profiling."""
+        """Stop profiling, and say how long commits did not keep up."""
         if self._profiler is not None:
             self._profiler.close()
+        self.protection.close()
 
     def _wait(self, timeout_s: float) -> None:
         """Wait for the commit, but only while commits are made at all: training outlives the daemon, peers and etcd."""

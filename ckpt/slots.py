@@ -10,11 +10,11 @@ from .env import TrainerEnv
 from .errors import SlotError
 from .manifest import Layout, TensorSpec
 from .slot import HEADER_BYTES, Slot, chunk_count
+from .wire import Message
 
 Version = tuple[int, int]
 """Generation and step; ordered."""
 
-_NEAREST_MEETING: Final = 4
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: page-locked for every device."""
 
@@ -62,6 +62,11 @@ class MappedSlot:
             end = offset + spec.nbytes
         self.layout = layout
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still in its place: the daemon has not removed it."""
+        return self.slot.path.exists() and self.is_file(str(self.slot.path))
+
     def close(self) -> None:
         """Unlock and unmap the slot; the file stays with the daemon."""
         if self._pinned_at:
@@ -72,25 +77,36 @@ class MappedSlot:
 
 
 class SlotPair:
-    """Both slots of a rank; of two complete captures the one that may be committed is never given away.
+    """Both slots of a rank, and the one place that decides whether a step is captured, and into which slot.
 
-    A slot is free if it holds nothing, or a capture of an earlier generation that is not the watermark: that timeline
-    is dead. Otherwise the older one is free once the newer one is committed.
+    The root says from which step on the next capture is to be made, and all ranks capture the first step that they make
+    from there on: the same one. What was captured before is then committed or never will be, so a slot is always free
+    for it. A rank that hears of it too late, or whose capture fails, has missed it; that must be told, and another one
+    follows. A single rank has nobody to agree with, and captures the first step that it can.
 
-    Ranks that skip different captures can hold versions of which none is common, and would wait for ever. So at
-    certain distances from the watermark, the same for all ranks, they meet: some steps before, each gives up a newer
-    capture that is still not committed (its daemon sees to it that nobody commits it any more), and captures again
-    at the meeting step and not earlier. The first distance is at least twice what the last commit took, and each
-    next one is twice as far, so that slow commits still end.
+    Attributes:
+        watermark: The newest committed generation and step, None before the first.
+        next: From this step on the next capture is made.
     """
 
     def __init__(self, env: TrainerEnv) -> None:
         """Begin with no slots."""
         self._env = env
-        self._seen: Version | None = None
-        self._lag = 0
-        self._parted = False
+        self._passed = 0
+        self._taken = 0
+        self._failed = False
+        self.watermark: Version | None = None
+        self.next = 1
         self.slots: list[MappedSlot] = []
+
+    def hear(self, watermark: Version | None, next_: Version) -> None:
+        """Take what is agreed; what was said earlier, or for another generation, changes nothing."""
+        if next_[0] != self._env.generation:
+            return
+        if watermark is not None:
+            self.watermark = max(watermark, self.watermark or watermark)
+        if next_[1] > self.next:
+            self.next, self._failed = next_[1], False
 
     def map(self, paths: Sequence[str], *, pin: bool) -> list[MappedSlot]:
         """Return the slots at `paths` for `use`, those that are mapped already as they are.
@@ -107,6 +123,11 @@ class SlotPair:
 
     def use(self, slots: list[MappedSlot]) -> None:
         """Take `slots` in place of the present ones, which are unmapped unless they are among them."""
+        taken = self._env.generation, self._taken
+        there = any(mapped.held == taken and mapped.is_there for mapped in (*slots, *self.slots))
+        if self._taken >= self.next and not there:
+            # The daemon has lost it. Files of another size it keeps for as long as what they hold may be committed.
+            self.give_up(self._taken)
         for slot in self.slots:
             if slot not in slots:
                 slot.close()
@@ -119,36 +140,33 @@ class SlotPair:
             before_bytes <= mapped.slot.payload_offset and payload_bytes <= len(mapped.payload) for mapped in self.slots
         )
 
-    def free(self, step: int, watermark: Version | None) -> MappedSlot | None:
-        """Return the slot that a capture of `step` may overwrite now, or None."""
-        self._see(step, watermark)
-        live = [mapped for mapped in self.slots if self._is_live(mapped, watermark)]
-        if len(live) < len(self.slots):
-            if self._parted and step != self._meeting(step, watermark):
-                return None
-            return next(mapped for mapped in self.slots if mapped not in live)
-        older, newer = sorted(live, key=_version)
-        return older if watermark is not None and watermark >= _version(newer) else None
+    def wants(self, step: int) -> bool:
+        """Tell whether `step`, the newest one, is to be captured, or may be: the first one after a capture."""
+        if self._taken >= self.next and self._passed > self._taken:
+            return False
+        return step >= self.next and self.missed is None
 
-    def meets(self, step: int, watermark: Version | None) -> bool:
-        """Tell whether this rank must capture `step`, at whatever pace it captures: others may wait for it there."""
-        self._see(step, watermark)
-        return self._parted and step == self._meeting(step, watermark)
-
-    def to_give_up(self, step: int, watermark: Version | None) -> MappedSlot | None:
-        """Return the slot whose capture must be given up before the next meeting step, or None."""
-        self._see(step, watermark)
-        since = step - _step(watermark)
-        near = 4 * since >= 3 * (self._meeting(step, watermark) - _step(watermark))
-        if self._env.world_size == 1 or not near or self.free(step, watermark) is not None:
+    def take(self, step: int) -> MappedSlot | None:
+        """Return the slot for the capture of `step`, the newest one, if it is to be captured and can be now."""
+        if not self.wants(step) or self._taken >= self.next:
             return None
-        live = [mapped for mapped in self.slots if self._is_live(mapped, watermark)]
-        return max(live, key=_version) if len(live) == len(self.slots) else None
+        free = next((mapped for mapped in self.slots if not self._is_live(mapped)), None)
+        if free is not None:
+            self._taken = step
+        return free
 
-    def given_up(self, mapped: MappedSlot) -> None:
-        """Take note that the capture in `mapped` is gone, and that the other ranks are to be met."""
-        mapped.held = None
-        self._parted = True
+    def give_up(self, step: int) -> None:
+        """Take note that `step` cannot be captured any more; if it is being captured, that has failed."""
+        self._passed = max(step, self._passed)
+        if self._taken == step:
+            self._taken, self._failed = 0, True
+
+    @property
+    def missed(self) -> Message | None:
+        """That this rank will never make the capture of `next`, as the daemon is told; None if it may."""
+        if self._env.world_size == 1 or self._taken >= self.next or self._passed < self.next:
+            return None
+        return {"next": self.next, "step": self._passed, "late": not self._failed}
 
     def close(self) -> None:
         """Unmap the slots."""
@@ -156,28 +174,11 @@ class SlotPair:
             mapped.close()
         self.slots = []
 
-    def _see(self, step: int, watermark: Version | None) -> None:
-        if watermark is not None and watermark != self._seen:
-            self._seen, self._lag, self._parted = watermark, step - watermark[1], False
-
-    def _meeting(self, step: int, watermark: Version | None) -> int:
-        """Return the first step from `step` on at which all ranks capture, whatever they hold."""
-        distance = _NEAREST_MEETING
-        while distance < max(step - _step(watermark), 2 * self._lag):
-            distance *= 2
-        return _step(watermark) + distance
-
-    def _is_live(self, mapped: MappedSlot, watermark: Version | None) -> bool:
-        return mapped.held is not None and (mapped.held[0] == self._env.generation or mapped.held == watermark)
-
-
-def _version(mapped: MappedSlot) -> Version:
-    assert mapped.held is not None
-    return mapped.held
-
-
-def _step(watermark: Version | None) -> int:
-    return 0 if watermark is None else watermark[1]
+    def _is_live(self, mapped: MappedSlot) -> bool:
+        """Tell whether what the slot holds is committed, or may be."""
+        if mapped.held is None:
+            return False
+        return mapped.held == self.watermark or mapped.held >= (self._env.generation, self.next)
 
 
 def _held(slot: Slot, env: TrainerEnv) -> Version | None:

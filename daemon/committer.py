@@ -1,26 +1,46 @@
-"""Moves the watermark of one job while this host is its root."""
+"""Moves the watermark of one job while this host is its root, and says which step is captured next."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from .commit import advance
+from .commit import NEXT_KEY, Lead, advance
 from .etcd import Etcd, EtcdUnavailable
 from .root_state import COMMITTED_KEY, RootState
-from .rounds import Pair
+from .rounds import Pair, pair_message
 from .slots import JobSlots
 from .view import JobView
 
+log = logging.getLogger(__name__)
+
 _RETRY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Move:
+    """What to write: a pair to commit, or None when the next capture was missed.
+
+    `done` is the newest step that is known to be completed in this generation, `late` that a rank was.
+    """
+
+    generation: int
+    pair: Pair | None
+    done: int
+    late: bool
 
 
 class Committer:
     """Commits what every rank has all its replicas of, for as long as `run` runs.
 
+    With each commit it says which step is captured next. When a rank has missed that one, it can never be committed,
+    and a later one is named in its place.
+
     For a moment two hosts may both take themselves for the root: one whose lease expired while it was stopped or cut
-    off, and its successor. That does no harm: a commit names the revisions of the round, of the watermark and of the
-    fence that it was decided on, so of two commits that were decided on the same state one is refused, and one that
-    was decided on an older state always is.
+    off, and its successor. That does no harm: a write names the revisions of the round, of the watermark and of the
+    next capture that it was decided on, so of two that were decided on the same state one is refused, and one that was
+    decided on an older state always is.
 
     Args:
         etcd: The job's connection.
@@ -48,21 +68,30 @@ class Committer:
         self._state = state
         self._also = also
         self._tried: dict[str, int] = {}
+        self._lead = Lead()
 
     async def run(self) -> None:
         """Move the watermark whenever every rank has all its replicas of something newer."""
         while True:
             await self._view.wait_for(lambda: self.due() is not None)
-            pair, guards = self.due(), self._guards()
-            if pair is None:
+            move, guards = self.due(), self._guards()
+            if move is None:
                 continue
-            puts: dict[str, Any] = {"ckpt/watermark": {"generation": pair[0], "step": pair[1]}}
-            world_size = self._state.world_size
-            if self._state.committed != world_size:
-                # Launchers do not follow the watermark, but must not lead the run to another size from now on.
-                puts[COMMITTED_KEY] = {"world_size": world_size}
-            if self._also is not None:
-                puts |= self._also(pair)
+            puts: dict[str, Mapping[str, Any]] = {}
+            if move.late:
+                self._lead.missed()
+            if move.pair is not None:
+                self._lead.kept()
+                puts["ckpt/watermark"] = pair_message(move.pair) or {}
+                world_size = self._state.world_size
+                if world_size is not None and self._state.committed != world_size:
+                    # Launchers do not follow the watermark, but must not lead the run to another size from now on.
+                    puts[COMMITTED_KEY] = {"world_size": world_size}
+                if self._also is not None:
+                    puts |= self._also(move.pair)
+            following = self._lead.after(move.done, every=self._view.every)
+            puts[NEXT_KEY] = {"generation": move.generation, "step": following}
+            log.debug("%s is committed, step %d is captured next", move.pair, following)
             # Applied or refused, one of the guarded keys changes, and the mirror will show it.
             self._tried = guards
             try:
@@ -74,14 +103,24 @@ class Committer:
                 await asyncio.sleep(_RETRY_S)
                 self._tried = {}
 
-    def due(self) -> Pair | None:
-        """Return the pair to commit now, None without one or while it is not known what became of the one before."""
-        tally = self._state.tally
+    def due(self) -> _Move | None:
+        """Return what to write now, None without anything or while it is not known what became of the write before."""
+        tally, agreed = self._state.tally, self._state.agreed
         if tally is None or self._guards() == self._tried:
             return None
-        # Our own replicas need no way through etcd to count.
+        # Our own replicas and news need no way through etcd to count.
         tally.see(self._view.host, self._slots.held())
-        return advance(self._state.watermark, tally)
+        pair = advance(agreed, tally)
+        generation, following = agreed.next
+        here = [] if self._view.missed is None else [self._view.missed]
+        missed = [missed for missed in (*here, *self._state.missed) if missed.next == agreed.next]
+        if pair is None and not missed:
+            return None
+        done = [pair[1]] if pair is not None else [following, *(found.step for found in missed)]
+        if self._view.done is not None and self._view.done[0] == generation:
+            done.append(self._view.done[1])
+        late = pair is None and any(found.late for found in missed)
+        return _Move(generation=generation, pair=pair, done=max(done), late=late)
 
     def _guards(self) -> dict[str, int]:
-        return {key: self._state.revision(key) for key in ("rdzv/round", "ckpt/watermark", "ckpt/fence")}
+        return {key: self._state.revision(key) for key in ("rdzv/round", "ckpt/watermark", NEXT_KEY)}

@@ -5,12 +5,11 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from types import MappingProxyType
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .commit import report_held
+from .commit import NEXT_KEY, report_held
 from .election import LEADER_KEY, Election
 from .etcd import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
 from .fields import Fields
@@ -83,9 +82,7 @@ class Coordinator:
         self._on_round = on_round
         self._companions = companions
         self._persister = persister
-        self._etcd: Etcd | None = None
         self._lease: Lease | None = None
-        self._reporting = asyncio.Lock()
         self._reported: dict[str, Any] | None = None
         self._reported_revision: int | None = None
         self._entries: dict[str, Entry] = {}
@@ -97,7 +94,7 @@ class Coordinator:
             EtcdError: etcd refuses this job for good.
             DaemonError: A key that everything depends on does not hold what it should.
         """
-        etcd = self._etcd = await self._connect()
+        etcd = await self._connect()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow(etcd, "rdzv/", self._rendezvous))
@@ -113,25 +110,6 @@ class Coordinator:
                     group.create_task(companion(etcd))
         finally:
             await self._leave(etcd)
-
-    async def fence(self) -> bool:
-        """Report what is held now, and make every commit fail that was decided on an older report.
-
-        Must precede the overwriting of a replica that is not known to be committed: the root may be committing it.
-
-        Returns:
-            Whether that was done; if not, the replica must stay.
-        """
-        etcd, revision = self._etcd, self._view.watermark_revision
-        if etcd is None or revision is None:
-            return False
-        async with self._reporting:
-            guards = {self._key("ckpt/watermark"): revision}
-            puts = {self._key("ckpt/fence"): {"host": self._view.host}}
-            try:
-                return await self._tell(etcd, report_held(self._slots.held()), guards, puts)
-            except EtcdUnavailable:
-                return False
 
     async def _connect(self) -> Etcd:
         warned = False
@@ -182,11 +160,13 @@ class Coordinator:
 
     async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)
-        entry = self._entries.get("ckpt/watermark")
+        entry, following = self._entries.get("ckpt/watermark"), self._entries.get(NEXT_KEY)
         pair = None if entry is None else Fields(entry.value, "ckpt/watermark").pair()
+        next_ = None if following is None else Fields(following.value, NEXT_KEY).pair()
         if self._persister is not None:
             await self._persister.see(self._entries.get(REQUEST_KEY))
         self._view.watermark, self._view.watermark_revision = pair, 0 if entry is None else entry.revision
+        self._view.next = next_
         self._view.notify()
 
     async def _hosts(self, changes: Mapping[str, Entry | None]) -> None:
@@ -249,9 +229,8 @@ class Coordinator:
         while True:
             await self._view.wait_for(lambda: self._report_due() is not None)
             try:
-                async with self._reporting:
-                    if (report := self._report_due()) is not None:
-                        await self._tell(etcd, report)
+                if (report := self._report_due()) is not None:
+                    await self._tell(etcd, report)
             except EtcdUnavailable as error:
                 if not outage:
                     log.warning("%s; commits pause until etcd is back", error)
@@ -262,14 +241,8 @@ class Coordinator:
                 log.info("etcd is back; commits go on")
             outage = False
 
-    async def _tell(
-        self,
-        etcd: Etcd,
-        report: dict[str, Any],
-        guards: Mapping[str, int] = MappingProxyType({}),
-        puts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    ) -> bool:
-        """Write what is held if every guard holds, and tell whether it was written.
+    async def _tell(self, etcd: Etcd, report: dict[str, Any]) -> None:
+        """Write what is held.
 
         It replaces the report that was seen last and no other: an older one that got no answer may be on its way
         still, and must not come after this one.
@@ -277,10 +250,9 @@ class Coordinator:
         seen, self._reported, self._reported_revision = self._reported_revision, None, None
         if seen is None:
             seen = await etcd.revision(self._held_key)
-        written = await etcd.commit({**guards, self._held_key: seen}, {**puts, self._held_key: report})
+        written = await etcd.commit({self._held_key: seen}, {self._held_key: report})
         if written:
             self._reported, self._reported_revision = report, written
-        return written > 0
 
     def _report_due(self) -> dict[str, Any] | None:
         report = report_held(self._slots.held())

@@ -83,6 +83,10 @@ def _status_text(answer: dict[str, Any]) -> str:
         )
         if job.get("failure"):
             lines.append(f"  failed: {job['failure']}")
+        if (protection := job.get("protection")) is not None:
+            at_risk = f"{protection['steps_at_risk']} step(s) at risk"
+            why = f"not protected, at most {protection['most_steps']}: {protection['reason']}"
+            lines.append(f"  {at_risk}" if protection["protected"] else f"  {at_risk}; {why}")
         if job.get("replication"):
             lines.append(f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}")
         lines += [f"  {seen['severity']}: {seen['kind']}: {seen['message']}" for seen in job.get("observations", [])]

@@ -79,7 +79,6 @@ class Job:
             run_id=spec.run_id,
             view=self.view,
             slots=slots,
-            fence=self._coordinator.fence,
             pacer=self._pacer,
             in_flight=1 if spec.policy.replication.scheme == "no-pipeline" else spec.policy.replication.sub_buffers,
             group=self._group,
@@ -100,6 +99,7 @@ class Job:
             replicator=self._replicator,
             pacer=self._pacer,
             failure=lambda: self.failure,
+            keys=self._coordinator.leased,
             event=self._event,
             hang=self._observer.hang,
         )
@@ -259,6 +259,7 @@ class Job:
             "attached_ranks": self.sessions.ranks,
             "watermark": pair_message(self.view.watermark),
             "replication": self._pacer.describe(),
+            "protection": self.sessions.describe_protection(),
             "failure": self.failure,
             "observations": self._observer.describe(),
             "root": {
@@ -302,14 +303,13 @@ class Job:
         await Injector(run_id=self.spec.run_id, scene=scene).run(etcd)
 
     async def _follow_watermark(self) -> None:
-        """Push each new watermark to the trainers and let go of what nobody needs any more."""
-        pushed: Pair | None = None
+        """Push to the trainers what is agreed, and let go of what nobody needs any more."""
+        pushed = self.view.agreed
         while True:
-            await self.view.wait_for(lambda: self.view.watermark not in (None, pushed))  # noqa: B023
-            pushed = self.view.watermark
-            assert pushed is not None
-            self.sessions.notify({"op": "watermark", **(pair_message(pushed) or {})})
-            if pushed[0] == self.view.generation:
+            await self.view.wait_for(lambda: self.view.agreed != pushed)  # noqa: B023
+            pushed = self.view.agreed
+            self.sessions.notify({"op": "watermark", **pushed.message()})
+            if pushed.committed is not None and pushed.committed[0] == self.view.generation:
                 self.slots.trim(self.view.kept_ranks, pushed)
 
     async def _follow_pace(self) -> None:
@@ -330,8 +330,7 @@ class Job:
             return False
         held, own = self.slots.held(), self.view.own_ranks
         common = set.intersection(*(held.get(rank, set()) for rank in own)) if own else set()
-        awaited = [pair for pair in common if pair[0] == self.view.generation]
-        return not awaited or (self.view.committed is not None and max(awaited) <= self.view.committed)
+        return not any(pair >= self.view.agreed.next for pair in common)
 
     def _event(self, event: str, **fields: Any) -> None:
         if self._notify_launcher is not None:

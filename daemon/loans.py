@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ class Loans:
         view: What is known of the job.
         slots: What this host holds.
         receiving: A lock for each rank whose replica is being received.
-        give_up_newest: Clears the newest capture of a rank, which its owner gave up for a pair, if that may be.
         spawn: Runs a verification that ends with the generation.
     """
 
@@ -47,14 +46,12 @@ class Loans:
         view: JobView,
         slots: JobSlots,
         receiving: Mapping[int, asyncio.Lock],
-        give_up_newest: Callable[[int, Pair], Awaitable[bool]],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._run_id = run_id
         self._view = view
         self._slots = slots
         self._receiving = receiving
-        self._give_up_newest = give_up_newest
         self._spawn = spawn
         self._loans: dict[str, _Loan] = {}
 
@@ -76,9 +73,7 @@ class Loans:
             self.take_away(rank)
             if self._slots.find(rank, pair) is not None:
                 return None, True
-            file = await self._slots.place(rank, geometry, committed=self._view.committed)
-            if file is None and await self._give_up_newest(rank, pair):
-                file = await self._slots.place(rank, geometry, committed=self._view.committed)
+            file = await self._slots.place(rank, geometry, agreed=self._view.agreed)
             if file is None:
                 return None, False
             if self._view.generation != pair[0]:

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.slot import SlotHeader
 
+from .commit import Agreed
 from .fields import Fields
 from .rounds import Pair, pair_message
 from .slots import Geometry
@@ -20,24 +21,24 @@ class Offer:
         rank: Whose state.
         pair: Which capture.
         geometry: Of a slot that can hold it.
-        committed: The newest committed pair that the owner knows.
+        agreed: What the owner's host knows to be agreed.
         patience_s: How much longer than usual each range may take, because the owner waits for idle spans.
     """
 
     rank: int
     pair: Pair
     geometry: Geometry
-    committed: Pair | None
+    agreed: Agreed
     patience_s: float
 
     @classmethod
-    def of(cls, header: SlotHeader, *, committed: Pair | None, patience_s: float) -> Self:
+    def of(cls, header: SlotHeader, *, agreed: Agreed, patience_s: float) -> Self:
         """Return the offer of the capture with this header."""
         return cls(
             rank=header.rank,
             pair=(header.generation, header.step),
             geometry=Geometry(capacity_bytes=header.used_bytes, payload_offset=header.payload_offset),
-            committed=committed,
+            agreed=agreed,
             patience_s=min(patience_s, _MAX_PATIENCE_S),
         )
 
@@ -52,7 +53,7 @@ class Offer:
             rank=fields.integer("rank"),
             pair=fields.pair(),
             geometry=Geometry.parse(fields, "used_bytes"),
-            committed=fields.optional_pair("watermark"),
+            agreed=Agreed.parse(fields),
             patience_s=fields.number("patience_s", high=_MAX_PATIENCE_S),
         )
 
@@ -63,6 +64,6 @@ class Offer:
             **(pair_message(self.pair) or {}),
             "used_bytes": self.geometry.capacity_bytes,
             "payload_offset": self.geometry.payload_offset,
-            "watermark": pair_message(self.committed),
+            **self.agreed.message(),
             "patience_s": self.patience_s,
         }

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,7 +54,6 @@ class Replicator:
         run_id: The job.
         view: What is known of the job.
         slots: What this host holds.
-        fence: Makes sure that what is not held any more is not being committed (`Coordinator.fence`).
         pacer: Says how patient receivers must be.
         in_flight: Ranges of an offered capture that are asked for ahead.
         group: Runs the fetches and offers.
@@ -71,7 +70,6 @@ class Replicator:
         run_id: str,
         view: JobView,
         slots: JobSlots,
-        fence: Callable[[], Awaitable[bool]],
         pacer: Pacer,
         in_flight: int,
         group: asyncio.TaskGroup,
@@ -80,7 +78,6 @@ class Replicator:
         self._run_id = run_id
         self._view = view
         self._slots = slots
-        self._fence = fence
         self._pacer = pacer
         self._in_flight = in_flight
         self._group = group
@@ -97,7 +94,6 @@ class Replicator:
             view=view,
             slots=slots,
             receiving=self._receiving,
-            give_up_newest=self._give_up_newest,
             spawn=self._spawn,
         )
 
@@ -112,11 +108,11 @@ class Replicator:
                     await self._view.wait_for(lambda: self._reachable != known)  # noqa: B023
 
     def offer(self, rank: int) -> None:
-        """Offer the newest capture of the own `rank` to its placement peers, unless it is committed."""
-        file, committed, round_ = self._slots.newest(rank), self._view.committed, self._view.round
+        """Offer the newest capture of the own `rank` to its placement peers, while it may be committed."""
+        file, round_ = self._slots.newest(rank), self._view.round
         if file is None or file.pair is None or round_ is None:
             return
-        if file.pair[0] == round_.generation and (committed is None or file.pair > committed):
+        if file.pair >= self._view.agreed.next:
             for host in round_.holders(rank, self._view.replicas)[1:]:
                 awaited, reason = self.deliveries.awaited(host, rank, file.pair)
                 if not awaited and (host, rank) not in self._offering:
@@ -201,15 +197,6 @@ class Replicator:
         if peer is None:
             raise PeerError(f"the daemon of host {host} is not registered")
         await peer.ask()
-
-    async def give_up(self, file: SlotFile) -> bool:
-        """Clear the capture in `file`, unless it may be committed; tell whether that was done."""
-        given_up, file.pair = file.pair, None
-        if await self._fence():
-            file.slot.clear()
-            return True
-        file.pair = given_up
-        return False
 
     async def close(self) -> None:
         """Close the connections to peers."""
@@ -314,18 +301,14 @@ class Replicator:
 
     async def _accept_offer(self, host: str, offer: Offer) -> None:
         rank, pair, geometry = offer.rank, offer.pair, offer.geometry
-        committed = max((known for known in (offer.committed, self._view.committed) if known), default=None)
+        agreed = offer.agreed.or_later(self._view.agreed)
         pace = Pace(in_flight=self._in_flight, patience_s=offer.patience_s)
         try:
             async with self._receiving[rank]:
                 peer = await self._sources.peer(host)
                 if peer is None or self._offered[rank] != pair or self._slots.find(rank, pair) is not None:
                     return
-                owner = Holders([peer], pace=pace)
-                if await self._sources.fetch(owner, rank, pair, geometry, committed) or (
-                    await self._give_up_newest(rank, pair)
-                    and await self._sources.fetch(owner, rank, pair, geometry, committed)
-                ):
+                if await self._sources.fetch(Holders([peer], pace=pace), rank, pair, geometry, agreed):
                     self._warned_memory = False
         except (PeerError, SlotError) as error:
             log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
@@ -337,20 +320,13 @@ class Replicator:
             if self._offered.get(rank) == pair:
                 del self._offered[rank]
 
-    async def _give_up_newest(self, rank: int, pair: Pair) -> bool:
-        """Clear the newest capture of `rank`, which its owner has given up for `pair`, unless it may be committed."""
-        file = self._slots.newest(rank)
-        if file is None or file.pair is None or file.pair >= pair or file.busy:
-            return False
-        return await self.give_up(file)
-
     async def _offer(self, host: str, rank: int, file: SlotFile) -> None:
         """Send one offer; at most one is on its way to each host for each rank."""
         try:
-            peer, pair, committed = await self._sources.peer(host), file.pair, self._view.committed
-            if peer is None or pair is None:
+            peer = await self._sources.peer(host)
+            if peer is None or file.pair is None:
                 return
-            offer = Offer.of(file.slot.header(), committed=committed, patience_s=self._pacer.patience_s)
+            offer = Offer.of(file.slot.header(), agreed=self._view.agreed, patience_s=self._pacer.patience_s)
             await peer.offer(offer.to_message())
         except (PeerError, SlotError) as error:
             log.info("offer of rank %d to host %s failed, it will be repeated: %s", rank, host, error)

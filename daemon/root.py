@@ -73,7 +73,6 @@ class RootAgent:
     async def run(self) -> None:
         """Be the root until cancelled; requests to the operator live on."""
         async with asyncio.TaskGroup() as group:
-            # One mirror for all of it: whoever sees a fence has seen the report that came with it.
             group.create_task(self._mirror())
             group.create_task(self._committer.run())
             group.create_task(self._govern())
@@ -189,7 +188,6 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
                 kind, hosts = "replace", list(wanted)
             case FallBack(pair=pair):
                 kind = "fall_back"
-                guarded.append("ckpt/fence")
                 puts["ckpt/watermark"] = {"generation": pair[0], "step": pair[1]}
                 if is_import(pair):
                     puts[COMMITTED_KEY] = {"world_size": None}

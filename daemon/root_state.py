@@ -5,7 +5,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .commit import Tally, parse_held
+from .commit import MISSED_FOLDER, NEXT_KEY, Agreed, Missed, Tally, parse_held
 from .etcd import Entry
 from .fields import Fields
 from .observation import parse_observations
@@ -45,7 +45,7 @@ class RootState:
         """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more.
 
         Raises:
-            DaemonError: The round or the watermark, on which everything depends, does not have its form.
+            DaemonError: The round, the watermark or the next capture, on which everything depends, has not its form.
         """
         self._view = None
         for key, entry in changes.items():
@@ -80,6 +80,16 @@ class RootState:
         """Number of ranks that `COMMITTED_KEY` says."""
         committed: int | None = self._parsed.get(COMMITTED_KEY)
         return committed
+
+    @property
+    def agreed(self) -> Agreed:
+        """What is committed, and what is captured next."""
+        return Agreed.of(self._parsed.get("rdzv/round"), self.watermark, self._parsed.get(NEXT_KEY))
+
+    @property
+    def missed(self) -> list[Missed]:
+        """What hosts report to have missed, also of earlier captures."""
+        return list(self._folders[MISSED_FOLDER].values())
 
     def revision(self, key: str) -> int:
         """Return the revision of the last change of `key`, 0 while there is no such key."""
@@ -117,7 +127,7 @@ class RootState:
         try:
             values[name] = parse(key, entry)
         except DaemonError as error:
-            if key in ("rdzv/round", "ckpt/watermark"):
+            if key in ("rdzv/round", "ckpt/watermark", NEXT_KEY):
                 raise
             self.ignored[key] = str(error)
 
@@ -148,6 +158,7 @@ _KEYS: Mapping[str, Callable[[str, Entry], Any]] = {
     "rdzv/closed": lambda _, entry: entry.value,
     COMMITTED_KEY: lambda key, entry: Fields(entry.value, key).optional_integer("world_size", low=1),
     "ckpt/watermark": lambda key, entry: Fields(entry.value, key).pair(),
+    NEXT_KEY: lambda key, entry: Fields(entry.value, key).pair(),
     PUBLISHED_KEY: lambda _, entry: parse_published(entry.value),
     FAILURES_KEY: _history,
     DECISIONS_KEY: lambda key, entry: tuple(Fields(entry.value, key).objects("decisions")),
@@ -158,5 +169,6 @@ _FOLDERS: Mapping[str, Callable[[str, Entry], Any]] = {
     "rdzv/quarantine": lambda _, entry: Quarantine.parse(entry.value),
     "ckpt/hosts": lambda _, entry: entry.value,
     "ckpt/held": lambda _, entry: parse_held(entry.value),
+    MISSED_FOLDER: lambda _, entry: Missed.parse(entry.value),
     "obs": lambda _, entry: parse_observations(entry.value),
 }

@@ -75,8 +75,6 @@ class DaemonService:
                 return await self._session(connection).trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
             case "restore":
                 return await self._session(connection).trainer.restore()
-            case "give_up":
-                return await self._session(connection).trainer.give_up(fields.text("path"), fields.pair())
             case "allocate_replica":
                 return await self._session(connection).trainer.allocate_replica(fields.binary("header"))
             case "received":
@@ -93,6 +91,14 @@ class DaemonService:
             case "complete":
                 generation, step = fields.pair()
                 self._session(connection).trainer.complete(fields.text("path"), generation, step)
+            case "missed":
+                session = self._session(connection)
+                missed = {"next_": fields.integer("next"), "step": fields.integer("step"), "late": fields.flag("late")}
+                session.job.sessions.missed(session.trainer, **missed)
+            case "protection":
+                session = self._session(connection)
+                told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
+                session.job.sessions.protection(session.trainer, **told, reason=fields.optional_text("reason"))
             case "progress":
                 session = self._session(connection)
                 session.job.sessions.progress(session.trainer, fields.integer("step"))

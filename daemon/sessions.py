@@ -10,9 +10,11 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.idle import IdleProfile
 
+from .commit import MISSED_FOLDER, Missed
 from .exchange import routes
 from .fields import Fields
 from .hang import HangDetector
+from .leased import LeasedKeys
 from .pacing import Pacer
 from .replication import Replicator
 from .rounds import pair_message
@@ -36,6 +38,7 @@ class Sessions:
         replicator: Restores and offers captures.
         pacer: Says when they leave.
         failure: Returns why the job cannot go on, None while it can.
+        keys: Where the others are told what was missed here.
         event: Tells the launcher of something.
         hang: Hears what every trainer does.
 
@@ -53,6 +56,7 @@ class Sessions:
         replicator: Replicator,
         pacer: Pacer,
         failure: Callable[[], str | None],
+        keys: LeasedKeys,
         event: Event,
         hang: HangDetector,
     ) -> None:
@@ -64,9 +68,11 @@ class Sessions:
         self._replicator = replicator
         self._pacer = pacer
         self._failure = failure
+        self._keys = keys
         self._event = event
         self._hang = hang
         self._trainers: dict[int, Trainer] = {}
+        self._unprotected: tuple[int, int, str] | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -149,7 +155,7 @@ class Sessions:
         replication, known = self._spec.policy.replication, routes(round_, rank, self._view.replicas)
         return trainer, {
             "restore": pair_message(round_.restore),
-            "watermark": pair_message(self._view.committed),
+            **self._view.agreed.message(),
             "routes": known.message() if replication.transport == "trainer" else None,
             "replication": {
                 **asdict(replication),
@@ -164,6 +170,7 @@ class Sessions:
         self.last_steps[trainer.rank] = step
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
+        self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
         self._view.notify()
         trainer.progress(step)
 
@@ -181,6 +188,29 @@ class Sessions:
         """Hear that `trainer` goes on making collectives."""
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.communicated(trainer.rank)
+
+    def missed(self, trainer: Trainer, *, next_: int, step: int, late: bool) -> None:
+        """Hear that `trainer` will never have captured the first step from `next_` on: it has completed `step`."""
+        log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
+        missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
+        if known is None or (known.next, known.step) < (missed.next, missed.step):
+            self._view.missed = missed
+            self._keys.set(f"{MISSED_FOLDER}/{self._view.host}", missed.to_value())
+
+    def protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
+        """Hear from `trainer` that commits do not keep up with training, and why; without a reason they do again."""
+        self._unprotected = (trainer.generation, steps_at_risk, reason) if reason else None
+        event = "unprotected" if reason else "protected"
+        self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
+
+    def describe_protection(self) -> dict[str, Any]:
+        """Return what `resilientctl status` shows of how many steps a failure would cost now."""
+        (generation, done), committed = self._view.done or (0, 0), self._view.committed
+        at_risk = done - (0 if committed is None else committed[1]) if generation == self._view.generation else 0
+        reason, most = "", 0
+        if self._unprotected is not None and self._unprotected[0] == self._view.generation and self._trainers:
+            _, most, reason = self._unprotected
+        return {"protected": not reason, "steps_at_risk": max(at_risk, 0), "most_steps": most, "reason": reason}
 
     def profiled(self, trainer: Trainer, profile: IdleProfile) -> None:
         """Hear when the training network of `trainer` is idle."""

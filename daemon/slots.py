@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotError
 from resilient_run.ckpt.slot import HEADER_BYTES, Slot, SlotHeader
 
-from .commit import is_dead, may_overwrite
+from .commit import Agreed, is_dead
 from .fields import Fields
 from .memory import MemoryBudget
 from .record import JobRecord
@@ -163,32 +163,32 @@ class JobSlots:
                 self.budget.found(self.key, file.slot.capacity_bytes)
             self.adopted = True
 
-    async def allocate(self, rank: int, geometry: Geometry, *, committed: Pair | None) -> list[SlotFile]:
+    async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
         """Return two files of `rank` that have room for `geometry`; those that exist are kept as they are.
 
         Raises:
             MemoryBudgetError: New files do not fit.
         """
         async with self._changing:
-            fitting = self._fitting(rank, geometry, committed)
+            fitting = self._fitting(rank, geometry, agreed)
             while len(fitting) < SLOTS_PER_RANK:
                 fitting.append(await self._create(rank, geometry))
             return fitting[-SLOTS_PER_RANK:]
 
-    async def place(self, rank: int, geometry: Geometry, *, committed: Pair | None) -> SlotFile | None:
+    async def place(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> SlotFile | None:
         """Return a file of `rank` to receive a replica in, marked busy and WRITING; None when all must be kept.
 
         Args:
             rank: Whose replica.
             geometry: Size of the replica, and where its payload begins.
-            committed: The newest watermark known; neither it nor anything newer is given up.
+            agreed: What is known to be agreed; nothing that is committed, or may be, is given up.
 
         Raises:
             MemoryBudgetError: A new file does not fit.
         """
         async with self._changing:
-            fitting = self._fitting(rank, geometry, committed)
-            free = [file for file in fitting if not file.busy and may_overwrite(file.pair, committed)]
+            fitting = self._fitting(rank, geometry, agreed)
+            free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
             if free:
                 file = min(free, key=lambda file: file.pair or (0, 0))
             elif len(fitting) < SLOTS_PER_RANK:
@@ -241,13 +241,13 @@ class JobSlots:
                 file.slot.clear()
                 file.pair = None
 
-    def trim(self, keep: Collection[int], committed: Pair) -> None:
-        """Remove all files of ranks that are not in `keep`, and third files once `committed` is newer than they."""
+    def trim(self, keep: Collection[int], agreed: Agreed) -> None:
+        """Remove all files of ranks that are not in `keep`, and third files once nobody needs them any more."""
         for rank, files in list(self._files.items()):
             geometry = self._geometries.get(rank)
             used = files if geometry is None else [file for file in files if file.fits(geometry)][-SLOTS_PER_RANK:]
             for file in list(files):
-                outgrown = file not in used and may_overwrite(file.pair, committed)
+                outgrown = file not in used and agreed.may_overwrite(file.pair)
                 if not file.busy and (rank not in keep or outgrown):
                     self._remove_file(file)
 
@@ -307,11 +307,11 @@ class JobSlots:
         self.corrupt[rank] = cause
         slot.clear()
 
-    def _fitting(self, rank: int, geometry: Geometry, committed: Pair | None) -> list[SlotFile]:
+    def _fitting(self, rank: int, geometry: Geometry, agreed: Agreed) -> list[SlotFile]:
         """Return the files of `rank` that have room for `geometry` and remove the others that may go."""
         self._geometries[rank] = geometry
         for file in list(self._files.get(rank, ())):
-            if not file.fits(geometry) and not file.busy and may_overwrite(file.pair, committed):
+            if not file.fits(geometry) and not file.busy and agreed.may_overwrite(file.pair):
                 self._remove_file(file)
         return [file for file in self._files.get(rank, ()) if file.fits(geometry)]
 

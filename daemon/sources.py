@@ -3,6 +3,7 @@
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
 from resilient_run.ckpt.slot import parse_header
 
+from .commit import Agreed
 from .fetch import Peer, PeerError
 from .holders import Holders, attempts
 from .rounds import Pair
@@ -102,7 +103,7 @@ class Sources:
             geometry = await source.have(rank, pair)
             if geometry is None:
                 return f"{source.name}: does not hold it", False
-            if await self.fetch(source, rank, pair, geometry, self._view.committed):
+            if await self.fetch(source, rank, pair, geometry, self._view.agreed):
                 self.origins[rank, pair] = source.kind
                 return None
             return f"{source.name}: holds it, but no local slot is free", False
@@ -121,7 +122,7 @@ class Sources:
         rank: int,
         pair: Pair,
         geometry: Geometry,
-        committed: Pair | None,
+        agreed: Agreed,
     ) -> bool:
         """Fetch one replica into a slot that may be overwritten, verify and hold it; False when no slot is free.
 
@@ -131,7 +132,7 @@ class Sources:
             SlotError: What came is not what was announced.
             MemoryBudgetError: There is no room for a slot.
         """
-        file = await self._slots.place(rank, geometry, committed=committed)
+        file = await self._slots.place(rank, geometry, agreed=agreed)
         if file is None:
             return False
         try:

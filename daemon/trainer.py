@@ -11,7 +11,6 @@ from resilient_run.ckpt.slot import SlotHeader
 from .hang import HangDetector
 from .pacing import Pacer
 from .replication import Replicator
-from .rounds import Pair
 from .slots import Geometry, JobSlots
 from .view import JobView
 
@@ -59,7 +58,7 @@ class Trainer:
         """
         self._check_current()
         await self.replicator.lend(self.rank)
-        files = await self.slots.allocate(self.rank, geometry, committed=self.view.committed)
+        files = await self.slots.allocate(self.rank, geometry, agreed=self.view.agreed)
         return {"paths": [str(file.slot.path) for file in files]}
 
     async def restore(self) -> dict[str, Any]:
@@ -75,18 +74,6 @@ class Trainer:
         restored = await self.replicator.restore(self.rank, self.topology)
         self._source = restored.source
         return {"path": restored.path, "source": restored.source}
-
-    async def give_up(self, path: str, pair: Pair) -> dict[str, Any]:
-        """Clear a capture of the trainer that other ranks do not have, unless it is or may be committed.
-
-        Raises:
-            DaemonError: The trainer's generation is over.
-        """
-        self._check_current()
-        file, committed = self.slots.at(self.rank, path), self.view.committed
-        if file is None or file.pair not in (None, pair) or (committed is not None and pair <= committed):
-            return {"given_up": False}
-        return {"given_up": await self.replicator.give_up(file)}
 
     def restored(self, step: int, seconds: float) -> None:
         """Hear that the trainer has its state back."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .commit import Agreed, Missed
 from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .rounds import Pair, Round
@@ -20,6 +21,7 @@ class JobView:
         round: The current generation, None until one is known.
         finishing: All workers of some host have succeeded in it.
         watermark: The newest committed pair, None until there is one.
+        next: What etcd says is captured next, as generation and step; see `agreed`.
         watermark_revision: etcd revision of the watermark, 0 while the key does not exist, None until it was read.
         token: Secret that peers must show, None until it is known.
         injection: Whether the job was started with faults allowed.
@@ -32,6 +34,8 @@ class JobView:
         every_elsewhere: Host → the same of the others.
         sign_here: The sign of life of the ranks of this host (`HangDetector.sign`).
         signs: Host → the same of the others.
+        done: Generation and newest step that an own rank has completed, None before the first.
+        missed: The next capture that an own rank has missed last, None while none has.
     """
 
     host: str
@@ -39,6 +43,7 @@ class JobView:
     round: Round | None = None
     finishing: bool = False
     watermark: Pair | None = None
+    next: Pair | None = None
     watermark_revision: int | None = None
     token: str | None = None
     injection: bool = False
@@ -51,6 +56,8 @@ class JobView:
     every_elsewhere: dict[str, int] = field(default_factory=dict)
     sign_here: str = ""
     signs: dict[str, str] = field(default_factory=dict)
+    done: Pair | None = None
+    missed: Missed | None = None
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
 
     @property
@@ -60,17 +67,17 @@ class JobView:
 
     @property
     def committed(self) -> Pair | None:
-        """The newest pair known to be committed: the watermark of this generation, before that what it restores.
+        """The newest pair known to be committed: the watermark of this generation, before that what it restores."""
+        return self.agreed.committed
 
-        A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
-        """
-        if self.round is None or (self.watermark is not None and self.watermark[0] >= self.round.generation):
-            return self.watermark
-        return self.round.restore
+    @property
+    def agreed(self) -> Agreed:
+        """What is committed, and what is captured next."""
+        return Agreed.of(self.round, self.watermark, self.next)
 
     @property
     def every(self) -> int:
-        """Of how many steps every host can send one checkpoint: all ranks must capture the same ones."""
+        """Of how many steps every host can send one checkpoint."""
         hosts = () if self.round is None else self.round.hosts
         return max([self.every_here, *(self.every_elsewhere.get(host, 1) for host in hosts)])
 

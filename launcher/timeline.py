@@ -50,7 +50,7 @@ class Timeline:
         run_id: Named in every event.
         host: Named in every event.
         events_path: JSON Lines file that events are appended to, or None.
-        publish: Hears every event as well.
+        publish: Hears every recovery as well.
     """
 
     def __init__(
@@ -91,7 +91,15 @@ class Timeline:
                 self._recovery.waiting = {event: set(ranks) for event in _WORKER_PHASE}
 
     def on_event(self, message: dict[str, Any]) -> None:
-        """Take a trainer event that the daemon forwarded (`attached`, `restored`, `first_step`)."""
+        """Take a trainer event that the daemon forwarded (`attached`, `restored`, `first_step`, `unprotected`, …)."""
+        if message.get("event") in ("unprotected", "protected"):
+            self._write(
+                {
+                    **self._about(str(message["event"]), int(message["generation"])),
+                    **{name: message[name] for name in ("step", "steps_at_risk", "reason")},
+                }
+            )
+            return
         with self._lock:
             recovery, event = self._recovery, message.get("event")
             if recovery is None or message.get("generation") != recovery.generation or event not in _WORKER_PHASE:
@@ -128,11 +136,7 @@ class Timeline:
                 previous_s = recovery.ends_s[phase]
         steps_lost = None if recovery.restored_step is None else max(0, recovery.last_step - recovery.restored_step)
         event = {
-            "event": "recovery",
-            "unix_s": round(time.time(), 3),
-            "run_id": self._run_id,
-            "host": self._host,
-            "generation": recovery.generation,
+            **self._about("recovery", recovery.generation),
             "kind": recovery.kind,
             "cause": recovery.cause,
             "complete": complete,
@@ -142,11 +146,18 @@ class Timeline:
             **durations,
             "total_s": round(previous_s - recovery.start_s, 4),
         }
-        if self._events_path is not None:
-            _append(self._events_path, event)
+        self._write(event)
         if self._publish is not None:
             self._publish(event)
         log.warning("%s", _line(event))
+
+    def _about(self, event: str, generation: int) -> dict[str, Any]:
+        about = {"event": event, "unix_s": round(time.time(), 3), "run_id": self._run_id, "host": self._host}
+        return {**about, "generation": generation}
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._events_path is not None:
+            _append(self._events_path, event)
 
 
 def _append(path: Path, event: dict[str, Any]) -> None:

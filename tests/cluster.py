@@ -151,6 +151,10 @@ class Host:
 
     def recoveries(self) -> list[dict[str, Any]]:
         """Return the recovery events that this host's launcher wrote."""
+        return [event for event in self.events() if event["event"] == "recovery"]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return all events that this host's launcher wrote."""
         if not self.events_path.exists():
             return []
         return [json.loads(line) for line in self.events_path.read_text().splitlines()]

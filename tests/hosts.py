@@ -125,8 +125,8 @@ class Trainer(Client):
 
     def watermark(self) -> tuple[int, int] | None:
         """Return the newest watermark that was pushed to this trainer."""
-        pushed = [(m["generation"], m["step"]) for m in self.poll() if m["op"] == "watermark"]
-        return pushed[-1] if pushed else None
+        pushed = [m["watermark"] for m in self.poll() if m["op"] == "watermark" and m["watermark"]]
+        return (pushed[-1]["generation"], pushed[-1]["step"]) if pushed else None
 
 
 def payload(run_id: str, rank: int, pair: tuple[int, int], size_bytes: int = PAYLOAD_BYTES) -> bytes:

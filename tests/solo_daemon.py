@@ -24,6 +24,7 @@ class SoloDaemon:
         self.refuse: dict[str, tuple[str, str]] = {}
         self.plan: tuple[int, int] | None = None
         self.watermark: tuple[int, int] | None = None
+        self.next: tuple[int, int] | None = None
         self.seen: list[Message] = []
         self._complete: dict[int, set[tuple[int, int]]] = {}
         self.changed = threading.Condition()
@@ -67,9 +68,19 @@ class SoloDaemon:
     def commit(self, generation: int, step: int) -> None:
         with self.changed:
             self.watermark = (generation, step)
-            for connection in self._connections:
-                connection.sendall(encode({"op": "watermark", "generation": generation, "step": step}))
-            self.changed.notify_all()
+            self._say(next_=(generation, step + 1))
+
+    def call_for(self, generation: int, step: int) -> None:
+        """Say that the first step from this one on is captured next, and nothing before it."""
+        with self.changed:
+            self._say(next_=(generation, step))
+
+    def _say(self, *, next_: tuple[int, int]) -> None:
+        self.next = next_
+        for connection in self._connections:
+            agreed = {"watermark": _pair(self.watermark), "next": _pair(next_)}
+            connection.sendall(encode({"op": "watermark", **agreed}))
+        self.changed.notify_all()
 
     def wait_for(self, op: str, **fields: Any) -> Message:
         """Return the first message seen with this op and these fields, waiting for it."""
@@ -139,12 +150,13 @@ class SoloDaemon:
         match message["op"]:
             case "attach":
                 replication = {"scheme": "naive", "copies": 0, "every": 1, "idle": None}
-                answer = {"restore": _pair(self.plan), "watermark": _pair(self.watermark)}
+                committed = max((pair for pair in (self.plan, self.watermark) if pair), default=None)
+                following = (message["generation"], 1 if committed is None else committed[1] + 1)
+                next_ = self.next if self.next and self.next[0] == message["generation"] else following
+                answer = {"restore": _pair(self.plan), "watermark": _pair(committed), "next": _pair(next_)}
                 return {"ok": True, **answer, "replication": replication}
             case "allocate":
                 return {"ok": True, "paths": self._allocate(rank, message)}
-            case "give_up":
-                return {"ok": True, "given_up": self._give_up(rank, message)}
             case "restore":
                 for slot in self.slots(rank):
                     if slot.state() == "COMPLETE" and (slot.header().generation, slot.header().step) == self.plan:
@@ -152,17 +164,6 @@ class SoloDaemon:
                         return {"ok": True, "path": str(slot.path), "source": "local"}
                 return {"ok": False, "error": "RestoreError", "message": "no copy is left"}
         return {"ok": True}
-
-    def _give_up(self, rank: int, message: Message) -> bool:
-        version = (message["generation"], message["step"])
-        with self.changed:
-            if self.watermark is not None and version <= self.watermark:
-                return False
-            self._complete.get(rank, set()).discard(version)
-            slot = Slot.open(message["path"], writable=True)
-            slot.clear()
-            slot.close()
-            return True
 
     def _allocate(self, rank: int, message: Message) -> list[str]:
         paths = []

@@ -82,102 +82,84 @@ def pair(tmp_path: Path) -> Iterator[SlotPair]:
 
 
 @pytest.mark.parametrize(
-    ("held", "watermark", "step", "expected"),
+    ("held", "watermark", "next_", "expected"),
     [
         ((None, None), None, 1, 0),
-        (((2, 1), None), None, 2, 1),
         (((2, 1), None), (2, 1), 2, 1),
-        (((2, 1), (2, 2)), None, 3, None),
-        (((2, 1), (2, 2)), (2, 1), 3, None),
         (((2, 1), (2, 2)), (2, 2), 3, 0),
         (((2, 3), (2, 2)), (2, 3), 4, 1),
-        (((2, 3), (2, 2)), (2, 9), 10, 1),
+        # What was captured for nothing, because another rank missed it, gives way; what is committed does not.
+        (((2, 1), (2, 2)), (2, 1), 5, 1),
+        (((2, 7), (2, 1)), (2, 1), 8, 0),
+        (((2, 1), (2, 2)), None, 4, 0),
         # An earlier generation's timeline is dead, except for what is committed.
         (((1, 5), (1, 6)), (1, 5), 6, 1),
         (((1, 6), (1, 5)), (1, 5), 6, 0),
-        (((1, 5), (2, 6)), (1, 5), 7, None),
-        (((1, 5), (2, 6)), (2, 6), 7, 0),
+        (((1, 5), (2, 6)), (1, 5), 9, 1),
         (((1, 5), (1, 6)), None, 1, 0),
     ],
 )
-def test_the_slot_that_may_be_overwritten(
-    pair: SlotPair, held: tuple[W, W], watermark: W, step: int, expected: int | None
+def test_the_slot_that_a_capture_overwrites(
+    pair: SlotPair, held: tuple[W, W], watermark: W, next_: int, expected: int
 ) -> None:
     for mapped, version in zip(pair.slots, held, strict=True):
         mapped.held = version
-    free = pair.free(step, watermark)
-    assert (None if free is None else pair.slots.index(free)) == expected
+    pair.hear(watermark, (2, next_))
+    assert pair.take(next_ - 1) is None
+    taken = pair.take(next_)
+    assert taken is pair.slots[expected]
+    taken.held = (2, next_)
+    assert pair.take(next_ + 1) is None, "one capture is made each time"
 
 
-def test_a_capture_is_given_up_before_steps_that_all_ranks_derive_from_the_watermark(pair: SlotPair) -> None:
-    committed, other = pair.slots
-    committed.held, other.held = (2, 5), (2, 7)
-    steps = [step for step in range(6, 80) if pair.to_give_up(step, (2, 5)) is not None]
-    assert steps == [8, 9, 11, 12, 13, *range(17, 22), *range(29, 38), *range(53, 70)]
-    pair.given_up(other)
-    assert [step for step in range(6, 80) if pair.free(step, (2, 5)) is not None] == [9, 13, 21, 37, 69]
-    assert [step for step in range(6, 80) if pair.meets(step, (2, 5))] == [9, 13, 21, 37, 69]
-    assert pair.to_give_up(8, (2, 5)) is None, "the committed one is never given up"
-    other.held = (2, 69)
-    assert pair.free(75, (2, 69)) is committed
-    committed.held = (2, 75)
-    steps = [step for step in range(76, 400) if pair.to_give_up(step, (2, 69)) is not None]
-    assert steps == list(range(69 + 12, 69 + 17)) + list(range(69 + 24, 69 + 33)) + list(
-        range(69 + 48, 69 + 65)
-    ) + list(range(69 + 96, 69 + 129)) + list(range(69 + 192, 69 + 257)), (
-        "a commit that took 6 steps gives the next ones 16"
-    )
+def test_a_capture_that_is_heard_of_too_late_is_missed(pair: SlotPair) -> None:
+    pair.hear(None, (2, 3))
+    assert [pair.wants(step) for step in (1, 2, 3)] == [False, False, True]
+    pair.give_up(2)
+    assert pair.missed is None
+    assert pair.take(4) is pair.slots[0], "steps need not be consecutive"
+    pair.slots[0].held = (2, 4)
+    assert pair.wants(5), "the news of the commit may come in time"
+    pair.give_up(5)
+    assert not pair.wants(6)
+    pair.hear((2, 4), (2, 5))
+    assert pair.missed == {"next": 5, "step": 5, "late": True}
+    assert not pair.wants(6)
+    pair.hear((2, 4), (2, 4))
+    pair.hear((1, 9), (1, 10))
+    assert (pair.watermark, pair.next) == ((2, 4), 5), "neither older news nor those of another generation count"
+    pair.hear((2, 4), (2, 8))
+    assert pair.missed is None
+    assert pair.take(8) is pair.slots[1]
+    pair.give_up(8)
+    assert pair.missed == {"next": 8, "step": 8, "late": False}, "its bytes changed"
+    assert pair.take(9) is None
 
 
-def test_a_single_rank_has_nobody_to_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_capture_whose_slot_is_lost_is_missed(pair: SlotPair, tmp_path: Path, lost: bool) -> None:
+    """Slots of another size take the place of those that hold it; the daemon keeps these until it is decided."""
+    taken = pair.take(1)
+    assert taken is not None
+    taken.held = (2, 1)
+    pair.use(list(pair.slots))
+    assert pair.missed is None
+    (tmp_path / "other").mkdir()
+    if lost:
+        taken.slot.path.unlink()
+    pair.use(_pair(tmp_path / "other", world_size=2).slots)
+    assert pair.missed == ({"next": 1, "step": 1, "late": False} if lost else None)
+
+
+def test_a_single_rank_captures_the_first_step_that_it_can(tmp_path: Path) -> None:
     pair = _pair(tmp_path, world_size=1)
-    pair.slots[0].held, pair.slots[1].held = (2, 1), (2, 2)
-    assert not [step for step in range(3, 100) if pair.to_give_up(step, (2, 1)) is not None]
+    pair.give_up(5)
+    pair.hear((2, 1), (2, 2))
+    assert pair.missed is None
+    assert pair.take(6) is not None
+    pair.give_up(6)
+    assert pair.take(7) is not None
     pair.close()
-
-
-def _simulate(pairs: list[SlotPair], step: int, watermark: W, flags: list[tuple[bool, bool]]) -> W:
-    """Let each rank give up and capture as it may and its flags say; return the watermark that follows."""
-    for pair, (captures, gives_up) in zip(pairs, flags, strict=True):
-        target = pair.free(step, watermark) if captures else None
-        if target is not None:
-            assert target.held != watermark or watermark is None
-            assert target.held is None or (watermark is not None and target.held <= watermark)
-            target.held = (2, step)
-        elif gives_up and (mapped := pair.to_give_up(step, watermark)) is not None:
-            assert mapped.held is not None
-            assert watermark is None or mapped.held > watermark
-            pair.given_up(mapped)
-    common = set.intersection(*({slot.held for slot in pair.slots if slot.held} for pair in pairs))
-    return max(common, default=watermark)
-
-
-FLAGS = st.tuples(st.booleans(), st.booleans())
-
-
-@given(st.lists(st.lists(FLAGS, min_size=3, max_size=3), max_size=40), st.integers(1, 8))
-@settings(deadline=None)
-def test_ranks_that_skip_differently_commit_again_and_keep_the_watermark(
-    tmp_path_factory: pytest.TempPathFactory, history: list[list[tuple[bool, bool]]], every: int
-) -> None:
-    """Whatever happened, and at whatever pace captures are made afterwards."""
-    pairs = [_pair(tmp_path_factory.mktemp("pair"), world_size=3) for _ in range(3)]
-    watermark: W = None
-    step = 0
-    for flags in history:
-        step += 1
-        before, watermark = watermark, _simulate(pairs, step, watermark, flags)
-        assert before is None or (watermark is not None and watermark >= before)
-        for pair in pairs:
-            assert watermark is None or watermark in [slot.held for slot in pair.slots]
-    for _ in range(16 * max(step, 4 * every)):
-        step += 1
-        due = [step % every == 0 or pair.meets(step, watermark) for pair in pairs]
-        watermark = _simulate(pairs, step, watermark, [(captures, captures) for captures in due])
-    assert watermark is not None
-    assert watermark[1] > len(history), "ranks that all try again must commit again"
-    for pair in pairs:
-        pair.close()
 
 
 # What is copied.
@@ -340,40 +322,62 @@ def test_a_frozen_watermark_skips_captures_and_stops_nobody(daemon: SoloDaemon) 
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
-        for step in (1, 2, 3, 5, 6, 7):
+        for step in (1, 2, 3, 5):
             model(torch.randn(2, 8)).sum().backward()
             optimizer.step()
             ckpt.step(step)
-            if step <= 2:
+            if step == 1:
                 assert ckpt.wait(30)
-        model(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-        assert (ckpt.stats.captures, ckpt.stats.skipped) == (2, 4)
-        assert sorted(slot.verify().step for slot in daemon.slots()) == [1, 2]
+        assert (ckpt.stats.captures, ckpt.stats.skipped) == (1, 3)
+        assert [slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE"] == [1]
+        daemon.commit(1, 1)
+        _until_heard(ckpt, (1, 1))
         ckpt.step(9)
+        assert ckpt.wait(30)
+        ckpt.step(10)
         assert not ckpt.wait(0.01)
-        daemon.commit(1, 2)
+        daemon.commit(1, 9)
         assert ckpt.wait(30), "the commit lets a waiting capture begin"
-        assert ckpt.watermark == (1, 2)
-        assert sorted(slot.verify().step for slot in daemon.slots()) == [2, 9]
+        assert ckpt.watermark == (1, 9)
+        assert sorted(slot.verify().step for slot in daemon.slots()) == [9, 10]
 
 
-def test_a_capture_that_no_other_rank_has_is_given_up_so_that_all_meet(
+def _until_heard(ckpt: Checkpointer, watermark: tuple[int, int]) -> None:
+    assert ckpt._capturer is not None
+    with ckpt._capturer._changed:
+        assert ckpt._capturer._changed.wait_for(lambda: ckpt.watermark == watermark, 30)
+
+
+def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other rank of this run never captures, so that nothing is committed."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    captured = []
     with Checkpointer(x=0) as ckpt:
-        for step in range(1, 9):
+        ckpt.step(1)
+        assert ckpt.wait(30)
+        for step in (2, 3):
             ckpt.step(step)
-            meets = step in (1, 2, 4, 8)
-            if ckpt.wait(30 if meets else 0.01):
-                captured.append(step)
-            if step in (3, 6):
-                daemon.wait_for("give_up", generation=1, step=max(captured))
-        assert captured == [1, 2, 4, 8]
-        assert sorted(slot.verify().step for slot in daemon.slots()) == [1, 8]
+            assert not ckpt.wait(0.01)
+        daemon.call_for(1, 2)
+        assert daemon.wait_for("missed")["late"]
+        daemon.call_for(1, 6)
+        ckpt.step(4)
+        assert not ckpt.wait(0)
+        for step in (6, 7, 8):
+            ckpt.step(step)
+            assert ckpt.wait(30) == (step == 6)
+        assert sorted(slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE") == [6]
+        daemon.stop()
+        daemon.seen.clear()
+        daemon.start()
+        daemon.wait_for("complete", generation=1, step=6)
+        daemon.call_for(1, 7)
+        daemon.wait_for("missed", next=7, step=8, late=True)
+        daemon.stop()
+        daemon.seen.clear()
+        daemon.start()
+        daemon.wait_for("missed", next=7, step=8, late=True)
         assert daemon.watermark is None
 
 
@@ -501,15 +505,14 @@ def test_a_capture_that_waited_for_its_slot_is_proven_like_any_other(daemon: Sol
     daemon.frozen = True
     model = torch.nn.Linear(1000, 1000)
     with Checkpointer(model=model) as ckpt:
-        for _ in range(2):
-            ckpt.step()
-            assert ckpt.wait(30)
+        ckpt.step()
+        assert ckpt.wait(30)
         ckpt.step()
         model.weight.data.fill_(7)
-        daemon.commit(1, 2)
+        daemon.commit(1, 1)
         assert not ckpt.wait(30)
         assert ckpt.stats.discarded == 1
-        assert _newest(daemon)[0] == 2
+        assert _newest(daemon)[0] == 1
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

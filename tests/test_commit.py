@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.commit import Tally, advance, is_dead, may_overwrite, parse_held, report_held
+from resilient_run.daemon.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held
+from resilient_run.daemon.fields import Fields
 from resilient_run.daemon.rounds import Pair, Round
 
 
@@ -89,12 +90,59 @@ def test_more_replicas_than_hosts_are_one_on_each() -> None:
     assert Tally(make_round("ab"), 5, {host: {0: {(1, 1)}, 1: {(1, 1)}} for host in "ab"}).newest == (1, 1)
 
 
-def test_watermark_only_advances() -> None:
+def agreed(committed: Pair | None, next_: Pair) -> Agreed:
+    return Agreed(committed=committed, next=next_)
+
+
+def test_watermark_only_advances_to_what_was_captured_as_agreed() -> None:
     tally = Tally(make_round("a"), 1, {"a": {0: {(1, 4), (1, 5)}}})
-    assert advance(None, tally) == (1, 5)
-    assert advance((1, 4), tally) == (1, 5)
-    assert advance((1, 5), tally) is None
-    assert advance((1, 6), tally) is None
+    assert advance(agreed(None, (1, 1)), tally) == (1, 5)
+    assert advance(agreed((1, 4), (1, 5)), tally) == (1, 5)
+    assert advance(agreed((1, 5), (1, 6)), tally) is None
+    assert advance(agreed((1, 3), (1, 8)), tally) is None
+
+
+def test_what_is_agreed_in_a_generation() -> None:
+    first, later = make_round(), make_round(generation=3, restore=(2, 7))
+    assert Agreed.of(None, None, None) == agreed(None, (0, 0))
+    assert Agreed.of(first, None, None) == agreed(None, (1, 1))
+    assert Agreed.of(first, None, (1, 6)) == agreed(None, (1, 6))
+    assert Agreed.of(first, (1, 4), (1, 6)) == agreed((1, 4), (1, 6))
+    assert Agreed.of(first, (1, 4), None) == Agreed.of(first, (1, 4), (1, 2)) == agreed((1, 4), (1, 5))
+    # What a generation that is over has agreed says nothing, whatever came after the step that is restored.
+    assert Agreed.of(later, (2, 7), (2, 19)) == agreed((2, 7), (3, 8))
+    assert Agreed.of(later, (2, 9), (2, 19)) == agreed((2, 7), (3, 8))
+    assert Agreed.of(later, (3, 9), (3, 12)) == agreed((3, 9), (3, 12))
+    for one in (agreed(None, (1, 1)), agreed((1, 4), (1, 6))):
+        assert Agreed.parse(Fields(one.message(), "offer")) == one
+    with pytest.raises(DaemonError, match="'next'"):
+        Agreed.parse(Fields({"watermark": None, "next": None}, "offer"))
+    assert agreed(None, (1, 1)).or_later(agreed((1, 4), (1, 6))) == agreed((1, 4), (1, 6))
+
+
+def test_what_was_missed_survives_its_way_through_etcd() -> None:
+    missed = Missed(next=(1, 4), step=6, late=True)
+    assert Missed.parse(missed.to_value()) == missed
+    for wrong in ({"late": 1}, {"next": None}, {"step": -1}):
+        with pytest.raises(DaemonError, match="ckpt/missed"):
+            Missed.parse({**missed.to_value(), **wrong})
+
+
+def test_the_next_capture_is_as_far_ahead_as_ranks_need_to_hear_of_it() -> None:
+    lead = Lead()
+    assert (lead.after(7, every=1), lead.after(7, every=4), lead.after(8, every=4)) == (8, 8, 12)
+    lead.missed()
+    lead.missed()
+    assert lead.after(7, every=1) == 11
+    kept = 0
+    while lead.after(0, every=1) > 1:
+        lead.kept()
+        kept += 1
+    assert kept < 64
+    lead.missed()
+    for _ in range(8):
+        lead.kept()
+    assert lead.after(0, every=1) == 2, "the lead was shortened too early, and is kept for longer now"
 
 
 def test_reports_survive_their_way_through_etcd() -> None:
@@ -108,11 +156,14 @@ def test_reports_survive_their_way_through_etcd() -> None:
 
 
 def test_what_may_be_given_up() -> None:
-    assert may_overwrite(None, None)
-    assert may_overwrite((1, 3), (1, 4))
-    assert not may_overwrite((1, 4), (1, 4))
-    assert not may_overwrite((1, 5), (1, 4))
-    assert not may_overwrite((1, 1), None)
+    known = agreed((1, 4), (1, 7))
+    assert [pair for pair in (None, (1, 3), (1, 4), (1, 5), (1, 6), (1, 7)) if known.may_overwrite(pair)] == [
+        None,
+        (1, 3),
+        (1, 5),
+        (1, 6),
+    ]
+    assert not agreed(None, (1, 1)).may_overwrite((1, 1))
     assert is_dead((1, 5), make_round(generation=2, restore=(1, 4)))
     assert not is_dead((1, 4), make_round(generation=2, restore=(1, 4)))
     assert not is_dead((2, 5), make_round(generation=2, restore=(1, 4)))
@@ -135,15 +186,22 @@ class Protocol(RuleBasedStateMachine):
         self.revision = 1
         self.round = make_round(self.hosts)
         self.watermark: Pair | None = None
-        self.watermark_revision = 0
-        self.fence_revision = 0
+        self.writes = 0
         # Host → rank → two slots; what etcd has of it; and what the root saw of etcd.
         self.slots: dict[str, dict[int, list[Pair | None]]] = {host: {} for host in self.hosts}
         self.reports: dict[str, dict[int, set[Pair]]] = {host: {} for host in self.hosts}
-        self.seen: tuple[dict[str, dict[int, set[Pair]]], Pair | None, int, int] = ({}, None, 0, 0)
-        self.newest: dict[int, int] = {}
-        self.given_up: set[tuple[int, Pair]] = set()
+        self.seen: tuple[dict[str, dict[int, set[Pair]]], set[int], int] = ({}, set(), 0)
+        self.begin_generation()
         self.repairing = False
+
+    def begin_generation(self) -> None:
+        self.agreed = Agreed.of(self.round, self.watermark, None)
+        # What each host has heard of it, which steps its rank has made and captured, and what that has missed.
+        self.known = dict.fromkeys(self.hosts, self.agreed)
+        restored = self.round.restore[1] if self.round.restore else 0
+        self.done = dict.fromkeys(self.hosts, restored)
+        self.taken = dict.fromkeys(self.hosts, 0)
+        self.missed: dict[str, int] = {}
 
     def held(self, host: str) -> dict[int, set[Pair]]:
         return {rank: {pair for pair in pairs if pair} for rank, pairs in self.slots[host].items()}
@@ -151,61 +209,50 @@ class Protocol(RuleBasedStateMachine):
     def slots_of(self, host: str, rank: int) -> list[Pair | None]:
         return self.slots[host].setdefault(rank, [None, None])
 
-    @rule(rank=st.integers(0, 4), skip=st.integers(0, 2))
-    def capture(self, rank: int, skip: int) -> None:
-        """A trainer captures a later step into the slot that it may overwrite, if there is one."""
-        rank %= len(self.hosts)
-        restored = self.round.restore[1] if self.round.restore else 0
-        step = self.newest.get(rank, restored) + 1 + skip
-        slots = self.slots_of(self.hosts[rank], rank)
-        free = [index for index, pair in enumerate(slots) if may_overwrite(pair, self.watermark)]
-        if free and not self.repairing:
-            slots[min(free, key=lambda index: slots[index] or (0, 0))] = (self.round.generation, step)
-            self.newest[rank] = step
+    def overwrite(self, slots: list[Pair | None], pair: Pair, known: Agreed) -> bool:
+        free = [index for index, old in enumerate(slots) if known.may_overwrite(old)]
+        if free:
+            slots[free[0]] = pair
+        return bool(free)
 
-    @precondition(lambda self: min(self.replicas, len(self.hosts)) > 1 and not self.repairing)
-    @rule(rank=st.integers(0, 4))
-    def give_up(self, rank: int) -> None:
-        """A trainer replaces its newest, uncommitted capture without asking; it may yet be committed afterwards."""
-        rank %= len(self.hosts)
-        slots = self.slots_of(self.hosts[rank], rank)
-        if None not in slots and not any(may_overwrite(pair, self.watermark) for pair in slots):
-            newest = max(pair for pair in slots if pair)
-            self.given_up.add((rank, newest))
-            self.newest[rank] = newest[1] + 8
-            slots[slots.index(newest)] = (self.round.generation, newest[1] + 8)
+    @rule(choice=st.integers(0, 4), hears=st.booleans())
+    def step(self, choice: int, hears: bool) -> None:
+        """A trainer makes a step, not further ahead of the others than their gradients let it be."""
+        rank = choice % len(self.hosts)
+        host = self.hosts[rank]
+        if self.repairing or self.done[host] > min(self.done.values()):
+            return
+        self.known[host] = self.agreed if hears else self.known[host]
+        following, passed = self.known[host].next[1], self.done[host]
+        self.done[host] += 1
+        if self.taken[host] < following <= passed:
+            self.missed[host] = following
+        elif self.taken[host] < following <= self.done[host]:
+            self.taken[host] = self.done[host]
+            pair = (self.round.generation, self.done[host])
+            assert self.overwrite(self.slots_of(host, rank), pair, self.known[host]), "a slot is always free"
 
     @rule(rank=st.integers(0, 4), choice=st.integers(0, 4), knows=st.booleans())
     def fetch(self, rank: int, choice: int, knows: bool) -> None:
-        """A placement peer takes its owner's newest capture, and gives up at most what its owner has given up."""
+        """A placement peer takes its owner's newest capture."""
         rank %= len(self.hosts)
-        peers = self.round.holders(rank, self.replicas)[1:]
+        owner, peers = self.hosts[rank], self.round.holders(rank, self.replicas)[1:]
         if not peers:
             return
         peer = peers[choice % len(peers)]
-        newest = max((pair for pair in self.slots_of(self.hosts[rank], rank) if pair), default=None)
+        newest = max((pair for pair in self.slots_of(owner, rank) if pair), default=None)
         slots = self.slots_of(peer, rank)
-        if newest is None or newest in slots or is_dead(newest, self.round):
+        if newest is None or newest in slots or newest < self.known[owner].next:
             return
-        committed = self.watermark if knows else self.round.restore
-        free = [index for index, pair in enumerate(slots) if may_overwrite(pair, committed)]
-        if not free and knows:
-            # As `Coordinator.fence`: the report goes out and every decision on older ones becomes void.
-            free = [index for index, pair in enumerate(slots) if pair == max(pair for pair in slots if pair)]
-            if (slots[free[0]] or newest) >= newest:
-                return
-            slots[free[0]] = None
-            self.revision += 1
-            self.fence_revision = self.revision
-            self.reports[peer] = self.held(peer)
-        if free:
-            slots[min(free, key=lambda index: slots[index] or (0, 0))] = newest
+        self.known[peer] = self.agreed if knows else self.known[peer]
+        self.overwrite(slots, newest, self.known[owner].or_later(self.known[peer]))
 
     @rule(looks=st.booleans())
     def go_on(self, looks: bool) -> None:
         """Everybody does their part of one step, and the root may or may not see it before something else happens."""
         for rank in range(len(self.hosts)):
-            self.capture(rank, 0)
+            self.step(rank, True)
+        for rank in range(len(self.hosts)):
             for choice in range(self.replicas):
                 self.fetch(rank, choice, True)
         for choice in range(len(self.hosts)):
@@ -222,35 +269,41 @@ class Protocol(RuleBasedStateMachine):
     def look(self) -> None:
         """The root's mirror of etcd catches up."""
         reports = {host: dict(held) for host, held in self.reports.items()}
-        self.seen = (reports, self.watermark, self.watermark_revision, self.fence_revision)
+        self.seen = (reports, set(self.missed.values()), self.writes)
 
     @rule()
     def commit(self) -> None:
         """The root decides on what it saw; the transaction applies only if what it saw of the guards is current."""
-        reports, seen_watermark, watermark_revision, fence_revision = self.seen
-        pair = advance(seen_watermark, Tally(self.round, self.replicas, reports))
-        if pair and (watermark_revision, fence_revision) == (self.watermark_revision, self.fence_revision):
+        reports, missed, writes = self.seen
+        if writes != self.writes:
+            return
+        pair = advance(self.agreed, Tally(self.round, self.replicas, reports))
+        if pair is not None:
             assert self.watermark is None or pair > self.watermark, "the watermark went back"
-            self.revision += 1
-            self.watermark, self.watermark_revision = pair, self.revision
+            self.watermark = pair
+        elif self.agreed.next[1] not in missed:
+            return
+        following = (self.round.generation, max(self.done.values()) + 1)
+        self.agreed = agreed(self.watermark, following)
+        self.writes += 1
 
     @precondition(lambda self: not self.repairing)
     @rule(first=st.integers(0, 4), count=st.integers(0, 2))
     def lose_hosts(self, first: int, count: int) -> None:
         """Fewer than m hosts lose their memory; a new generation restores the watermark."""
         copies = min(self.replicas, len(self.hosts))
-        copies -= any(pair == self.watermark for _, pair in self.given_up)
         for index in range(min(count, copies - 1)):
             self.slots[self.hosts[(first + index) % len(self.hosts)]] = {}
         self.revision += 1
         self.round = make_round(
             self.hosts, generation=self.round.generation + 1, restore=self.watermark, revision=self.revision
         )
-        self.newest = {}
+        self.writes += 1
         self.repairing = True
         for held in self.slots.values():
             for slots in held.values():
                 slots[:] = [None if pair is None or is_dead(pair, self.round) else pair for pair in slots]
+        self.begin_generation()
 
     @precondition(lambda self: self.repairing)
     @rule()
@@ -261,7 +314,6 @@ class Protocol(RuleBasedStateMachine):
             for rank in self.round.kept(host, self.replicas):
                 slots = self.slots_of(host, rank)
                 if restore not in slots:
-                    self.given_up.discard((rank, restore))
                     slots[slots.index(None)] = restore
         self.repairing = False
 
@@ -272,7 +324,7 @@ class Protocol(RuleBasedStateMachine):
             holders = self.round.holders(rank, self.replicas)
             alive = [host for host in holders if self.watermark in self.slots_of(host, rank)]
             assert alive, f"rank {rank} at {self.watermark} is lost: {self.slots}"
-            if not self.repairing and (rank, self.watermark) not in self.given_up:
+            if not self.repairing:
                 assert len(alive) == len(holders), f"rank {rank} at {self.watermark} is only on {alive}"
 
 

@@ -1,8 +1,9 @@
-"""Every interleaving of a small job's commits, losses, fences and rounds; the pure functions of the daemon decide.
+"""Every interleaving of a small job's commits, missed captures, losses and rounds; the daemon's pure functions decide.
 
-Who writes what is as in docs/protocol.md: a commit is guarded by the round, the watermark and the fence that the root
-saw; a round by the round and the watermark that its launcher saw; a fence by the watermark. Between seeing and writing
-anything may happen. At most one host is lost at a time (m = 2), the next one only when all replicas are there again.
+Who writes what is as in docs/protocol.md: a commit, and what is captured next, are guarded by the round and by both of
+them as the root saw them; a round by the round and the watermark that its launcher saw. Between seeing and writing
+anything may happen, and every host hears of it at a moment of its own. At most one host is lost at a time (m = 2), the
+next one only when all replicas are there again.
 
 The numbers in brackets are the invariants of the commit protocol: (2) with fewer than m hosts lost at once the
 watermark can be restored from memory, always; (3) all ranks restore the same pair; (4) slots of a dead timeline are
@@ -18,7 +19,7 @@ from functools import cache
 
 import pytest
 
-from resilient_run.daemon.commit import Tally, advance, is_dead, may_overwrite
+from resilient_run.daemon.commit import Agreed, Tally, advance, is_dead
 from resilient_run.daemon.rounds import Pair, Round
 
 REPLICAS = 2
@@ -55,13 +56,25 @@ class World:
     done: tuple[int, ...]
     """Rank → the step that its trainer has reached."""
     reports: frozenset[tuple[str, int, Pair]]
+    next: int
+    """The step from which on the next capture is made."""
+    known: tuple[tuple[Pair | None, int], ...]
+    """Rank → the watermark and `next` that its host has heard of."""
+    taken: tuple[int, ...]
+    """Rank → the step that its trainer has captured last."""
+    missed: frozenset[tuple[str, int, int]] = frozenset()
+    """(host, what its rank has missed, the step that it had completed then), in etcd."""
     writes: int = 0
-    """Revision of the watermark; and of the fence in the same count, so that one number guards both."""
-    commit: tuple[Pair, int, int] | None = None
-    """What the root is about to write: pair, and the generation and the writes that it saw."""
-    forming: tuple[Pair | None, int] | None = None
-    """What a launcher read before it forms the next round: watermark and writes."""
+    """Revision of the watermark and of `next` in one count, so that one number guards both."""
+    commit: tuple[Pair | None, int, int, int] | None = None
+    """What the root is about to write: pair, next, and the generation and the writes that it saw."""
+    forming: tuple[Pair | None, Pair | None] | None = None
+    """What a launcher read before it forms the next round: the watermark (which stands for its revision too)."""
     lost: str = ""
+
+    def agreed(self, rank: int) -> Agreed:
+        committed, following = self.known[rank]
+        return Agreed(committed=committed, next=(self.generation, following))
 
 
 @cache
@@ -80,14 +93,15 @@ def held(slots: Slots, host: str, rank: int) -> list[Pair]:
     return sorted(pair for owner, kept, pair, _ in slots if (owner, kept) == (host, rank))
 
 
-def room(slots: Slots, host: str, rank: int, watermark: Pair | None) -> Slots | None:
+def room(slots: Slots, host: str, rank: int, agreed: Agreed) -> Slots | None:
     """Return the slots with one of `rank` at `host` free, None when both must stay."""
     pairs = held(slots, host, rank)
     if len(pairs) < SLOTS:
         return slots
-    if not may_overwrite(pairs[0], watermark):
+    free = [pair for pair in pairs if agreed.may_overwrite(pair)]
+    if not free:
         return None
-    return frozenset(slot for slot in slots if slot[:3] != (host, rank, pairs[0]))
+    return frozenset(slot for slot in slots if slot[:3] != (host, rank, free[0]))
 
 
 def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
@@ -106,28 +120,28 @@ def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
 
 
 def _trainer(game: Game, world: World, rank: int, host: str) -> Iterator[tuple[str, World]]:
-    """Captures, skipped captures, and captures that are given up behind a fence."""
-    mine = held(world.slots, host, rank)
-    if world.done[rank] >= game.steps or (
-        world.restore and world.restore not in mine and world.watermark == world.restore
-    ):
+    """Steps with and without a capture, as ranks make that wait for each other; news, and missed captures."""
+    mine, done = held(world.slots, host, rank), world.done[rank]
+    if world.known[rank] != (world.watermark, world.next):
+        news = (*world.known[:rank], (world.watermark, world.next), *world.known[rank + 1 :])
+        yield f"rank {rank} hears", replace(world, known=news)
+    following = world.known[rank][1]
+    missed = world.taken[rank] < following <= done
+    if missed and (host, following, done) not in world.missed:
+        others = frozenset(report for report in world.missed if report[0] != host)
+        yield f"rank {rank} misses {following}", replace(world, missed=others | {(host, following, done)})
+    restoring = world.restore and world.restore not in mine and world.watermark == world.restore
+    if done >= game.steps or done > min(world.done) or restoring:
         return
-    step = world.done[rank] + 1
-    done = (*world.done[:rank], step, *world.done[rank + 1 :])
-    free = room(world.slots, host, rank, world.watermark)
-    if free is not None:
-        made = (host, rank, (world.generation, step), world.restore)
-        yield f"rank {rank} captures {step}", replace(world, slots=free | {made}, done=done)
+    after = replace(world, done=(*world.done[:rank], done + 1, *world.done[rank + 1 :]))
+    if world.taken[rank] >= following or missed or done + 1 < following:
+        yield f"rank {rank} skips {done + 1}", after
         return
-    yield f"rank {rank} skips {step}", replace(world, done=done)
-    newest = mine[-1]
-    if world.watermark is None or newest > world.watermark:
-        slots = frozenset(slot for slot in world.slots if slot[:3] != (host, rank, newest))
-        kept = {report for report in world.reports if report[0] != host} | {
-            slot[:3] for slot in slots if slot[0] == host
-        }
-        fenced = replace(world, slots=slots, reports=frozenset(kept), writes=world.writes + 1)
-        yield f"rank {rank} gives {newest} up", fenced
+    free = room(world.slots, host, rank, world.agreed(rank))
+    assert free is not None, f"rank {rank} has no slot for step {done + 1}: {world}"
+    made = (host, rank, (world.generation, done + 1), world.restore)
+    taken = (*world.taken[:rank], done + 1, *world.taken[rank + 1 :])
+    yield f"rank {rank} captures {done + 1}", replace(after, slots=free | {made}, taken=taken)
 
 
 def _replica(world: World, rank: int, owner: str, keeper: str) -> Iterator[tuple[str, World]]:
@@ -137,7 +151,8 @@ def _replica(world: World, rank: int, owner: str, keeper: str) -> Iterator[tuple
     if world.restore is not None and world.watermark == world.restore:
         wanted += [slot for slot in world.slots if slot[1:3] == (rank, world.restore)][:1]
     for _, _, pair, content in wanted[-2:]:
-        free = room(world.slots, keeper, rank, world.watermark)
+        agreed = world.agreed(rank).or_later(world.agreed(world.members.index(keeper)))
+        free = room(world.slots, keeper, rank, agreed)
         if (
             pair not in mine
             and free is not None
@@ -167,16 +182,23 @@ def _etcd(game: Game, world: World, round_: Round, present: list[str]) -> Iterat
     seen: dict[str, dict[int, set[Pair]]] = {host: {} for host in world.members}
     for host, rank, pair in world.reports:
         seen.setdefault(host, {}).setdefault(rank, set()).add(pair)
-    pair = advance(world.watermark, Tally(round_, REPLICAS, seen))
-    decided = None if pair is None else (pair, world.generation, world.writes)
-    if decided is not None and decided != world.commit:
-        yield "the root decides", replace(world, commit=decided)
+    agreed = Agreed(committed=world.watermark, next=(world.generation, world.next))
+    pair = advance(agreed, Tally(round_, REPLICAS, seen))
+    missed = [step for _, following, step in world.missed if following == world.next]
+    if pair is not None or missed:
+        following = max([world.done[0], *([pair[1]] if pair else missed)]) + 1
+        decided = (pair, following, world.generation, world.writes)
+        if decided != world.commit:
+            yield "the root decides", replace(world, commit=decided)
     if world.commit is not None:
-        pair, generation, writes = world.commit
-        if (generation, writes) == (world.generation, world.writes):
-            yield "the root commits", replace(world, watermark=pair, writes=world.writes + 1, commit=None)
-        else:
+        pair, following, generation, writes = world.commit
+        if (generation, writes) != (world.generation, world.writes):
             yield "the root is refused", replace(world, commit=None)
+        elif pair is None:
+            yield "the root goes on", replace(world, next=following, writes=world.writes + 1, commit=None)
+        else:
+            written = {"next": following, "writes": world.writes + 1, "commit": None}
+            yield "the root commits", replace(world, watermark=pair, **written)
     if world.generation >= game.generations:
         return
     if not world.lost and _replicated(world, round_):
@@ -184,8 +206,8 @@ def _etcd(game: Game, world: World, round_: Round, present: list[str]) -> Iterat
             slots = frozenset(slot for slot in world.slots if slot[0] != host)
             yield f"{host} is lost", replace(world, slots=slots, lost=host)
     if world.forming is None:
-        yield "a launcher reads the watermark", replace(world, forming=(world.watermark, world.writes))
-    elif world.forming[1] != world.writes:
+        yield "a launcher reads the watermark", replace(world, forming=(world.watermark, world.watermark))
+    elif world.forming[1] != world.watermark:
         yield "no round is formed", replace(world, forming=None)
     else:
         yield "a round is formed", _formed(game, world)
@@ -204,6 +226,10 @@ def _formed(game: Game, world: World) -> World:
         restore=restore,
         slots=frozenset(slot for slot in world.slots if not is_dead(slot[2], round_)),
         done=(restore[1] if restore else 0,) * len(members),
+        next=Agreed.of(round_, restore, None).next[1],
+        known=((restore, Agreed.of(round_, restore, None).next[1]),) * len(members),
+        taken=(0,) * len(members),
+        missed=frozenset(),
         forming=None,
         lost="",
     )
@@ -287,13 +313,16 @@ def explore(game: Game, limit: int) -> tuple[int, set[str]]:
 def _begin(game: Game) -> World:
     """Return the world before the first step, or the one in which step 1 is committed and everybody knows."""
     ranks = range(len(game.hosts))
-    start = World(1, game.hosts, None, None, frozenset(), tuple(0 for _ in ranks), frozenset())
+    zeros, news = tuple(0 for _ in ranks), tuple((None, 1) for _ in ranks)
+    start = World(1, game.hosts, None, None, frozenset(), zeros, frozenset(), 1, news, zeros)
     if not game.begins_committed:
         return start
     holders = round_of(game, game.hosts, 1, None).keepers(REPLICAS)
     slots: Slots = frozenset((host, rank, (1, 1), None) for rank in ranks for host in holders[rank])
     reports = frozenset(slot[:3] for slot in slots)
-    return replace(start, watermark=(1, 1), slots=slots, done=tuple(1 for _ in ranks), reports=reports, writes=1)
+    ones, news = tuple(1 for _ in ranks), tuple(((1, 1), 2) for _ in ranks)
+    start = replace(start, watermark=(1, 1), slots=slots, reports=reports, writes=1)
+    return replace(start, done=ones, next=2, known=news, taken=ones)
 
 
 def _history(came_from: dict[World, tuple[World, str] | None], world: World) -> str:
@@ -305,7 +334,7 @@ def _history(came_from: dict[World, tuple[World, str] | None], world: World) -> 
 
 
 TWO_HOSTS = Game("ab", "c", "xyx", steps=2, generations=2)
-FENCES = Game("ab", "c", "xxx", steps=3, generations=1)
+LATE = Game("ab", "c", "xxx", steps=5, generations=1, begins_committed=True)
 MOVES = Game("abc", "de", "xxyyx", steps=1, generations=3, begins_committed=True)
 
 
@@ -313,10 +342,10 @@ MOVES = Game("abc", "de", "xxyyx", steps=1, generations=3, begins_committed=True
     ("game", "expected"),
     [
         (TWO_HOSTS, {"is lost", "the root commits", "the root is refused", "no round is formed", "round is formed"}),
-        (FENCES, {"rank skips", "rank gives up", "the root commits", "the root is refused"}),
+        (LATE, {"rank skips", "rank hears", "rank misses", "the root goes on", "the root commits"}),
         (MOVES, {"hands rank over", "is lost", "round is formed"}),
     ],
-    ids=["two hosts", "skips and fences", "replicas move"],
+    ids=["two hosts", "late news", "replicas move"],
 )
 def test_invariants_hold_in_every_interleaving(game: Game, expected: set[str]) -> None:
     worlds, happened = explore(game, 20_000)
@@ -326,10 +355,9 @@ def test_invariants_hold_in_every_interleaving(game: Game, expected: set[str]) -
 @pytest.mark.parametrize(
     ("game", "name", "wrong", "invariant"),
     [
-        (FENCES, "may_overwrite", lambda pair, committed: True, "(2)"),
         (TWO_HOSTS, "is_dead", lambda pair, round_: False, "(4)"),
-        (TWO_HOSTS, "advance", lambda current, tally: (1, 1), "(2)"),
-        (FENCES, "advance", lambda current, tally: (1, 1) if current == (1, 2) else (1, 2), "(2)"),
+        (TWO_HOSTS, "advance", lambda agreed, tally: (1, 1), "(2)"),
+        (LATE, "advance", lambda agreed, tally: (1, 2) if agreed.committed == (1, 3) else (1, 3), "(2)"),
     ],
 )
 def test_the_model_notices_a_wrong_decision(
@@ -341,13 +369,20 @@ def test_the_model_notices_a_wrong_decision(
     assert str(caught.value).startswith(invariant)
 
 
+def test_the_model_notices_a_slot_that_is_overwritten_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agreed, "may_overwrite", lambda agreed, pair: True)
+    with pytest.raises(AssertionError, match=r"^\(2\)"):
+        explore(LATE, 20_000)
+
+
 def test_the_model_notices_a_commit_that_nothing_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A root of an older round, or one that saw too little, writes whatever it decided."""
 
     def unguarded(game: Game, world: World) -> Iterator[tuple[str, World]]:
         yield from moves_as_they_are(game, world)
         if world.commit is not None:
-            yield "the root commits all the same", replace(world, watermark=world.commit[0], commit=None)
+            pair = world.commit[0] or world.watermark
+            yield "the root commits all the same", replace(world, watermark=pair, commit=None)
 
     moves_as_they_are = moves
     monkeypatch.setitem(globals(), "moves", unguarded)

@@ -312,7 +312,7 @@ def test_lost_memory_falls_back_to_the_newest_persisted_step(is_broken: bool) ->
     assert fall_back.pair == (2, 6)
     assert "no live host holds step 10 of rank(s) 1: every rank falls back to step 6" in decision.reason
     guards, puts = transaction(view, decision, NOW_S)
-    assert {"rdzv/round", "ckpt/watermark", "ckpt/fence"} <= guards.keys()
+    assert {"rdzv/round", "ckpt/watermark"} <= guards.keys()
     assert puts["ckpt/watermark"] == {"generation": 2, "step": 6}
     assert ("rdzv/failure/4" in puts) is not is_broken
 

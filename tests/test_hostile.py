@@ -444,16 +444,17 @@ def test_a_daemon_outlives_changed_conversations(hosts: Hosts) -> None:
     peer_address = (entry.value["addr"], entry.value["port"])
     replica = {"rank": 0, "generation": 1, "step": 1}
     greeting = {"op": "hello", "run_id": hosts.run_id, "token": f"secret of {hosts.run_id}", "host": "b"}
+    size = {"used_bytes": 1 << 20, "payload_offset": 1 << 16}
     from_peer = [
         {"id": 1, "op": "have", **replica},
         {"id": 2, "op": "get", **replica, "offset": 0, "size": 4096},
-        {"op": "offer", **replica, "used_bytes": 1 << 20, "payload_offset": 1 << 16, "watermark": None},
+        {"op": "offer", **replica, **size, "watermark": None, "next": replica},
     ]
     from_trainer = [
         {"id": 1, "op": "attach", **trainer.identity, "rank": 5, "estimate_bytes": 100},
         {"id": 2, "op": "restore"},
         {"op": "complete", "path": trainer.paths[0], "generation": 1, "step": 2},
-        {"id": 3, "op": "give_up", "path": trainer.paths[0], "generation": 1, "step": 2},
+        {"op": "missed", "next": 2, "step": 2, "late": True},
         {"id": 4, "op": "job_status", "run_id": hosts.run_id},
         {"id": 5, "op": "status"},
     ]

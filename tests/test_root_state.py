@@ -43,7 +43,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rdzv/failure/2": st.just(FAILURE),
     "ckpt/watermark": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 3)),
     "ckpt/watermark/persist": st.just({}),
-    "ckpt/fence": st.just({"host": "a"}),
+    "ckpt/watermark/next": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 4)),
     "ckpt/persisted": st.builds(lambda pairs: {"pairs": [list(pair) for pair in pairs]}, STEPS),
     "ckpt/persisted/a": st.just({}),
     "root/leader": st.just({"host": "a"}),
@@ -58,9 +58,10 @@ for name in "abcd":
         f"ckpt/held/{name}": st.builds(
             lambda pairs, ranks: held(*pairs, ranks=ranks), STEPS, st.sampled_from(["0123", "0123", "01", "3"])
         ),
+        f"ckpt/missed/{name}": st.just({"generation": 1, "next": 2, "step": 3, "late": True}),
         f"obs/{name}": st.builds(lambda count: {"observations": [OBSERVATION] * count}, st.integers(0, 2)),
     }
-VITAL = ("rdzv/round", "ckpt/watermark")
+VITAL = ("rdzv/round", "ckpt/watermark", "ckpt/watermark/next")
 MALFORMED = st.sampled_from([{}, {"ready": -1}, {"held": 3}, {"pairs": [[1]]}, {"observations": [{"kind": "gpu"}]}])
 
 
@@ -124,9 +125,9 @@ def test_view_stays_as_it_was() -> None:
     state.apply({"ckpt/held/b": Entry(value=held((1, 1)), revision=1)})
     before = state.view
     assert state.view is before
-    state.apply({"ckpt/held/b": None, "ckpt/fence": Entry(value={}, revision=2)})
+    state.apply({"ckpt/held/b": None, "root/leader": Entry(value={}, revision=2)})
     assert (before.held.keys(), before.revisions) == ({"b"}, {"ckpt/held/b": 1})
-    assert (state.view.held, state.view.revisions) == ({}, {"ckpt/fence": 2})
+    assert (state.view.held, state.view.revisions) == ({}, {"root/leader": 2})
 
 
 def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
