@@ -108,6 +108,19 @@ class Checkpointer:
         """The newest committed generation and step, or None."""
         return None if self._capturer is None else self._capturer.watermark
 
+    @property
+    def planned_step(self) -> int:
+        """The completed steps that `restore()` continues from, known before it; 0 if there is nothing to restore."""
+        return 0 if self._plan is None else self._plan[1]
+
+    def replace(self, **objects: Any) -> None:
+        """Keep other objects from the next `step()` on, under names that are registered: an optimizer made anew.
+
+        Raises:
+            StateError: There is no object of that name, or what replaces it is none; nothing was replaced.
+        """
+        self._state.replace(objects)
+
     def restore(self) -> int:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
@@ -290,7 +303,14 @@ class Checkpointer:
         self._check(header)
         manifest = parse(slot.manifest(), header.payload_bytes)
         whole = torch.frombuffer(slot.buffer, dtype=torch.uint8)
-        self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
+        others = self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
+        if others:
+            warnings.warn(
+                f"not all plain values are what step {header.step} had, which may be right for what is applied later "
+                f"or counts loads: {'; '.join(others)}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _check(self, header: SlotHeader) -> None:
         assert self._env is not None
