@@ -78,11 +78,11 @@ def _differences(
     state: TrainingState, manifest: Manifest, payload: torch.Tensor
 ) -> tuple[list[Difference], list[Difference]]:
     """Return what must not differ from the slot and does, and what may."""
-    try:
-        with _loading("state_dict() of what was loaded"):
+    with _loading("state_dict() of what was loaded"):
+        try:
             current = state.flatten()
-    except StateError as error:
-        raise _inexact([str(error)]) from error.__cause__
+        except StateError as error:
+            raise _inexact([str(error)]) from None
     comparison = Comparison(manifest, payload, current)
     saved, now = entries(manifest.tree), entries(current.node)
     befores, afters = entries(saved["objects"]), entries(now["objects"])
@@ -133,9 +133,7 @@ def _loading(what: str) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise StateError(
-            f"{what} raised {error!r}; the state is loaded in part, and the run ends here"
-        ) from error
+        raise StateError(f"{what} raised {error!r}; the state is loaded in part, and the run ends here") from error
     except Exception as error:
         # It may be a collective that another rank's failure broke: a restart may cure it.
         error.add_note(f"in {what}")
