@@ -36,9 +36,14 @@ def put(item: Any, wanted: Any) -> None:
     optimizers that `item` holds. Whether everything is equal afterwards is for others to check.
     """
     live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
+    made: dict[int, torch.Tensor] = {}
     for container, key, now, value in _differences(item.state_dict(), wanted):
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
-            _become(now, value)
+            first = made.setdefault(id(value), now)
+            if first is now or id(container) not in live:
+                _become(now, value)
+            else:
+                container[key] = first
         elif id(container) in live:
             container[key] = value
 

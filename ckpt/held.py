@@ -98,8 +98,8 @@ def unregistered(optimizer: Optimizer, objects: dict[str, Any]) -> str | None:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"{type(optimizer).__qualname__} steps {names[0]}{more}, but no registered object holds it: its state is not "
-        "part of checkpoints, and a recovery goes on without it. Register it, or call checkpointer.replace() if it took "
-        "the place of one that is registered"
+        "part of checkpoints, and a recovery goes on without it. Register it, or call checkpointer.replace() if "
+        "it took the place of one that is registered"
     )
 
 
