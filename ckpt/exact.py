@@ -46,6 +46,18 @@ def put(item: Any, wanted: Any) -> None:
                 container[key] = first
         elif id(container) in live:
             container[key] = value
+    _share_options(item, wanted)
+
+
+def _share_options(item: Any, wanted: Any) -> None:
+    """Give parameter groups the very tensors of `wanted`, of which torch makes copies: groups may have one `lr`."""
+    match wanted:
+        case {"state": dict(), "param_groups": list(wanted_groups)}:
+            for optimizer in held_optimizers(item):
+                groups = getattr(optimizer, "param_groups", None) or []
+                if [len(group["params"]) for group in groups] == [len(group["params"]) for group in wanted_groups]:
+                    for group, options in zip(groups, wanted_groups, strict=True):
+                        group.update({key: value for key, value in options.items() if isinstance(value, torch.Tensor)})
 
 
 def _become(now: torch.Tensor, wanted: torch.Tensor) -> None:

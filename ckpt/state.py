@@ -159,7 +159,7 @@ class TrainingState:
                     "write; register a copy of it, made by clone()"
                 )
         for overlap in flat.sharing:
-            paths = [modules.get(index) or others[index] for index in overlap]
+            paths = sorted(modules.get(index) or others[index] for index in overlap)
             # Modules are loaded into the memory that they have.
             if not flat.can_share(overlap) and not modules.keys() >= overlap.keys():
                 problem = "and not all of them are dense"

@@ -181,7 +181,7 @@ def _bytes(leaf: Leaf) -> torch.Tensor:
     if isinstance(leaf, np.ndarray):
         return _bytes(leaf.tobytes())
     leaf = leaf.detach().cpu().resolve_conj().resolve_neg()
-    return leaf.reshape(-1).view(torch.uint8) if leaf.numel() else torch.empty(0, dtype=torch.uint8)
+    return leaf.contiguous().view(-1).view(torch.uint8) if leaf.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _first(spec: TensorSpec, stored: torch.Tensor, live: torch.Tensor) -> str:

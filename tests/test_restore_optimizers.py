@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -269,7 +270,7 @@ def test_sharded_fp32_state_of_bf16_shards_stays_fp32() -> None:
     assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("process_group")
 def test_post_local_sgd() -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -281,7 +282,7 @@ def test_post_local_sgd() -> None:
     check(make, torch.bfloat16)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("process_group")
 def test_zero_redundancy_is_refused_at_once_and_its_part_works() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -294,6 +295,7 @@ def test_zero_redundancy_is_refused_at_once_and_its_part_works() -> None:
 
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate.optimizer")
+    importlib.import_module("accelerate.state").AcceleratorState(cpu=True)
     check(lambda params: accelerate.AcceleratedOptimizer(Masters(params), device_placement=False), torch.bfloat16)
 
 
