@@ -17,6 +17,7 @@ from .env import TrainerEnv
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
 from .exchange import Exchange, ExchangeStats
 from .gate import Gate
+from .held import Unregistered
 from .import_manifest import IMPORT_GENERATION
 from .injected import Injected
 from .link import Link
@@ -66,6 +67,7 @@ class Checkpointer:
             DaemonError: The daemon refused, or this is not the first generation and there is no daemon.
         """
         self._state = TrainingState(objects, rng=rng)
+        self._unregistered = Unregistered(lambda: self._state.objects)
         self._step = 0
         self._plan: Version | None = None
         self._restored = False
@@ -121,6 +123,20 @@ class Checkpointer:
                 steps_at_risk=self._step, seconds_at_risk=0.0, reason="there is no daemon: nothing is kept"
             )
         return self._pace.protection.now
+
+    @property
+    def planned_step(self) -> int:
+        """The completed steps that `restore()` continues from, known before it; 0 if there is nothing to restore."""
+        return 0 if self._plan is None else self._plan[1]
+
+    def replace(self, **objects: Any) -> None:
+        """Keep other objects from the next `step()` on, under names that are registered: an optimizer made anew.
+
+        Raises:
+            StateError: There is no object of that name, or what replaces it is none; nothing was replaced.
+        """
+        self._state.replace(objects)
+        self._unregistered.forget()
 
     def restore(self) -> int:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
@@ -309,7 +325,10 @@ class Checkpointer:
 
         Which optimizer it is does not matter: captures are right also where nothing waits, but then they fail.
         """
-        if self._capturer is None or os.getpid() != self._pid or not self._capturer.reads:
+        if self._capturer is None or os.getpid() != self._pid:
+            return None
+        self._unregistered.before_step(optimizer)
+        if not self._capturer.reads:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -358,7 +377,14 @@ class Checkpointer:
         self._check(header)
         manifest = parse(slot.manifest(), header.payload_bytes)
         whole = torch.frombuffer(slot.buffer, dtype=torch.uint8)
-        self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
+        others = self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
+        if others:
+            warnings.warn(
+                f"not all plain values are what step {header.step} had, which may be right for what is applied later "
+                f"or counts loads: {'; '.join(others)}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _check(self, header: SlotHeader) -> None:
         assert self._env is not None

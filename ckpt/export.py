@@ -161,7 +161,7 @@ def _place(path: str, shards: Mapping[int, _Shard]) -> Pieces:
     """Return where in the whole tensor the shards belong."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    from .state import decode_placement
+    from .loading import decode_placement
 
     first = shards[min(shards)]
     shape = torch.Size(first.spec.shape)

@@ -55,7 +55,8 @@ def load_import(state: TrainingState, imported: Imported, *, rank: int, world_si
             name for name, item in state.objects.items() if isinstance(item, torch.nn.Module | torch.optim.Optimizer)
         }
         saved = _of_rank(imported.state, rank, world_size, whole)
-        names = _Names(unused=[str(name) for name in saved.objects if name not in {*state.objects, *state.values}])
+        known = {*state.objects, *state.values, *(name.partition(".")[0] for name in state.objects)}
+        names = _Names(unused=[str(name) for name in saved.objects if name not in known])
         loads = [_plan(name, item, saved, state, names) for name, item in state.objects.items()]
         values = {name: _take(name, value, saved.values, names) for name, value in state.values.items()}
     except StateError as error:
@@ -99,7 +100,7 @@ def _of_rank(state: Mapping[str, Any], rank: int, world_size: int, whole: Collec
     own = ranks.get(str(rank), {}) if len(ranks) == world_size else {}
     for path in sorted({path for part in ranks.values() for path in part.get("objects", {})}):
         if not own:
-            if path.partition(".")[0] not in whole:
+            if not any(path == name or path.startswith(f"{name}.") for name in whole):
                 objects = _with(objects, path, _ABSENT)
         elif path in own.get("objects", {}):
             objects = _with(objects, path, own["objects"][path])
@@ -141,16 +142,33 @@ def _is_same(left: Any, right: Any) -> bool:
 
 def _plan(name: str, item: Stateful, saved: _Saved, state: TrainingState, names: _Names) -> Callable[[], Any]:
     """Return what loads `item`, once it is known that it fits."""
-    if name not in saved.objects:
+    found = _at(saved.objects, name)
+    if found is _ABSENT:
         names.absent.append(name)
         return lambda: None
-    found = saved.objects[name]
     if isinstance(item, torch.nn.Module):
         return _plan_module(name, item, found, names)
     if isinstance(item, torch.optim.Optimizer):
         return _plan_optimizer(name, item, found, state, names)
     merged = _merge(name, item.state_dict(), found, names)
     return lambda: item.load_state_dict(_read(merged))
+
+
+def _at(objects: Any, name: str) -> Any:
+    """Return what is at `name`, which is a dotted path for objects in lists and dicts; `_ABSENT` if nothing is."""
+    if isinstance(objects, dict) and name in objects:
+        return objects[name]
+    items = (
+        objects.items()
+        if isinstance(objects, dict)
+        else enumerate(objects if isinstance(objects, list | tuple) else ())
+    )
+    for key, item in items:
+        if str(key) == name:
+            return item
+        if name.startswith(f"{key}."):
+            return _at(item, name.removeprefix(f"{key}."))
+    return _ABSENT
 
 
 def _plan_module(name: str, module: torch.nn.Module, found: Any, names: _Names) -> Callable[[], Any]:

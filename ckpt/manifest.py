@@ -81,6 +81,9 @@ class TensorSpec:
         shape: Shape of what is stored here: of the local shard if it is a DTensor.
         device: Device type it was captured from, such as "cuda"; "cpu" unless it is a torch tensor.
         shard: Set if the tensor is a DTensor.
+        stride: Strides in elements of what was captured, if it was dense but not contiguous.
+        within: Set if it shares memory with other tensors: the index of the first of them, and where it begins in the
+            memory that they span, in bytes.
     """
 
     kind: Kind
@@ -88,6 +91,13 @@ class TensorSpec:
     shape: tuple[int, ...]
     device: str = "cpu"
     shard: ShardSpec | None = None
+    stride: tuple[int, ...] | None = None
+    within: tuple[int, int] | None = None
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What has to be equal for one tensor to take the bytes of the other; not where and how it lies in memory."""
+        return self.kind, self.dtype, self.shape, self.shard
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +149,7 @@ def encode_tensors(tensors: Sequence[TensorSpec], layout: Layout) -> bytes:
         row |= {"offset": offset, "nbytes": spec.nbytes}
         if spec.shard is not None:
             row["shard"] = {name: getattr(spec.shard, name) for name in ShardSpec.__slots__}
+        row |= {name: value for name in ("stride", "within") if (value := getattr(spec, name)) is not None}
         rows.append(row)
     return _dump(rows)
 
@@ -174,6 +185,7 @@ def parse(data: bytes, payload_bytes: int) -> Manifest:
             raise SlotError(f"manifest entry {index} is malformed: {error!r}") from error
         tensors.append(spec)
         offsets.append(offset)
+    _check_sharing(tensors)
     return Manifest(tree=document["tree"], tensors=tuple(tensors), offsets=tuple(offsets))
 
 
@@ -186,7 +198,19 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
     elif dtype not in ITEM_BYTES or (kind == "bytes" and dtype != "uint8"):
         raise ValueError(f"unknown dtype {dtype!r}")
     shard = _parse_shard(row["shard"]) if "shard" in row else None
-    spec = TensorSpec(kind=kind, dtype=dtype, shape=_sizes(row["shape"]), device=device, shard=shard)
+    spec = TensorSpec(
+        kind=kind,
+        dtype=dtype,
+        shape=_sizes(row["shape"]),
+        device=device,
+        shard=shard,
+        stride=_sizes(row["stride"]) if "stride" in row else None,
+        within=_parse_within(row["within"]) if "within" in row else None,
+    )
+    if kind != "torch" and (spec.stride or spec.within):
+        raise ValueError(f"strides or shared memory of {spec}")
+    if spec.stride is not None and not is_dense(spec.shape, spec.stride):
+        raise ValueError(f"strides {list(spec.stride)} of {spec}")
     offset, nbytes = _size(row["offset"]), _size(row["nbytes"])
     if nbytes != spec.nbytes:
         raise ValueError(f"{nbytes} bytes for {spec}, which takes {spec.nbytes}")
@@ -195,6 +219,35 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
     if offset % ALIGNMENT_BYTES or offset + nbytes > payload_bytes:
         raise ValueError(f"bytes {offset} to {offset + nbytes} of a payload of {payload_bytes}")
     return spec, offset
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether a tensor of these strides, in elements, fills a piece of memory without gaps and overlaps."""
+    if len(shape) != len(stride) or 0 in shape:
+        return False
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_sharing(tensors: Sequence[TensorSpec]) -> None:
+    """Check that tensors which share memory span no more of it than they fill."""
+    groups: dict[int, list[TensorSpec]] = {}
+    for spec in tensors:
+        if spec.within is not None:
+            groups.setdefault(spec.within[0], []).append(spec)
+    for first, members in groups.items():
+        filled_bytes = sum(spec.nbytes for spec in members)
+        if len({spec.device for spec in members}) != 1:
+            raise SlotError(f"manifest entries that share memory with entry {first} are on different devices")
+        for spec in members:
+            assert spec.within is not None
+            offset = spec.within[1]
+            if offset % ITEM_BYTES[spec.dtype] or offset + spec.nbytes > filled_bytes:
+                raise SlotError(f"manifest entry {first} shares memory with {spec} at byte {offset}, where none is")
 
 
 def check_numpy_dtype(name: str) -> None:
@@ -239,6 +292,11 @@ def _parse_placement(placement: Any) -> tuple[str | int, ...]:
         case ["P", str(operation)]:
             return ("P", operation)
     raise ValueError(f"unknown placement {placement!r}")
+
+
+def _parse_within(value: Any) -> tuple[int, int]:
+    first, offset = _sizes(value)
+    return first, offset
 
 
 def _string(value: Any) -> str:

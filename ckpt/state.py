@@ -1,22 +1,19 @@
-"""The training state: what the user registered, gathered as one tree, compared with a checkpoint, and loaded."""
+"""The training state: what the user registered, gathered as one tree; `loading.py` replaces it by a checkpoint."""
 
 import json
 import random
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import xxhash
 
-from .errors import SlotError, StateError, TopologyError
-from .manifest import Manifest, Node, ShardSpec, TensorSpec
-from .tree import Flattener, entries, shard_spec, unflatten
-
-_MAX_DIFFERENCES = 5
+from .errors import StateError
+from .held import held_optimizers, parameters
+from .manifest import Manifest
+from .tree import Flattener, leaf_paths
 
 
 @runtime_checkable
@@ -34,42 +31,76 @@ class TrainingState:
     """Registered objects, plain values and random number generators.
 
     Attributes:
-        objects: The objects by name; of a DistributedDataParallel the module inside, so that names have no
-            prefix.
+        objects: The objects by name, those in lists and dicts as "name.0" or "name.key"; of a DistributedDataParallel
+            the module inside, so that names have no prefix.
         values: Plain data, captured at each step and replaced by `load`.
         has_rng: Whether the random number generators are part of it.
+        optimizers: All torch optimizers that the objects are or hold.
     """
 
     def __init__(self, registered: dict[str, Any], *, rng: bool) -> None:
         """Sort what the user registered into stateful objects and plain values.
 
         Raises:
-            StateError: A module is wrapped in FSDP1, whose state dict is not local to its rank.
+            StateError: A container mixes both, or an object's state dict is not local to its rank.
         """
-        self.objects = {name: _unwrap(name, item) for name, item in registered.items() if isinstance(item, Stateful)}
-        self.values = {name: item for name, item in registered.items() if not isinstance(item, Stateful)}
+        self.objects: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        for name, item in registered.items():
+            objects = dict(_objects(name, item))
+            if not objects:
+                self.values[name] = item
+            for path, found in objects.items():
+                if path in self.objects:
+                    raise StateError(f"{path} is registered twice: give one of the two another name")
+                self.objects[path] = found
         self.has_rng = rng
-        self.optimizers = [item for item in self.objects.values() if isinstance(item, torch.optim.Optimizer)]
+        self.optimizers = self._held()
+
+    def replace(self, registered: dict[str, Any]) -> None:
+        """Register other objects under names that are registered already.
+
+        Raises:
+            StateError: A name is not that of an object or of a container of as many objects; nothing was replaced.
+        """
+        objects: dict[str, Any] = {}
+        for name, item in registered.items():
+            new = dict(_objects(name, item))
+            old = {path for path in self.objects if path == name or path.startswith(f"{name}.")}
+            if not new or new.keys() != old:
+                names, places = ", ".join(new) or "no object", ", ".join(sorted(old)) or "nothing"
+                raise StateError(
+                    f"{name}: {names} cannot take the place of {places}: "
+                    "replace objects by objects, under the names that were registered"
+                )
+            objects |= new
+        self.objects |= objects
+        self.optimizers = self._held()
 
     def flatten(self) -> Flattener:
         """Return the current state, its tensors by reference.
 
         Raises:
-            StateError: It contains something that a checkpoint cannot hold.
+            StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
         objects = {name: item.state_dict() for name, item in self.objects.items()}
-        rng = _get_rng() if self.has_rng else None
+        rng = get_rng() if self.has_rng else None
         try:
-            return Flattener({"objects": objects, "values": self.values, "rng": rng})
+            flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
+            if flat.sharing or flat.repeating:
+                self._check_memory(flat)
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
+        return flat
 
     def estimate_bytes(self) -> int:
         """Return the bytes of a capture, counting two tensors per parameter for an optimizer that has no state yet."""
         now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
-        fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        later_bytes = sum(2 * _local(parameter).nbytes for optimizer in fresh for parameter in _parameters(optimizer))
-        return now_bytes + later_bytes
+        fresh = [
+            optimizer for optimizer in self.optimizers if not any(_state(held) for held in held_optimizers(optimizer))
+        ]
+        later = {id(parameter): parameter for optimizer in fresh for parameter in parameters(optimizer)}
+        return now_bytes + sum(2 * _local(parameter).nbytes for parameter in later.values())
 
     def device(self) -> torch.device | None:
         """Return the first GPU that holds tensors of the state, None when there is none."""
@@ -81,175 +112,88 @@ class TrainingState:
         shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in self.flatten().shards.values()})
         return xxhash.xxh3_64_intdigest(json.dumps([world_size, shapes]).encode())
 
-    def load(self, manifest: Manifest, payload: torch.Tensor) -> None:
+    def load(self, manifest: Manifest, payload: torch.Tensor) -> list[str]:
         """Replace the state by the one in `payload` (uint8, on the CPU); nothing keeps a reference to it.
 
+        Returns:
+            Plain values of objects of others that are not what was loaded, for a warning.
+
         Raises:
-            StateError: Names, shapes or dtypes differ; the message has the first differences, and nothing
-                was loaded.
+            StateError: Names, shapes or dtypes differ, and nothing was loaded; or the state is not, bit for bit, what
+                was loaded. The message has the first differences.
             TopologyError: A tensor was sharded over a mesh that the current state does not use; nothing was
                 loaded.
             SlotError: The manifest is malformed; nothing was loaded.
         """
-        current = self.flatten()
-        loader = _Loader(manifest, payload, current)
-        saved = entries(manifest.tree)
-        if saved.keys() != {"objects", "values", "rng"}:
-            raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
-        objects = entries(saved["objects"])
-        self._compare(objects, entries(entries(current.node)["objects"]), manifest.tensors, current.specs())
-        values = unflatten(saved["values"], loader.own)
-        if not isinstance(values, dict):
-            raise SlotError(f"manifest tree has a {type(values).__name__} for the values, not a dict")
-        rng = unflatten(saved["rng"], loader.own)
-        states = {name: self._object_state(item, objects[name], loader) for name, item in self.objects.items()}
-        for name, item in self.objects.items():
-            item.load_state_dict(states[name])
-        self.values.update(values)
-        if self.has_rng and rng is not None:
-            set_rng(rng)
+        # Only a restart needs it.
+        from .loading import load
 
-    def _object_state(self, item: Stateful, node: Node, loader: "_Loader") -> Any:
-        if not isinstance(item, torch.nn.Module):
-            return unflatten(node, loader.own)
-        # A module copies tensors into its own, so it can be given the slot's memory; extra state it may keep.
-        current = item.state_dict()
-        state = OrderedDict(
-            (key, unflatten(child, loader.view if isinstance(current[key], torch.Tensor) else loader.own))
-            for key, child in entries(node).items()
-        )
-        state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
-        return state
+        return load(self, manifest, payload)
 
-    def _compare(
-        self,
-        saved: dict[str, Node],
-        current: dict[str, Node],
-        saved_specs: tuple[TensorSpec, ...],
-        current_specs: tuple[TensorSpec, ...],
-    ) -> None:
-        differences = [f"{name}: not in the checkpoint" for name in current if name not in saved]
-        differences += [f"{name}: in the checkpoint, but not registered" for name in saved if name not in current]
-        for name, item in self.objects.items():
-            if name not in saved:
+    def _held(self) -> list[torch.optim.Optimizer]:
+        found = (held for item in self.objects.values() for held in held_optimizers(item))
+        return list({id(optimizer): optimizer for optimizer in found}.values())
+
+    def _check_memory(self, flat: Flattener) -> None:
+        """Refuse tensors that could not be brought back as they lie in memory."""
+        modules: dict[int, str] = {}
+        others: dict[int, str] = {}
+        for path, index in leaf_paths(flat.node).items():
+            path = path.removeprefix("objects.")
+            owner = next((item for name, item in self.objects.items() if path.startswith(f"{name}.")), None)
+            (modules if isinstance(owner, torch.nn.Module) else others).setdefault(index, path)
+        for index in flat.repeating:
+            if index in modules:
+                raise StateError(
+                    f"{modules[index]}: several of its elements are one in memory, which load_state_dict() cannot "
+                    "write; register a copy of it, made by clone()"
+                )
+        for overlap in flat.sharing:
+            paths = sorted(modules.get(index) or others[index] for index in overlap)
+            # Modules are loaded into the memory that they have.
+            if not flat.can_share(overlap) and not modules.keys() >= overlap.keys():
+                problem = "and not all of them are dense"
+            elif modules.keys() & overlap.keys() and others.keys() & (overlap.keys() - modules.keys()):
+                problem = "of a module and of another object"
+            else:
                 continue
-            before = unflatten(saved[name], saved_specs.__getitem__)
-            now = unflatten(current[name], current_specs.__getitem__)
-            if isinstance(item, torch.nn.Module):
-                differences += _module_differences(name, before, now)
-            elif isinstance(item, torch.optim.Optimizer):
-                differences += _optimizer_differences(name, before, now)
-        if differences:
-            more = len(differences) - _MAX_DIFFERENCES
-            shown = differences[:_MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
             raise StateError(
-                "the checkpoint does not fit, nothing was loaded: "
-                + "; ".join(shown)
-                + ". Register the same objects with the same shapes, or start a new run id"
+                f"{' and '.join(paths[:3])} share a part of their memory, {problem}, which a checkpoint does not bring "
+                "back: let state_dict() return copies, or only one of them"
             )
 
 
-class _Loader:
-    """Makes tensors of the leaves of one manifest, on the meshes of the current state."""
-
-    def __init__(self, manifest: Manifest, payload: torch.Tensor, current: Flattener) -> None:
-        self._manifest = manifest
-        self._payload = payload
-        self._meshes = {_mesh_key(shard_spec(shard)): shard.device_mesh for shard in current.shards.values()}
-
-    def view(self, index: int) -> Any:
-        """Return leaf `index` as a view of the payload wherever that is possible."""
-        return self._make(index, lambda tensor: tensor)
-
-    def own(self, index: int) -> Any:
-        """Return leaf `index` in memory of its own, on the type of device that it was captured from."""
-        return self._make(index, torch.clone)
-
-    def _make(self, index: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        spec, offset = self._manifest.tensors[index], self._manifest.offsets[index]
-        data = self._payload[offset : offset + spec.nbytes]
-        if spec.kind == "bytes":
-            return data.numpy().tobytes()
-        if spec.kind == "numpy":
-            return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy()).copy()
-        dtype = getattr(torch, spec.dtype)
-        tensor = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
-        tensor = take(tensor) if spec.device == "cpu" else tensor.to(spec.device)
-        return tensor if spec.shard is None else self._shard(spec.shard, tensor)
-
-    def _shard(self, spec: ShardSpec, local: torch.Tensor) -> Any:
-        mesh = self._meshes.get(_mesh_key(spec))
-        if mesh is None:
-            raise TopologyError(
-                f"the checkpoint has a tensor sharded over a mesh of shape {list(spec.mesh_shape)} and ranks "
-                f"{list(spec.mesh_ranks)}, which the current state does not use: shard the model as before, "
-                "or start a new run id"
-            )
-        from torch.distributed.tensor import DTensor
-
-        placements = [decode_placement(placement) for placement in spec.placements]
-        shape, stride = torch.Size(spec.shape), tuple(spec.stride)
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def decode_placement(placement: tuple[str | int, ...]) -> Any:
-    """Return torch's placement for one of a `ShardSpec`."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    match placement:
-        case ("S", int(dim)):
-            return Shard(dim)
-        case ("SS", int(dim), int(split_factor)):
-            return _StridedShard(dim, split_factor=split_factor)
-        case ("P", str(operation)):
-            return Partial(operation)
-    return Replicate()
-
-
-def _mesh_key(spec: ShardSpec) -> tuple[Any, ...]:
-    return spec.mesh_shape, spec.mesh_ranks, spec.mesh_dim_names
-
-
-def _module_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:
-    if not isinstance(saved, dict):
-        yield f"{name}: in the checkpoint, but not as a module"
+def _objects(name: str, item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the stateful objects that `item` is or has, by name; none for plain values."""
+    try:
+        leaves = dict(_leaves(name, item))
+    except RecursionError:
         return
-    for key, before in saved.items():
-        if key not in current:
-            yield f"{name}.{key}: in the checkpoint, but not in the model"
-            continue
-        now = current[key]
-        if isinstance(before, TensorSpec) and isinstance(now, TensorSpec):
-            if replace(before, device=now.device) != now:
-                yield f"{name}.{key}: {before} in the checkpoint, {now} in the model"
-        elif isinstance(now, TensorSpec):
-            yield f"{name}.{key}: no tensor in the checkpoint, {now} in the model"
-    for key in current:
-        if key not in saved:
-            yield f"{name}.{key}: in the model, but not in the checkpoint"
+    objects = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stateful)}
+    plain = [path for path, leaf in leaves.items() if path not in objects and leaf is not None]
+    if objects and plain:
+        raise StateError(
+            f"{name} has objects with state_dict() ({next(iter(objects))}) and plain values ({plain[0]}): "
+            "register them under names of their own"
+        )
+    for path, leaf in objects.items():
+        yield path, _unwrap(path, leaf)
 
 
-def _optimizer_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:
-    if not _is_optimizer_state(saved):
-        yield f"{name}: in the checkpoint, but not as an optimizer"
+def _leaves(name: str, item: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, Stateful) or not isinstance(item, list | tuple | dict):
+        yield name, item
         return
-    before = [len(group["params"]) for group in saved["param_groups"]]
-    now = [len(group["params"]) for group in current["param_groups"]]
-    if before != now:
-        yield f"{name}: parameter groups of {before} tensors in the checkpoint, of {now} in the optimizer"
-
-
-def _is_optimizer_state(saved: Any) -> bool:
-    """Tell whether torch would understand `saved`; it checks little of what it loads."""
-    match saved:
-        case {"state": dict(), "param_groups": list(groups)}:
-            members = [group.get("params") if isinstance(group, dict) else None for group in groups]
-            return all(isinstance(ids, list) and all(type(item) is int for item in ids) for ids in members)
-    return False
+    for key, child in item.items() if isinstance(item, dict) else enumerate(item):
+        yield from _leaves(f"{name}.{key}", child)
 
 
 def _unwrap(name: str, item: Any) -> Any:
+    if hasattr(item, "consolidate_state_dict"):
+        raise StateError(
+            f"{name}: the state dict of {type(item).__qualname__} is gathered from all ranks by "
+            "consolidate_state_dict(); register the optimizer of this rank's part, its attribute `optim`"
+        )
     if not isinstance(item, torch.nn.Module):
         return item
     # Looked up and not imported, because whoever uses it has imported it.
@@ -259,9 +203,8 @@ def _unwrap(name: str, item: Any) -> Any:
     return item.module if isinstance(item, torch.nn.parallel.DistributedDataParallel) else item
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return getattr(optimizer, "state", None) or {}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +212,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _get_rng() -> dict[str, Any]:
+def get_rng() -> dict[str, Any]:
+    """Return the states of the generators of this process, for `set_rng`."""
     version, words, gauss = random.getstate()
     return {
         "python": (version, np.array(words, dtype=np.uint32), gauss),

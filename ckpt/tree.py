@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from .errors import SlotError, StateError
-from .manifest import ITEM_BYTES, Node, ShardSpec, TensorSpec, check_numpy_dtype
+from .manifest import ITEM_BYTES, Node, ShardSpec, TensorSpec, check_numpy_dtype, is_dense
 
 LONG_BYTES: Final = 1024
 """Bytes objects longer than this are leaves, shorter ones are part of the manifest."""
@@ -49,6 +49,9 @@ class Flattener:
         leaves: What `["x", index]` refers to; of a DTensor the local shard.
         keys: One hashable key per leaf: two flattened trees with equal keys have equal `specs`.
         shards: The DTensor of each leaf that is a shard of one, by index.
+        sharing: Leaves that are not the same but share bytes, each with where it begins in the memory that they span,
+            in bytes. Sets that a checkpoint can lay out again in the same way are in `specs`.
+        repeating: Leaves of which several elements are one in memory, as `expand` makes them.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -61,6 +64,8 @@ class Flattener:
         self.keys: list[tuple[Any, ...]] = []
         self._indices: dict[tuple[Any, ...], int] = {}
         self.shards: dict[int, Any] = {}
+        self.repeating: list[int] = []
+        self._storages: dict[int, list[int]] = {}
         # Imported by whoever makes DTensors; importing it here would cost every trainer half a second.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         try:
@@ -70,6 +75,22 @@ class Flattener:
             raise StateError(f"{path}: {error}; {_REMEDY}") from None
         except RecursionError:
             raise StateError(f"state is nested too deeply or contains itself; {_REMEDY}") from None
+        self.sharing = [
+            overlap
+            for indices in self._storages.values()
+            if len(indices) > 1
+            for overlap in _overlaps({index: _place_in_memory(self.leaves[index]) for index in indices})
+        ]
+        self._within: dict[int, tuple[int, int]] = {}
+        for overlap in self.sharing:
+            if all(self._can_share(index, offset) for index, offset in overlap.items()):
+                for index, offset in overlap.items():
+                    self._within[index] = min(overlap), offset
+                    self.keys[index] = (*self.keys[index], min(overlap), offset)
+
+    def can_share(self, overlap: dict[int, int]) -> bool:
+        """Tell whether a checkpoint can lay out the leaves of this item of `sharing` as they lie now."""
+        return all(index in self._within for index in overlap)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return what each leaf takes."""
@@ -114,13 +135,20 @@ class Flattener:
             raise _UnsupportedError(f"{tensor.layout} tensors are not supported")
         if tensor.is_meta:
             raise _UnsupportedError("tensors on the meta device hold no data")
-        key = (tensor.dtype, tensor.shape, tensor.device, shard_key)
-        place = (key, tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        key = (tensor.dtype, tensor.shape, tensor.device, shard_key, stride)
+        place = (key, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
         index = self._indices.get(place)
         if index is None:
             index = self._indices[place] = len(self.leaves)
             self.leaves.append(tensor)
             self.keys.append(key)
+            if tensor.numel():
+                self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+            if stride is not None and any(
+                size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)
+            ):
+                self.repeating.append(index)
             if shard is not None:
                 self.shards[index] = shard
         return ["x", index]
@@ -165,6 +193,7 @@ class Flattener:
         if isinstance(leaf, np.ndarray):
             return TensorSpec(kind="numpy", dtype=leaf.dtype.str, shape=leaf.shape)
         shard = self.shards.get(index)
+        laid_out = not leaf.is_contiguous() and is_dense(leaf.shape, leaf.stride())
         name = str(leaf.dtype).removeprefix("torch.")
         if name not in ITEM_BYTES:
             raise StateError(f"tensors of {leaf.dtype} are not supported; {_REMEDY}")
@@ -174,7 +203,36 @@ class Flattener:
             shape=tuple(leaf.shape),
             device=leaf.device.type,
             shard=None if shard is None else shard_spec(shard),
+            stride=leaf.stride() if laid_out else None,
+            within=self._within.get(index),
         )
+
+    def _can_share(self, index: int, offset: int) -> bool:
+        leaf = self.leaves[index]
+        assert isinstance(leaf, torch.Tensor)
+        plain = not leaf.is_conj() and not leaf.is_neg()
+        return plain and is_dense(leaf.shape, leaf.stride()) and offset % leaf.element_size() == 0
+
+
+def _place_in_memory(leaf: Leaf) -> tuple[int, int]:
+    """Return the addresses where `leaf`, which is not empty, begins and ends."""
+    assert isinstance(leaf, torch.Tensor)
+    elements = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.data_ptr(), leaf.data_ptr() + elements * leaf.element_size()
+
+
+def _overlaps(places: dict[int, tuple[int, int]]) -> list[dict[int, int]]:
+    """Return the sets of leaves that share bytes, each leaf with its distance from the first byte of its set."""
+    found: list[dict[int, int]] = []
+    members: dict[int, int] = {}
+    begin = end = -1
+    for index, (start, stop) in sorted(places.items(), key=lambda item: item[1]):
+        if start >= end:
+            found.append(members)
+            members, begin = {}, start
+        members[index] = start - begin
+        end = max(end, stop)
+    return [overlap for overlap in [*found, members] if len(overlap) > 1]
 
 
 def shard_spec(dtensor: Any) -> ShardSpec:

@@ -294,6 +294,76 @@ def test_values_of_every_kind_come_back(daemon: SoloDaemon, monkeypatch: pytest.
         assert ckpt.wait(30)
 
 
+def test_an_optimizer_made_anew_is_followed(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are unfrozen at step 3: the new optimizer is captured from then on, and made before `restore()` again."""
+
+    def make() -> tuple[torch.nn.Sequential, Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).bfloat16()
+        return model, torch.optim.Adam(model[1].parameters(), foreach=False)
+
+    def train(model: torch.nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3).bfloat16()).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        assert ckpt.planned_step == ckpt.restore() == 0
+        for step in range(1, 6):
+            if step == 3:
+                optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+                ckpt.replace(optimizer=optimizer)
+            train(model, optimizer)
+            if step == 5:
+                for state in optimizer.state.values():
+                    state["exp_avg"] = state["exp_avg"].float() / 3
+            ckpt.step(step)
+        assert ckpt.wait(30)
+    daemon.wait_for("complete", step=5)
+    _restart(monkeypatch, daemon)
+    again, stale = make()
+    with Checkpointer(model=again, optimizer=stale) as ckpt:
+        with pytest.raises(StateError, match=r"groups of \[4\] tensors in the checkpoint, of \[2\].*planned_step"):
+            ckpt.restore()
+        assert ckpt.planned_step == 5
+        fresh = torch.optim.Adam(again.parameters(), foreach=False)
+        ckpt.replace(optimizer=fresh)
+        assert ckpt.restore() == 5
+    for ours, theirs in zip(fresh.state.values(), optimizer.state.values(), strict=True):
+        assert ours["exp_avg"].dtype is torch.float32
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+
+
+def test_what_does_not_come_back_exactly_ends_the_run(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sampler:
+        at, loads = torch.zeros(1), 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at, "loads": self.loads}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loads = state["loads"] + 1
+
+    with Checkpointer(sampler=Sampler()) as ckpt:
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    with (
+        Checkpointer(sampler=Sampler()) as ckpt,
+        pytest.warns(RuntimeWarning, match=r"sampler\.loads: 0 in the checkpoint, 1 now") as caught,
+    ):
+        assert ckpt.restore() == 1
+    assert caught[0].filename == __file__
+    late = Sampler()
+    late.at = torch.ones(1)
+    with Checkpointer(sampler=late) as ckpt:
+        with pytest.raises(StateError, match=r"sampler\.at: 0\.0 .* in the checkpoint, 1\.0 .* now"):
+            ckpt.restore()
+        assert "sampler.at" in daemon.wait_for("refused")["message"]
+        with pytest.raises(StateError, match="before restore"):
+            ckpt.step()
+
+
 def test_steps_count_up(daemon: SoloDaemon) -> None:
     with Checkpointer(x=1) as ckpt:
         ckpt.step()

@@ -1,0 +1,428 @@
+"""Optimizers come back bit by bit: every kind of state, uncast, through wrappers, flat, in containers, made anew."""
+
+import copy
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from saved import Saved, assert_same, save
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from resilient_run.ckpt.errors import StateError
+from resilient_run.ckpt.held import Unregistered, held_optimizers, unregistered
+from resilient_run.ckpt.state import TrainingState
+
+Optimizer = torch.optim.Optimizer
+
+
+class Masters(Optimizer):
+    """fp32 masters and momentum of parameters of any dtype, and state that is not tensors."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["master"] = parameter.detach().float().clone()
+                    state["same"] = state["master"]
+                    state["history"] = [parameter.detach().double() * 3, None, 0.25]
+                    state["table"] = np.arange(3.0)
+                    state["name"] = "masters"
+                    state["blob"] = b"\0\1"
+                    state["pair"] = (parameter.detach().double() / 3, 7)
+                    state["nested"] = {"count": 0, "text": "deep"}
+                state["nested"]["count"] += 1
+                state["table"] = state["table"] * 1.5
+                state["master"].sub_(parameter.grad.float(), alpha=group["lr"])
+                assert state["same"] is state["master"]
+                parameter.copy_(state["master"])
+
+
+def plain(name: str, **options: Any) -> Callable[[Any], Optimizer]:
+    return lambda params: getattr(torch.optim, name)(params, **{"lr": 0.1} | options)
+
+
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": plain("SGD", momentum=0.9),
+    "adam": plain("Adam", amsgrad=True, foreach=False),
+    "adam-foreach": plain("Adam", foreach=True),
+    "adam-fused": plain("Adam", fused=True),
+    "adam-tensor-lr": plain("Adam", lr=torch.tensor(0.05), foreach=False),
+    "adamw": plain("AdamW"),
+    "adagrad": plain("Adagrad"),
+    "adagrad-fused": plain("Adagrad", fused=True),
+    "sgd-fused": plain("SGD", momentum=0.9, fused=True),
+    "rmsprop": plain("RMSprop", momentum=0.9, centered=True),
+    "rprop": plain("Rprop"),
+    "nadam": plain("NAdam"),
+    "radam": plain("RAdam"),
+    "adamax": plain("Adamax"),
+    "asgd": plain("ASGD"),
+    "adadelta": plain("Adadelta"),
+    "adafactor": plain("Adafactor"),
+    "lbfgs": plain("LBFGS", history_size=3, max_iter=2),
+    "masters": Masters,
+}
+
+
+def model(
+    dtype: torch.dtype = torch.float32, seed: int = 1, layout: torch.memory_format = torch.channels_last
+) -> nn.Module:
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=layout)  # type: ignore[call-overload]
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(4 * 9, 2)).to(dtype)
+
+
+def train(module: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
+    dtype = next(module.parameters()).dtype
+    for step in range(first, first + steps):
+
+        def closure(step: int = step) -> torch.Tensor:
+            data = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.zero_grad()
+            loss = module(data).square().mean()
+            loss.backward()
+            return loss
+
+        if any(isinstance(held, torch.optim.LBFGS) for held in held_optimizers(optimizer)):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def check(
+    make: Callable[[Any], Any], dtype: torch.dtype = torch.float32, module: Callable[..., nn.Module] = model
+) -> Saved:
+    """Train, capture, restore into fresh objects, compare, and train both on."""
+    before, after = module(dtype), module(dtype, seed=2)
+    one, other = make(before.parameters()), make(after.parameters())
+    train(before, one, 3)
+    saved = save(model=before, optimizer=one)
+    assert saved.load(model=after, optimizer=other) == []
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+    train(before, one, 3, first=3)
+    train(after, other, 3, first=3)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+    return saved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_bit_by_bit(kind: str, dtype: torch.dtype) -> None:
+    if kind == "sgd-fused" and dtype is torch.bfloat16:
+        pytest.skip("torch's kernel gives one of two results for the same momentum")
+    # torch's LBFGS takes parameters apart with view().
+    layout = torch.contiguous_format if kind == "lbfgs" else torch.channels_last
+    check(KINDS[kind], dtype, functools.partial(model, layout=layout))
+
+
+def test_fp32_state_of_bf16_parameters_stays_fp32() -> None:
+    before, after = model(torch.bfloat16), model(torch.bfloat16, seed=2)
+    one, other = (torch.optim.AdamW(item.parameters(), foreach=False) for item in (before, after))
+    train(before, one, 1)
+    for state in one.state.values():
+        state["exp_avg"] = torch.rand_like(state["exp_avg"], dtype=torch.float32)
+        state["step"] = state["step"].double()
+    reference = torch.optim.AdamW(after.parameters(), foreach=False)
+    reference.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert reference.state_dict()["state"][0]["exp_avg"].dtype is torch.bfloat16, "what torch makes of it"
+    save(model=before, optimizer=one).load(model=after, optimizer=other)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+    assert other.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
+
+
+def test_a_fused_step_reads_state_that_lies_as_its_parameter_does() -> None:
+    """Fused kernels on a CPU pair elements by their places in memory."""
+    after = model(seed=2)
+    optimizer = torch.optim.Adam(after.parameters(), fused=True)
+    before = model()
+    one = torch.optim.Adam(before.parameters(), fused=True)
+    train(before, one, 1)
+    save(model=before, optimizer=one).load(model=after, optimizer=optimizer)
+    weight = after[0].weight
+    assert optimizer.state[weight]["exp_avg"].stride() == weight.stride() != torch.empty(weight.shape).stride()
+
+
+def test_masters_that_the_optimizer_has_twice_stay_one() -> None:
+    class Listed(Masters):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.listed = [state["master"] for state in self.state.values()]
+
+    before, after = model(torch.bfloat16), model(torch.bfloat16, seed=2)
+    one, other = Listed(before.parameters()), Listed(after.parameters())
+    train(before, one, 2)
+    save(model=before, optimizer=one).load(model=after, optimizer=other)
+    for state, listed in zip(other.state.values(), other.listed, strict=True):
+        assert listed is state["master"]
+        assert listed.dtype is torch.float32
+
+
+# Wrappers.
+
+
+class Flat:
+    """torchtitan's OptimizersContainer: one flat dict of all optimizers, made anew at each call."""
+
+    def __init__(self, modules: list[nn.Module], make: Callable[[Any], Optimizer]) -> None:
+        self.modules = modules
+        self.optimizers = [make(module.parameters()) for module in modules]
+        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            key: value
+            for module, optimizer in zip(self.modules, self.optimizers, strict=True)
+            for key, value in get_optimizer_state_dict(module, optimizer, options=self.options).items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+            set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=self.options)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded(dtype: torch.dtype = torch.float32, seed: int = 1) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Flatten(), nn.Linear(75, 5), nn.Linear(5, 2)).to(dtype)
+    fully_shard(made[1])
+    fully_shard(made)
+    return made
+
+
+@pytest.mark.parametrize("module", [model, sharded])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("process_group")
+def test_flat_state_dicts(module: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    before, after = module(dtype), module(dtype, seed=2)
+    one, other = (Flat([item], lambda params: torch.optim.AdamW(params, lr=0.1)) for item in (before, after))
+    train(before, one, 3)
+    for state in one.optimizers[0].state.values():
+        # What an optimizer of low precision keeps, and torch would cast.
+        state["extra"] = state["exp_avg"].float() / 3
+    saved = save(model=before, optimizer=one)
+    for optimizer in other.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    **{name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq", "extra")},
+                }
+    saved.load(model=after, optimizer=other)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+    train(before, one, 3, first=3)
+    train(after, other, 3, first=3)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+
+
+@pytest.mark.parametrize("module", [model, sharded])
+@pytest.mark.usefixtures("process_group")
+def test_flat_state_dicts_of_fresh_optimizers(module: Callable[..., nn.Module]) -> None:
+    before, after = module(), module(seed=2)
+    one, other = (Flat([item], lambda params: torch.optim.AdamW(params, lr=0.1)) for item in (before, after))
+    train(before, one, 3)
+    save(model=before, optimizer=one).load(model=after, optimizer=other)
+    train(before, one, 3, first=3)
+    train(after, other, 3, first=3)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_fp32_state_of_bf16_shards_stays_fp32() -> None:
+    check(lambda params: torch.optim.AdamW(params), torch.bfloat16, sharded)
+    before, after = sharded(torch.bfloat16), sharded(torch.bfloat16, seed=2)
+    one, other = (torch.optim.AdamW(item.parameters(), foreach=False) for item in (before, after))
+    train(before, one, 1)
+    for state in one.state.values():
+        state["exp_avg"] = state["exp_avg"].float() / 3
+    save(model=before, optimizer=one).load(model=after, optimizer=other)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("process_group")
+def test_post_local_sgd() -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    def make(params: Any) -> Any:
+        return PostLocalSGDOptimizer(Masters(params), PeriodicModelAverager(period=2, warmup_steps=1))
+
+    check(make, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("process_group")
+def test_zero_redundancy_is_refused_at_once_and_its_part_works() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(model().parameters(), torch.optim.Adam)
+    with pytest.raises(StateError, match=r"optimizer: .*ZeroRedundancyOptimizer .*attribute `optim`"):
+        TrainingState({"optimizer": optimizer}, rng=False)
+    check(lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam).optim)
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate.optimizer")
+    importlib.import_module("accelerate.state").AcceleratorState(cpu=True)
+    check(lambda params: accelerate.AcceleratedOptimizer(Masters(params), device_placement=False), torch.bfloat16)
+
+
+def test_lightning() -> None:
+    lightning = pytest.importorskip("lightning.pytorch.core.optimizer")
+    fabric = pytest.importorskip("lightning.fabric.wrappers")
+    from lightning.fabric.strategies import SingleDeviceStrategy
+
+    class Wrapped(lightning.LightningOptimizer):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            return self._optimizer.step(closure)
+
+        def state_dict(self) -> Any:
+            return self._optimizer.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self._optimizer.load_state_dict(state)
+
+    check(lambda params: Wrapped(Masters(params)), torch.bfloat16)
+    check(lambda params: fabric._FabricOptimizer(Masters(params), SingleDeviceStrategy()), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
+def test_schedule_free(name: str) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def make(params: Any) -> Any:
+        made = getattr(schedulefree, name)(params)
+        made.train()
+        return made
+
+    check(make)
+    check(make, torch.bfloat16)
+
+
+def test_schedule_free_around_any_optimizer() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def make(params: Any) -> Any:
+        made = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(params, lr=0.1), momentum=0.9)
+        made.train()
+        return made
+
+    check(make, module=functools.partial(model, layout=torch.contiguous_format))
+
+
+# What optimizers train is known, whoever holds them.
+
+
+def test_optimizers_are_found_by_what_holds_them() -> None:
+    class Engine:
+        __slots__ = ("parts",)
+
+    inner = torch.optim.SGD(model().parameters())
+    engine = Engine()
+    engine.parts = {"one": [(inner,)]}
+    assert held_optimizers(engine) == [inner]
+    assert held_optimizers(model()) == held_optimizers({"x": 1}) == []
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+    state = TrainingState({"schedule": schedule, "optimizer": inner}, rng=False)
+    assert state.optimizers == [inner]
+
+
+def test_an_optimizer_that_nobody_registered_is_warned_of_once() -> None:
+    module = model()
+    registered, new = torch.optim.SGD(module[0].parameters()), torch.optim.AdamW(module.parameters())
+    state = TrainingState({"model": module, "optimizer": registered}, rng=False)
+    assert unregistered(registered, state.objects) is None
+    assert unregistered(torch.optim.SGD(model().parameters()), state.objects) is None, "it trains something else"
+    watch = Unregistered(lambda: state.objects)
+    watch.before_step(registered)
+    with pytest.warns(RuntimeWarning, match=r"AdamW steps model\.0\.weight and 3 more, but no registered object"):
+        watch.before_step(new)
+    watch.before_step(new)
+    state.replace({"optimizer": new})
+    assert state.optimizers == [new]
+    assert unregistered(new, state.objects) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.forget()
+        watch.before_step(new)
+
+
+def test_the_wrapper_of_a_registered_optimizer_is_no_stranger() -> None:
+    class Sam(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            self.base = torch.optim.SGD(self.param_groups)
+
+    module = model()
+    sam = Sam(module.parameters())
+    assert unregistered(sam, {"model": module, "optimizer": sam.base}) is None
+    assert unregistered(sam.base, {"model": module, "optimizer": sam}) is None
+
+
+# Other objects in the place of those that were registered, and more groups.
+
+
+def test_replacing_needs_objects_of_the_same_names() -> None:
+    module = model()
+    optimizers = [torch.optim.SGD(module.parameters()) for _ in range(3)]
+    state = TrainingState({"optimizers": optimizers[:2], "epoch": 1}, rng=False)
+    for wrong in ({"other": optimizers[2]}, {"optimizers": optimizers}, {"epoch": 2}, {"optimizers": 3}):
+        with pytest.raises(StateError, match="cannot take the place of"):
+            state.replace(wrong)
+    state.replace({"optimizers": [optimizers[2], optimizers[1]]})
+    assert state.optimizers == [optimizers[2], optimizers[1]]
+    state.replace({"optimizers.1": optimizers[0]})
+    assert state.optimizers == [optimizers[2], optimizers[0]]
+
+
+def test_groups_that_were_added_come_back_once_the_script_adds_them() -> None:
+    def make(groups: int) -> dict[str, Any]:
+        module = model()
+        optimizer = torch.optim.Adam(module[0].parameters())
+        if groups == 2:
+            optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.5})
+        return {"model": module, "optimizer": optimizer}
+
+    before = make(2)
+    train(before["model"], before["optimizer"], 2)
+    saved = save(**before)
+    fresh = make(1)
+    untouched = copy.deepcopy(fresh["model"].state_dict())
+    with pytest.raises(StateError, match=r"nothing was loaded: optimizer: parameter groups of \[2, 2\].*planned_step"):
+        saved.load(**fresh)
+    assert_same({"model": untouched}, {"model": fresh["model"].state_dict()})
+    after = make(2)
+    saved.load(**after)
+    assert_same(before, after)
