@@ -83,7 +83,7 @@ class Frame:
         """
         self._buffer += data
         if self._end == len(self._buffer) == _LENGTH.size:
-            self._end += _body_bytes(self._buffer, self._limit_bytes)
+            self._end += _body_bytes(bytes(self._buffer), self._limit_bytes)
         return decode(bytes(self._buffer[_LENGTH.size :])) if self._end == len(self._buffer) else None
 
 

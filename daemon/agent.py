@@ -127,7 +127,7 @@ class Daemon:
         self._track(self._supervisor.keep(name, work))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._track(self._supervisor.once(work.__qualname__, work))
+        return self._track(self._supervisor.once(getattr(work, "__qualname__", "task"), work))
 
     def _track(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)

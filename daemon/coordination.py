@@ -108,7 +108,7 @@ class Coordinator:
         try:
             async with asyncio.TaskGroup() as group:
                 election = Election(etcd, self._prefix, self._view, lambda: self._lease)
-                for name, work in {
+                tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
                     "follow rounds": partial(self._follow, etcd, "rdzv/", self._rendezvous),
                     "follow commits": partial(self._follow, etcd, "ckpt/watermark", self._watermark),
                     "follow hosts": partial(self._follow, etcd, "ckpt/hosts/", self._hosts),
@@ -119,7 +119,8 @@ class Coordinator:
                     "election": election.run,
                     "lead": partial(self._lead, etcd, group),
                     **{name: partial(companion, etcd) for name, companion in self._companions.items()},
-                }.items():
+                }
+                for name, work in tasks.items():
                     group.create_task(self._supervisor.keep(name, work, essential=True))
         finally:
             await self._leave(etcd)

@@ -74,7 +74,8 @@ class Door:
     @property
     def address(self) -> tuple[str, int]:
         """Address and port of a TCP listener."""
-        return self._listener.getsockname()[:2]
+        addr, port = self._listener.getsockname()[:2]
+        return str(addr), int(port)
 
     def close(self) -> None:
         """Stop listening and send strangers away."""

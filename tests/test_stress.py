@@ -185,9 +185,13 @@ def test_silent_connections_keep_nobody_out(cluster: Cluster, undisturbed: Host,
 
 
 @pytest.mark.slow
-def test_a_full_table_of_files_is_survived(cluster: Cluster, undisturbed: Host, etcd_endpoint: str) -> None:
+def test_a_full_table_of_files_is_survived(
+    cluster: Cluster, undisturbed: Host, etcd_endpoint: str, tmp_path: Path
+) -> None:
     """No daemon can open anything any more, not even /proc; samplers fail, are shown, and run again afterwards."""
-    pair = launch_pair(cluster, etcd_endpoint)
+    config = tmp_path / "config.toml"
+    config.write_text("[detect]\nsample_s = 0.2\n")
+    pair = launch_pair(cluster, etcd_endpoint, "--rr-config", str(config))
     clients = [Client(host.run_dir / "resilientd.sock") for host in pair]
     limits = {}
     for host, client in zip(pair, clients, strict=True):
@@ -209,13 +213,14 @@ def test_a_full_table_of_files_is_survived(cluster: Cluster, undisturbed: Host, 
         assert "Too many open files" in failed(client)["watch host"]["error"]
     for pid, before in limits.items():
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-    wait_for_commits(clients[0], pair[0])
     for client, host in zip(clients, pair, strict=True):
         assert "task watch host: failed" in status_text(host)
         wait_until(
             lambda client=client: failed(client)["watch host"]["running"], timeout_s=60, what="a sampler", host=host
         )
-        assert "; it runs" in status_text(host)
+    wait_for_commits(clients[0], pair[0])
+    assert "; it runs" in status_text(pair[0])
+    for client in clients:
         client.close()
     kill_and_end(pair, undisturbed)
 
@@ -253,8 +258,7 @@ def test_a_full_process_table_is_survived(
         kill_and_end(pair, undisturbed)
     finally:
         cluster.close()
-        for pid in (group / "cgroup.procs").read_text().split():
-            (PIDS / "cgroup.procs").write_text(pid)
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), timeout_s=30, what="the daemons' end")
         group.rmdir()
 
 
