@@ -150,10 +150,18 @@ class Host:
         return next((line["params_sha256"] for line in list(self.lines) if "params_sha256" in line), None)
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """Return the recovery events that this host's launcher wrote."""
+        """Return the recovery events of this host that its launcher wrote."""
+        return self._events("recovery")
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """Return the events about the recovery of all hosts that this host's launcher wrote."""
+        return self._events("recovered")
+
+    def _events(self, kind: str) -> list[dict[str, Any]]:
         if not self.events_path.exists():
             return []
-        return [json.loads(line) for line in self.events_path.read_text().splitlines()]
+        events = [json.loads(line) for line in self.events_path.read_text().splitlines()]
+        return [event for event in events if event["event"] == kind]
 
     def daemon_pid(self) -> int | None:
         """Return the pid of this host's daemon, None when none has its lock."""
