@@ -18,6 +18,7 @@ import ctypes
 import json
 import mmap
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -303,7 +304,11 @@ def main() -> None:
 
     results = {}
     for mb in args.mb:
-        found = {contender: measure(contender, mb=mb, rounds=args.rounds) for contender in args.contender}
+        found = {}
+        for contender in args.contender:
+            # With 1024 MiB each takes some minutes of two cores.
+            print(f"measuring {contender} with {mb} MiB", file=sys.stderr, flush=True)
+            found[contender] = measure(contender, mb=mb, rounds=args.rounds)
         results[f"{mb} MiB"] = found
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
         title = f"A checkpoint of {mb} MiB on each of two ranks: median (p10..p90)"

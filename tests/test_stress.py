@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -393,3 +394,35 @@ def test_a_flood_of_messages_becomes_a_number(caplog: pytest.LogCaptureFixture) 
         assert len(caplog.messages) == 23
     finally:
         caplog.handler.removeFilter(repeats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_benchmark_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "capture_stall.py"
+    command = [sys.executable, str(script), "--mb", "16", "--rounds", "10000", "--contender", "resilient-run, 2 hosts"]
+    with (tmp_path / "output").open("wb") as output:
+        benchmark = psutil.Popen(command, stdout=output, stderr=output)
+    started: dict[int, psutil.Process] = {}
+
+    def complete() -> bool:
+        """Two launchers, two daemons, two trainers and etcd; the rest comes and goes."""
+        for process in benchmark.children(recursive=True):
+            started.setdefault(process.pid, process)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines = [" ".join(process.cmdline()) for process in started.values() if process.is_running()]
+            return (
+                sum("resilient_run.daemon" in line for line in lines) == 2 and sum("--worker" in x for x in lines) > 3
+            )
+        return False
+
+    try:
+        wait_until(complete, timeout_s=120, what=lambda: (tmp_path / "output").read_text(), pause_s=0.2)
+        benchmark.send_signal(number)
+        assert benchmark.wait(120) == 128 + number
+        _, left = psutil.wait_procs(started.values(), timeout=30)
+        assert not left, [process.cmdline() for process in left]
+    finally:
+        for process in (benchmark, *started.values()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
