@@ -24,6 +24,7 @@ import json
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -411,7 +412,11 @@ def main() -> None:
     contenders = [*args.contender, *(["lm-resiliency"] if args.lm else [])]
     results = {}
     for loop, mb in itertools.product(args.loop, args.mb):
-        found = {name: measure(name, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm) for name in contenders}
+        found = {}
+        for contender in contenders:
+            # With 1024 MiB each takes some minutes of two cores.
+            print(f"measuring {contender} with {mb} MiB, {loop}", file=sys.stderr, flush=True)
+            found[contender] = measure(contender, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm)
         results[f"{loop}, {mb} MiB"] = found
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
         title = f"A checkpoint of {mb} MiB on each of two ranks, {loop}: median (p10..p90)"

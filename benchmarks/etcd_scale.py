@@ -24,6 +24,7 @@ from resilient_run.daemon.coordination import Coordinator
 from resilient_run.daemon.etcd import Etcd, EtcdConfig
 from resilient_run.daemon.policy import RootPolicy
 from resilient_run.daemon.rounds import Round
+from resilient_run.daemon.supervise import Supervisor
 from resilient_run.daemon.view import JobView
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 
@@ -71,6 +72,7 @@ class SimulatedHost:
             slots=self.slots,  # type: ignore[arg-type]
             on_incarnation=self._on_incarnation,
             on_round=self._on_round,
+            supervisor=Supervisor(f"host{index}"),
         )
 
     async def _on_incarnation(self, incarnation: str) -> None: ...

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 RESILIENT_RUN = (sys.executable, "-P", "-m", "resilient_run")
 
@@ -18,7 +20,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def host(name: str = "bench", *, prefix: str = "resilient-bench-") -> Iterator[dict[str, str]]:
-    """Yield the environment of a host that has no daemon yet; end its daemon and remove its files afterwards."""
+    """Yield the environment of a host that has no daemon yet; end its daemon and remove its files afterwards.
+
+    Also when this process is told to end: otherwise launchers, and daemons that wait for them, stay behind for minutes.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _unwind)
     run_dir = Path(tempfile.mkdtemp(prefix=prefix))
     shm_dir = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY))
     try:
@@ -34,10 +41,18 @@ def host(name: str = "bench", *, prefix: str = "resilient-bench-") -> Iterator[d
     finally:
         lock = run_dir / "resilientd.lock"
         if lock.exists() and (pid := lock.read_text().strip()):
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGTERM)
+            with suppress(psutil.NoSuchProcess):
+                daemon = psutil.Process(int(pid))
+                daemon.terminate()
+                daemon.wait(60)
         shutil.rmtree(run_dir, ignore_errors=True)
         shutil.rmtree(shm_dir, ignore_errors=True)
+
+
+def _unwind(number: int, _: object) -> None:
+    # Once: what is cleaned up now shall not be cut short by a second signal.
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -7,32 +7,29 @@ rank has completed its first step again. The same model, kill and machine for ea
 - torchrun: `torch.distributed.checkpoint.save` after every step into tmpfs, `load` at the start. Its restarts work
   reliably only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, so it gets that.
 - peers (`--peer NAME=PYTHON`, see peers/README.md): other systems, each with its own launcher and environment.
-- floor: processes forked with torch imported join a process group, build the model, load the state from tmpfs and do
-  one step. No launcher can be faster than this with processes that hold no state.
+- floor: two processes forked with the model made copy the state from tmpfs and do one step (`recovery_floor.py`). No
+  launcher can be faster than this with processes that hold no state.
 
 Goal: at most a quarter of torchrun's time, at most one step lost.
 """
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from jobs import RESILIENT_RUN, SHARED_MEMORY, TORCHRUN, host, job
-from recovery_worker import BATCH
 from report import Summary, parser, table, write_json
-from torch.nn.parallel import DistributedDataParallel
-from workload import build, train_step
 
 
 def recoveries(process: subprocess.Popen[str], *, kills: int, kill_after: int) -> list[dict[str, float]]:
@@ -101,39 +98,23 @@ def measure(contender: Contender, *, kills: int, kill_after: int, state_mb: int)
         shutil.rmtree(directory)
 
 
-def floor_worker(rank: int, state_mb: int, directory: Path, done: Any) -> None:
-    """The least that a new process must do before its first step is complete."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model, optimizer = build(state_mb << 20)
-    parallel = DistributedDataParallel(model)
-    state = torch.load(directory / "state.pt", mmap=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    train_step(parallel, optimizer, batch=BATCH)
-    done.put(time.monotonic())
-    del parallel  # a DDP module that outlives its process group can deadlock in torch's destructors
-    dist.destroy_process_group()
+@contextmanager
+def floor(state_mb: int) -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds from the order to fork two processes to the end of their first step."""
+    command = [sys.executable, str(Path(__file__).with_name("recovery_floor.py")), "--state-mb", str(state_mb)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        orders, answers = process.stdin, process.stdout
 
+        def once() -> float:
+            start_s = time.monotonic()
+            orders.write("\n")
+            orders.flush()
+            return max(float(answers.readline()) for _ in range(2)) - start_s
 
-def floor(state_mb: int) -> float:
-    """Return seconds from starting two forked processes to the end of their first step."""
-    directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
-    model, optimizer = build(state_mb << 20)
-    train_step(model, optimizer, batch=BATCH)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "state.pt")
-    context = multiprocessing.get_context("forkserver")
-    done = context.Queue()
-    workers = [context.Process(target=floor_worker, args=(rank, state_mb, directory, done)) for rank in range(2)]
-    start_s = time.monotonic()
-    for process in workers:
-        process.start()
-    ends_s = [done.get(timeout=60) for _ in workers]
-    for process in workers:
-        process.join()
-    shutil.rmtree(directory)
-    return max(ends_s) - start_s
+        yield once
 
 
 def main() -> None:
@@ -147,12 +128,9 @@ def main() -> None:
     args = options.parse_args()
     found = contenders(dict(peer.split("=", 1) for peer in args.peer))
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in ("floor", *found)}
-    multiprocessing.set_forkserver_preload(
-        ["torch.distributed.checkpoint.state_dict", "resilient_run.ckpt.checkpointer"]
-    )
-    floor(args.state_mb)  # starts the fork server
     for _ in range(args.jobs):
-        samples["floor"] += [{"seconds": floor(args.state_mb)} for _ in range(args.kills)]
+        with floor(args.state_mb) as least_s:
+            samples["floor"] += [{"seconds": least_s()} for _ in range(args.kills)]
         for name, contender in found.items():
             samples[name] += measure(contender, kills=args.kills, kill_after=args.kill_after, state_mb=args.state_mb)
 

@@ -46,15 +46,53 @@ def decode(body: bytes) -> Message:
     return message
 
 
-def _body_bytes(prefix: bytes) -> int:
+def _body_bytes(prefix: bytes, limit_bytes: int) -> int:
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_FRAME_BYTES:
-        raise WireError(f"frame announces {length} bytes, more than the limit of {MAX_FRAME_BYTES}")
+    if length > limit_bytes:
+        raise WireError(f"frame announces {length} bytes, more than the limit of {limit_bytes}")
     return int(length)
 
 
-async def read_message(reader: asyncio.StreamReader) -> Message | None:
+class Frame:
+    """One message that arrives in pieces, and never more of it than a limit.
+
+    Args:
+        limit_bytes: The longest body.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._buffer = bytearray()
+        self._end = _LENGTH.size
+
+    @property
+    def missing(self) -> int:
+        """How many bytes to read next: more could belong to the message after this one."""
+        return self._end - len(self._buffer)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether nothing has arrived."""
+        return not self._buffer
+
+    def feed(self, data: bytes) -> Message | None:
+        """Take up to `missing` bytes and return the message once it is whole.
+
+        Raises:
+            WireError: It is too long, or no message.
+        """
+        self._buffer += data
+        if self._end == len(self._buffer) == _LENGTH.size:
+            self._end += _body_bytes(bytes(self._buffer), self._limit_bytes)
+        return decode(bytes(self._buffer[_LENGTH.size :])) if self._end == len(self._buffer) else None
+
+
+async def read_message(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYTES) -> Message | None:
     """Return the next message, or None when the other side closed between messages.
+
+    Args:
+        reader: The stream.
+        limit_bytes: The longest body that is taken in.
 
     Raises:
         WireError: The stream ended inside a frame, or the frame is not a message.
@@ -66,7 +104,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
             raise WireError("connection closed inside a frame") from error
         return None
     try:
-        return decode(await reader.readexactly(_body_bytes(prefix)))
+        return decode(await reader.readexactly(_body_bytes(prefix, limit_bytes)))
     except asyncio.IncompleteReadError as error:
         raise WireError("connection closed inside a frame") from error
 
@@ -74,7 +112,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
 def recv_message(sock: socket.socket) -> Message | None:
     """Blocking form of `read_message` for the synchronous clients."""
     prefix = _recv_exactly(sock, _LENGTH.size, at_boundary=True)
-    return None if prefix is None else decode(_recv_exactly(sock, _body_bytes(prefix)) or b"")
+    return None if prefix is None else decode(_recv_exactly(sock, _body_bytes(prefix, MAX_FRAME_BYTES)) or b"")
 
 
 def _recv_exactly(sock: socket.socket, size: int, *, at_boundary: bool = False) -> bytes | None:

@@ -10,9 +10,11 @@ import fcntl
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,20 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 
 from .jobs import Jobs
-from .link import listen
+from .link import LinkServer
 from .memory import MemoryBudget
 from .notify import ServiceManager
 from .peers import PeerServer
+from .repeats import RepeatFilter
 from .service import DaemonService
 from .settings import Settings
+from .supervise import Supervisor
 from .vault import Vault, open_directory
 
 log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.5
+_THREADS_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +58,17 @@ class DaemonOptions:
 
 
 class Daemon:
-    """The daemon of one host: a task for each connection and each job, and one that fails takes no other with it."""
+    """The daemon of one host: a task for each connection and each job, and one that fails takes no other with it.
 
-    def __init__(self, options: DaemonOptions) -> None:
+    Args:
+        options: How it behaves.
+        repeats: What the log's handlers filter by.
+    """
+
+    def __init__(self, options: DaemonOptions, repeats: RepeatFilter) -> None:
         self._options = options
+        self._repeats = repeats
+        self._supervisor = Supervisor("daemon")
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
 
@@ -66,29 +78,32 @@ class Daemon:
         Raises:
             DaemonError: Another daemon serves this run directory, or a directory is not ours alone.
         """
-        settings, manager = self._options.settings, ServiceManager(os.environ)
+        settings = self._options.settings
         everybody = os.geteuid() == 0
+        asyncio.get_running_loop().set_default_executor(_started_threads())
+        # Needs no thread for each child, as the usual one does.
+        asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
         open_directory(settings.run_dir, mode=0o711 if everybody else 0o700)
-        with holding(settings.lock_path):
+        with holding(settings.lock_path), closing(ServiceManager(os.environ)) as manager:
             open_directory(settings.shm_dir, mode=0o711 if everybody else 0o700)
             vault = Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, self._options.memory_limit_bytes))
             jobs = Jobs(vault, self._spawn, disks=[settings.run_dir])
             jobs.scan()
             peers = PeerServer(bind_addr=self._options.peer_addr, find_job=jobs.find, spawn=self._spawn)
-            service = DaemonService(jobs, peers)
+            service = DaemonService(jobs, peers, self._supervisor)
             async with asyncio.TaskGroup() as self._group:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
-                server = await listen(settings.socket_path, service, self._spawn)
-                self._spawn(jobs.adopt())
-                self._spawn(self._keep_house(jobs, service))
+                door = LinkServer(service, self._spawn).listen(settings.socket_path)
+                self._keep("adopt", jobs.adopt)
+                self._keep("housekeeping", lambda: self._keep_house(jobs, service))
                 log.info("resilientd (pid %d) serves %s, slots in %s", os.getpid(), settings.run_dir, settings.shm_dir)
-                self._spawn(manager.watch())
+                self._keep("watchdog", manager.watch)
                 manager.ready()
                 await self._stopping.wait()
                 manager.stopping()
                 await jobs.persist()
-                server.close()
+                door.close()
                 peers.close()
                 settings.socket_path.unlink(missing_ok=True)
                 for task in self._tasks:
@@ -100,6 +115,7 @@ class Daemon:
         idle_since_s = time.monotonic()
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
+            self._repeats.report()
             await jobs.collect(self._options.orphan_ttl_s)
             if not service.is_idle or not jobs.is_empty:
                 idle_since_s = time.monotonic()
@@ -107,8 +123,14 @@ class Daemon:
                 log.info("idle for %.0f s", self._options.idle_exit_s)
                 self._stopping.set()
 
+    def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._track(self._supervisor.keep(name, work))
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._group.create_task(_contained(work))
+        return self._track(self._supervisor.once(getattr(work, "__qualname__", "task"), work))
+
+    def _track(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -141,8 +163,20 @@ def holding(lock_path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-async def _contained(work: Coroutine[Any, Any, None]) -> None:
+def _started_threads() -> ThreadPoolExecutor:
+    """Return the pool of the event loop with all its threads: later the process table may be full.
+
+    Raises:
+        DaemonError: It is full now.
+    """
+    count = min(32, (os.cpu_count() or 1) + 4)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="resilientd")
+    together = threading.Barrier(count, timeout=_THREADS_S)
     try:
-        await work
-    except Exception:  # the boundary between tasks
-        log.exception("a task failed; the others go on")
+        # One that waits for the others takes none of their work.
+        for waiting in [pool.submit(together.wait) for _ in range(count)]:
+            waiting.result()
+    except RuntimeError as error:
+        together.abort()
+        raise DaemonError(f"cannot start {count} threads: {error}; raise the limit of processes") from error
+    return pool

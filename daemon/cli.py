@@ -12,7 +12,9 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from .agent import Daemon, DaemonOptions
+from .files import raise_file_limit
 from .options import directories
+from .repeats import RepeatFilter
 from .settings import find_settings
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -64,6 +66,10 @@ def resilientd(
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
     )
+    repeats = RepeatFilter()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(repeats)
+    raise_file_limit()
     options = DaemonOptions(
         settings=find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir),
         peer_addr=peer_addr,
@@ -73,7 +79,7 @@ def resilientd(
     )
     os.umask(0o077)
     try:
-        asyncio.run(Daemon(options).run())
+        asyncio.run(Daemon(options, repeats).run())
     except (DaemonError, OSError) as error:
         raise click.ClickException(str(error)) from error
     except ExceptionGroup as group:

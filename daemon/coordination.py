@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
@@ -23,6 +25,7 @@ from .root import RootAgent
 from .root_state import DECISIONS_KEY
 from .rounds import Round
 from .slots import JobSlots
+from .supervise import Supervisor
 from .view import JobView
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ _GOODBYE_S = 1.0
 class Coordinator:
     """Keeps a `JobView` up to date and etcd informed, for as long as `run` runs.
 
-    Training, captures and fetches go on while etcd is away; nothing is committed until it is back.
+    Training, captures and fetches go on while etcd is away; nothing is committed until it is back. Its tasks fail and
+    run again apart from each other.
 
     Args:
         run_id: The job.
@@ -47,8 +51,9 @@ class Coordinator:
         slots: What this host holds.
         on_incarnation: Awaited with the incarnation of the run id, before anything of that incarnation is seen.
         on_round: Awaited with each new round; it makes the round the current one.
-        companions: Run with our connection to etcd beside our own tasks, until cancelled.
+        companions: Name → what runs with our connection to etcd beside our own tasks, until cancelled.
         persister: Writes committed pairs to the persistent tier, None without one.
+        supervisor: Of the job's tasks.
 
     Attributes:
         discard: Set when this host gives its replicas up, so that etcd forgets them too at the end.
@@ -67,7 +72,8 @@ class Coordinator:
         on_incarnation: Callable[[str], Awaitable[None]],
         on_round: Callable[[Round], Awaitable[None]],
         persister: Persister | None,
-        companions: Sequence[Callable[[Etcd], Coroutine[Any, Any, None]]] = (),
+        supervisor: Supervisor,
+        companions: Mapping[str, Callable[[Etcd], Coroutine[Any, Any, None]]] = MappingProxyType({}),
     ) -> None:
         self.discard = False
         self._run_id = run_id
@@ -82,6 +88,8 @@ class Coordinator:
         self._on_round = on_round
         self._companions = companions
         self._persister = persister
+        self._supervisor = supervisor
+        self._known: dict[str, set[str]] = {}
         self._lease: Lease | None = None
         self._reported: dict[str, Any] | None = None
         self._reported_revision: int | None = None
@@ -97,17 +105,21 @@ class Coordinator:
         etcd = await self._connect()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._follow(etcd, "rdzv/", self._rendezvous))
-                group.create_task(self._follow(etcd, "ckpt/watermark", self._watermark))
-                group.create_task(self._follow(etcd, "ckpt/hosts/", self._hosts))
-                group.create_task(self._register(etcd))
-                group.create_task(self._report(etcd))
-                group.create_task(self.leased.run(etcd))
-                group.create_task(self._follow(etcd, "root/", self._root))
-                group.create_task(Election(etcd, self._prefix, self._view, lambda: self._lease).run())
-                group.create_task(self._lead(etcd, group))
-                for companion in self._companions:
-                    group.create_task(companion(etcd))
+                election = Election(etcd, self._prefix, self._view, lambda: self._lease)
+                tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+                    "follow rounds": partial(self._follow, etcd, "rdzv/", self._rendezvous),
+                    "follow commits": partial(self._follow, etcd, "ckpt/watermark", self._watermark),
+                    "follow hosts": partial(self._follow, etcd, "ckpt/hosts/", self._hosts),
+                    "register": partial(self._register, etcd),
+                    "report": partial(self._report, etcd),
+                    "leased keys": partial(self.leased.run, etcd),
+                    "follow root": partial(self._follow, etcd, "root/", self._root),
+                    "election": election.run,
+                    "lead": partial(self._lead, etcd, group),
+                    **{name: partial(companion, etcd) for name, companion in self._companions.items()},
+                }
+                for name, work in tasks.items():
+                    group.create_task(self._supervisor.keep(name, work, essential=True))
         finally:
             await self._leave(etcd)
 
@@ -135,9 +147,16 @@ class Coordinator:
     async def _follow(
         self, etcd: Etcd, name: str, see: Callable[[Mapping[str, Entry | None]], Awaitable[None]]
     ) -> None:
+        # What vanished while this did not run counts as gone as well.
+        known = self._known.setdefault(name, set())
+        gone = set(known)
         async with aclosing(etcd.changes(self._key(name))) as states:
-            async for changes in states:
-                await see({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+            async for changed in states:
+                changes = {key.removeprefix(self._prefix): entry for key, entry in changed.items()}
+                changes, gone = {**dict.fromkeys(gone - changes.keys()), **changes}, set()
+                known |= changes.keys()
+                await see(changes)
+                known -= {key for key, entry in changes.items() if entry is None}
 
     async def _rendezvous(self, changes: Mapping[str, Entry | None]) -> None:
         # Every generation brings news of every launcher, which is only for the launchers and the root.
@@ -270,6 +289,7 @@ class Coordinator:
                 policy=self._policy,
                 operator=make_operator(self._policy, self._slots.record.uid),
                 group=requests,
+                supervisor=self._supervisor,
                 also_commit=None if self._persister is None else self._persister.requested_with,
             )
             async with asyncio.TaskGroup() as group:

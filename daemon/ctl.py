@@ -23,6 +23,7 @@ from .jobs import Jobs
 from .memory import MemoryBudget
 from .options import directories
 from .settings import Settings, find_settings, listens
+from .supervise import task_lines
 from .vault import Vault, open_directory
 
 
@@ -73,6 +74,8 @@ def _status_text(answer: dict[str, Any]) -> str:
     gib = 1 << 30
     used, limit = answer["used_bytes"] / gib, answer["limit_bytes"] / gib
     lines = [f"resilientd pid {answer['pid']}: {used:.3f} of {limit:.3f} GiB in slots, {len(answer['jobs'])} job(s)"]
+    now_unix_s = time.time()
+    lines += task_lines(answer.get("tasks", []), now_unix_s)
     for job in answer["jobs"]:
         launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
         watermark = job.get("watermark")
@@ -90,7 +93,8 @@ def _status_text(answer: dict[str, Any]) -> str:
         if job.get("replication"):
             lines.append(f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}")
         lines += [f"  {seen['severity']}: {seen['kind']}: {seen['message']}" for seen in job.get("observations", [])]
-        lines += root_lines(job["root"], time.time()) if "root" in job else []
+        lines += task_lines(job.get("tasks", []), now_unix_s)
+        lines += root_lines(job["root"], now_unix_s) if "root" in job else []
         for slot in job["slots"]:
             held = f"generation {slot['generation']} step {slot['step']}" if slot["step"] is not None else "-"
             lines.append(

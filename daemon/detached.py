@@ -10,6 +10,7 @@ from typing import Any, Self
 from resilient_run.ckpt.errors import DaemonError
 
 from .fields import Fields
+from .files import restore_file_limit
 from .inject_helper import MODULE
 
 
@@ -40,6 +41,7 @@ class Detached:
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise DaemonError(f"cannot start a process for the fault: {error}") from error
+        restore_file_limit(process.pid)
         return cls(process)
 
     async def __aenter__(self) -> Self:

@@ -43,7 +43,7 @@ class Lease:
         self.id = lease_id
         self.ttl_s = ttl_s
         self.lost = asyncio.Event()
-        """Set when etcd says that the lease is gone."""
+        """Set when etcd says that the lease is gone, or when nobody refreshes it any more."""
         self.heard_s = asyncio.get_running_loop().time()
         """When etcd confirmed the lease last, on the event loop's clock."""
         self.resumed_s = -math.inf
@@ -62,20 +62,23 @@ class Lease:
 
     async def _refresh(self) -> None:
         pause_s = self.ttl_s / 3
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                if await self._etcd.refresh(self.id, timeout_s=self.ttl_s / 3) <= 0:
-                    log.warning("etcd let lease %x expire", self.id)
-                    self.lost.set()
-                    return
-                pause_s = self.ttl_s / 3
-                if self.silent:
-                    self.resumed_s = asyncio.get_running_loop().time()
-                self.heard_s = asyncio.get_running_loop().time()
-            except EtcdError as error:
-                log.debug("lease %x not refreshed: %s", self.id, error)
-                pause_s = min(self.ttl_s / 6, 0.5)
+        try:
+            while True:
+                await asyncio.sleep(pause_s)
+                try:
+                    if await self._etcd.refresh(self.id, timeout_s=self.ttl_s / 3) <= 0:
+                        log.warning("etcd let lease %x expire", self.id)
+                        return
+                    pause_s = self.ttl_s / 3
+                    if self.silent:
+                        self.resumed_s = asyncio.get_running_loop().time()
+                    self.heard_s = asyncio.get_running_loop().time()
+                except EtcdError as error:
+                    log.debug("lease %x not refreshed: %s", self.id, error)
+                    pause_s = min(self.ttl_s / 6, 0.5)
+        finally:
+            # However this ends, nobody keeps the lease any more.
+            self.lost.set()
 
     async def stop(self) -> None:
         """Stop refreshing; the lease lives on for at most its time to live."""

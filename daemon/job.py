@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .rounds import Pair, Round, is_import, pair_message
 from .sessions import Sessions
 from .slots import JobSlots, SlotFile
 from .spec import JobSpec
+from .supervise import Supervisor, leaves
 from .tier import Tier, TierError, call
 from .tier_fetch import TierSource
 from .view import JobView
@@ -54,6 +55,7 @@ class Job:
         self.failure: str | None = None
         self._notify_launcher: Callable[[dict[str, Any]], None] | None = None
         self._group = asyncio.TaskGroup()
+        self._supervisor = supervisor = Supervisor(f"run {spec.run_id!r}")
         self._pacer = Pacer(spec.policy.replication, changed=self._every_changed)
         policy = spec.policy.persist
         self._tier: Tier | None = None
@@ -61,7 +63,9 @@ class Job:
         tier_source: TierSource | None = None
         if policy.target is not None:
             self._tier = tier = Tier(policy.target, spec.run_id, level=policy.level)
-            self._persister = Persister(run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots)
+            self._persister = Persister(
+                run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots, supervisor=supervisor
+            )
             tier_source = TierSource(tier, self.view, self._persister.refuse)
         self._coordinator = Coordinator(
             run_id=spec.run_id,
@@ -72,8 +76,9 @@ class Job:
             slots=slots,
             on_incarnation=self._on_incarnation,
             on_round=self._on_round,
-            companions=[self._inject] + ([] if self._persister is None else [self._persister.run]),
+            companions={"inject": self._inject} | ({} if self._persister is None else {"persist": self._persister.run}),
             persister=self._persister,
+            supervisor=supervisor,
         )
         self._replicator = Replicator(
             run_id=spec.run_id,
@@ -82,6 +87,7 @@ class Job:
             pacer=self._pacer,
             in_flight=1 if spec.policy.replication.scheme == "no-pipeline" else spec.policy.replication.sub_buffers,
             group=self._group,
+            supervisor=supervisor,
             tier=tier_source,
         )
         self._observer = Observer(
@@ -91,6 +97,7 @@ class Job:
             tmpfs=slots.directory,
             disks=disks,
             ask_peer=self._replicator.ask,
+            supervisor=supervisor,
         )
         self.sessions = Sessions(
             spec=spec,
@@ -108,16 +115,18 @@ class Job:
         """Live until cancelled.
 
         Raises:
-            ExceptionGroup: Something in it failed for good.
+            ExceptionGroup: etcd refuses it for good, or a key that it depends on is damaged. What else fails in it is
+                tried again.
         """
         try:
-            await self.slots.adopt()
+            await self._supervisor.keep("adopt", self.slots.adopt)
             async with self._group as group:
-                group.create_task(self._coordinator.run())
-                group.create_task(self._replicator.run())
-                group.create_task(self._follow_watermark())
-                group.create_task(self._observer.run())
-                group.create_task(self._follow_pace())
+                keep = self._supervisor.keep
+                group.create_task(keep("coordinate", self._coordinator.run, essential=True))
+                group.create_task(keep("offer again", self._replicator.run))
+                group.create_task(keep("follow watermark", self._follow_watermark))
+                group.create_task(keep("observe", self._observer.run))
+                group.create_task(keep("follow pace", self._follow_pace))
         finally:
             await self._replicator.abort()
             await self._replicator.close()
@@ -268,6 +277,7 @@ class Job:
                 "decisions": list(self.view.decisions),
             },
             "persist": None if self._persister is None else self._persister.describe(),
+            "tasks": self._supervisor.describe(),
         }
 
     async def _on_incarnation(self, incarnation: str) -> None:
@@ -366,14 +376,6 @@ def describe_slots(slots: JobSlots) -> dict[str, Any]:
 
 def _cause(error: BaseException) -> str:
     """Return the first message of what really went wrong inside of exception groups."""
-    leaf = next(_leaves(error))
+    leaf = next(leaves(error))
     known = isinstance(leaf, CheckpointError | EtcdError)
     return str(leaf) if known else f"{type(leaf).__name__}: {leaf} (see the daemon's log)"
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error

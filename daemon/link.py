@@ -13,11 +13,18 @@ from typing import Any, Protocol
 from resilient_run.ckpt import wire
 from resilient_run.ckpt.errors import BY_NAME, CheckpointError, DaemonError, WireError
 
+from .crowd import Crowd
+from .door import Door, Manners, room_for
 from .fields import Fields
 
 log = logging.getLogger(__name__)
 
 _UNREAD_LIMIT_BYTES = 1 << 20
+_GUEST_FRAME_BYTES = 1 << 16
+"""The longest message of whoever holds nothing open: `open_job` with a policy is the longest."""
+
+_MANNERS = Manners(frame_bytes=_GUEST_FRAME_BYTES, silent_s=None)
+_GUESTS = 512
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -27,18 +34,14 @@ class Connection:
     Attributes:
         pid: The process.
         uid: Its user.
+        busy: Whether a message of it is being answered.
     """
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        sock = writer.get_extra_info("socket")
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
-        self._writer = writer
+    busy = False
 
-    @property
-    def is_admitted(self) -> bool:
-        """Tell whether this user may talk to the daemon at all."""
-        return self.uid in {0, os.geteuid()} or os.geteuid() == 0
+    def __init__(self, writer: asyncio.StreamWriter, pid: int, uid: int) -> None:
+        self.pid, self.uid = pid, uid
+        self._writer = writer
 
     def may_see(self, uid: int) -> bool:
         """Tell whether this user may see the jobs of the user `uid`."""
@@ -68,42 +71,88 @@ class Service(Protocol):
     def gone(self, connection: Connection) -> None:
         """Hear that the connection is closed."""
 
+    def is_guest(self, connection: Connection) -> bool:
+        """Tell whether the connection holds nothing open, neither a job nor a trainer's session."""
 
-async def listen(path: Path, service: Service, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> asyncio.Server:
-    """Return a server of `service` at the socket `path`, which replaces a stale one.
+
+class LinkServer:
+    """Serves `service` at a unix socket. A user's connections that hold nothing open make room for newer ones.
 
     Args:
-        path: The caller holds the lock that goes with it, so no other daemon listens there.
         service: Answers every message.
         spawn: Runs a connection's coroutine as a task that the daemon cancels at its end.
     """
-    path.unlink(missing_ok=True)
 
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        spawn(_serve(reader, writer, service))
+    def __init__(self, service: Service, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._service = service
+        self._spawn = spawn
+        room = room_for(_GUESTS)
+        self._guests: Crowd[Connection] = Crowd(
+            per_source=max(1, room // 2), in_all=room, may_go=lambda connection: not connection.busy
+        )
 
-    server = await asyncio.start_unix_server(accept, path)
-    path.chmod(0o666 if os.geteuid() == 0 else 0o600)
-    return server
+    def listen(self, path: Path) -> Door:
+        """Return the door at the socket `path`, which replaces a stale one.
+
+        Args:
+            path: The caller holds the lock that goes with it, so no other daemon listens there.
+        """
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o666 if os.geteuid() == 0 else 0o600)
+        return Door(listener, manners=_MANNERS, source_of=_uid, admit=self._admit)
+
+    def _admit(self, sock: socket.socket, message: wire.Message) -> None:
+        pid, uid = _credentials(sock)
+        if uid not in {0, os.geteuid()} and os.geteuid() != 0:
+            log.warning("closing the connection of pid %d: uid %d is not admitted", pid, uid)
+            sock.close()
+            return
+        self._spawn(self._serve(sock, pid, uid, message))
+
+    async def _serve(self, sock: socket.socket, pid: int, uid: int, first: wire.Message) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        connection = Connection(writer, pid, uid)
+        message: wire.Message | None = first
+        try:
+            while message is not None:
+                connection.busy = True
+                self._seat(connection)
+                await _answer(connection, message, self._service)
+                await writer.drain()
+                connection.busy = False
+                message = await wire.read_message(reader, self._seat(connection))
+        except (WireError, DaemonError) as error:
+            log.warning("closing the connection of pid %d: %s", connection.pid, error)
+        except ConnectionError as error:
+            log.info("pid %d is gone: %s", connection.pid, error)
+        finally:
+            self._guests.discard(connection)
+            self._service.gone(connection)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def _seat(self, connection: Connection) -> int:
+        """Count `connection` among the guests for as long as it is one; return how long its next message may be."""
+        self._guests.discard(connection)
+        if not self._service.is_guest(connection):
+            return wire.MAX_FRAME_BYTES
+        if (turned_out := self._guests.add(connection, connection.uid)) is not None:
+            log.warning("closing a connection of pid %d, which holds nothing open: others want in", turned_out.pid)
+            turned_out.close()
+        return _GUEST_FRAME_BYTES
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, service: Service) -> None:
-    connection = Connection(writer)
-    try:
-        if not connection.is_admitted:
-            raise WireError(f"uid {connection.uid} is not admitted")
-        while (message := await wire.read_message(reader)) is not None:
-            await _answer(connection, message, service)
-            await writer.drain()
-    except (WireError, DaemonError) as error:
-        log.warning("closing the connection of pid %d: %s", connection.pid, error)
-    except ConnectionError as error:
-        log.info("pid %d is gone: %s", connection.pid, error)
-    finally:
-        service.gone(connection)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return the pid and the uid of the process that connected."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def _uid(sock: socket.socket) -> str:
+    return f"uid {_credentials(sock)[1]}"
 
 
 async def _answer(connection: Connection, message: wire.Message, service: Service) -> None:

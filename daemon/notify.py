@@ -21,6 +21,9 @@ class ServiceManager:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
+        # Open for good: where no file can be opened the manager shall not take the daemon for dead.
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        self._notifier = socket.socket(socket.AF_UNIX, kind) if self._address else None
         microseconds = environ.get("WATCHDOG_USEC", "")
         for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_s = int(microseconds) / 1e6 if microseconds.isdecimal() and int(microseconds) and for_us else None
@@ -33,19 +36,24 @@ class ServiceManager:
         """Say that the daemon ends, and means to."""
         self._send("STOPPING=1")
 
+    def close(self) -> None:
+        """Send nothing from now on."""
+        if self._notifier is not None:
+            self._notifier.close()
+            self._notifier = None
+
     async def watch(self) -> None:
         """Send a sign of life twice in every watchdog interval, from the event loop: a stuck loop sends none."""
-        while self._address and self.watchdog_s is not None:
+        while self._notifier is not None and self.watchdog_s is not None:
             self._send("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_s / 2)
 
     def _send(self, state: str) -> None:
-        if not self._address:
+        if self._notifier is None:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as notifier:
-                notifier.sendto(state.encode(), address)
+            self._notifier.sendto(state.encode(), address)
         except OSError as error:
             # Whoever does not listen to its own service has no claim to stop it.
             log.warning("cannot send %s to the service manager at %s: %s", state, self._address, error)

@@ -17,6 +17,7 @@ from .observation import Observation, report_observations
 from .policy import DetectPolicy, Policy
 from .reach import Reach
 from .rounds import Pair
+from .supervise import Supervisor
 from .threshold import Judge, Measure
 from .view import JobView
 
@@ -36,6 +37,7 @@ class Observer:
         tmpfs: Directory of the slots.
         disks: Directories that need room, besides a local persistent tier.
         ask_peer: Returns once the daemon of a host has answered; raises `PeerError`.
+        supervisor: Of the job's tasks.
 
     Attributes:
         hang: The hang detector, which hears from the trainers' sessions.
@@ -50,12 +52,14 @@ class Observer:
         tmpfs: Path,
         disks: Sequence[Path],
         ask_peer: Callable[[str], Awaitable[None]],
+        supervisor: Supervisor,
     ) -> None:
         self.hang = HangDetector(policy.detect)
         self._policy = policy.detect
         self._commits = policy.replication.scheme != "none"
         self._view = view
         self._keys = keys
+        self._supervisor = supervisor
         self._tmpfs = tmpfs
         self._disks = [*disks, *local_directory(policy.persist.target)]
         self._reach = Reach(view, ask_peer, policy.detect.peer_unreachable_s)
@@ -64,11 +68,12 @@ class Observer:
     async def run(self) -> None:
         """Observe until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch_training())
-            group.create_task(self._watch_host())
-            group.create_task(self._watch_gpus())
+            keep = self._supervisor.keep
+            group.create_task(keep("watch training", self._watch_training))
+            group.create_task(keep("watch host", self._watch_host))
+            group.create_task(keep("watch GPUs", self._watch_gpus))
             if self._policy.peer_unreachable_s:
-                group.create_task(self._watch_peers())
+                group.create_task(keep("watch peers", self._watch_peers))
 
     def update(self, source: str, found: Mapping[str, Observation]) -> None:
         """Replace all that the detector `source` found by `found`, which is by what it is about."""

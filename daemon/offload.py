@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ async def offload(function: Callable[..., _T], *args: Any, timeout_s: float, bac
 
     Raises:
         TimeoutError: It takes longer.
+        OSError: There can be no thread now.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[_T] = loop.create_future()
@@ -48,6 +50,9 @@ async def offload(function: Callable[..., _T], *args: Any, timeout_s: float, bac
             loop.call_soon_threadsafe(finish, result, error)
 
     # Not the loop's own pool: a few hung calls would take all of its threads, and its end waits for them.
-    threading.Thread(target=run, name=f"offload-{function.__name__}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"offload-{function.__name__}", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
     async with asyncio.timeout(timeout_s):
         return await outcome

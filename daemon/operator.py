@@ -10,6 +10,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from .files import restore_file_limit
 from .policy import RootPolicy
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Command:
             )
         except (OSError, ValueError, KeyError) as error:
             return f"{who} cannot be started: {error}; see root.operator_command"
+        restore_file_limit(process.pid)
         try:
             async with asyncio.timeout(self._timeout_s):
                 output, _ = await process.communicate(body)

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hmac
 import logging
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -12,6 +13,8 @@ from resilient_run.ckpt import wire
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.slot import SlotHeader
 
+from .crowd import Crowd
+from .door import Door, Manners, room_for
 from .fetch import RANGE_BYTES
 from .fields import Fields
 from .offer import Offer
@@ -21,8 +24,15 @@ from .slots import SlotFile
 
 log = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 60.0
+_FRAME_BYTES = 4096
+"""Hellos, offers and requests are a few hundred bytes long."""
+
+_MANNERS = Manners(frame_bytes=_FRAME_BYTES, silent_s=3.0)
+_CONNECTIONS_PER_HOST = 16
+"""A host's daemon has four, and may be restarted before the old ones are seen to break."""
+
+_CONNECTIONS = 4096
 
 
 class PeerJob(Protocol):
@@ -61,8 +71,9 @@ class PeerServer:
         self._bind_addr = bind_addr
         self._find_job = find_job
         self._spawn = spawn
-        self._servers: dict[str, asyncio.Server] = {}
+        self._doors: dict[str, Door] = {}
         self._listening = asyncio.Lock()
+        self._peers: Crowd[asyncio.Task[None]] = Crowd(per_source=_CONNECTIONS_PER_HOST, in_all=room_for(_CONNECTIONS))
 
     async def listen(self, addr: str) -> tuple[str, int]:
         """Return the address and port under which peers reach this daemon when a job advertises `addr`.
@@ -72,31 +83,44 @@ class PeerServer:
         """
         bind_addr = self._bind_addr or addr
         async with self._listening:
-            if bind_addr not in self._servers:
+            if bind_addr not in self._doors:
                 try:
-                    self._servers[bind_addr] = await asyncio.start_server(self._accept, bind_addr, 0)
+                    listener = await _bind(bind_addr)
                 except OSError as error:
                     hint = "; start resilientd with --peer-addr 0.0.0.0" if error.errno == errno.EADDRNOTAVAIL else ""
                     raise DaemonError(f"cannot listen for peers on {bind_addr}: {error}{hint}") from error
-        return addr, int(self._servers[bind_addr].sockets[0].getsockname()[1])
+                self._doors[bind_addr] = Door(
+                    listener, manners=_MANNERS, source_of=lambda sock: sock.getpeername()[0], admit=self._admit
+                )
+        return addr, self._doors[bind_addr].address[1]
 
     def close(self) -> None:
         """Stop listening."""
-        for server in self._servers.values():
-            server.close()
+        for door in self._doors.values():
+            door.close()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._spawn(self._serve(reader, writer))
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        where = "{}:{}".format(*(writer.get_extra_info("peername") or ("?", 0))[:2])
+    def _admit(self, sock: socket.socket, hello: wire.Message) -> None:
+        """Serve whoever knows the secret of a job; of one host no more than it needs, the newest ones."""
         try:
-            async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                job, host = self._greet(await wire.read_message(reader))
-            while (message := await wire.read_message(reader)) is not None:
+            job, run_id, host = self._greet(hello)
+        except DaemonError as error:
+            log.warning("closing the connection of peer %s: %s", _where(sock), error)
+            sock.close()
+            return
+        task = self._spawn(self._serve(sock, job, host))
+        task.add_done_callback(self._peers.discard)
+        if (turned_out := self._peers.add(task, (run_id, host))) is not None:
+            log.warning("closing a connection of host %s: it has too many", host)
+            turned_out.cancel()
+
+    async def _serve(self, sock: socket.socket, job: PeerJob, host: str) -> None:
+        where = _where(sock)
+        reader, writer = await asyncio.open_connection(sock=sock, limit=_FRAME_BYTES)
+        try:
+            while (message := await wire.read_message(reader, _FRAME_BYTES)) is not None:
                 await self._handle(job, host, Fields(message, f"host {host}"), message, writer)
         except (WireError, DaemonError, TimeoutError) as error:
-            log.warning("closing the connection of peer %s: %s", where, error or "it said nothing in time")
+            log.warning("closing the connection of peer %s: %s", where, error or "it does not read")
         except ConnectionError as error:
             log.info("peer %s is gone: %s", where, error)
         finally:
@@ -104,8 +128,8 @@ class PeerServer:
             with suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _greet(self, hello: wire.Message | None) -> tuple[PeerJob, str]:
-        fields = Fields(hello or {}, "hello")
+    def _greet(self, hello: wire.Message) -> tuple[PeerJob, str, str]:
+        fields = Fields(hello, "hello")
         if fields.text("op") != "hello":
             raise DaemonError("a peer must say hello first")
         run_id, token, host = fields.text("run_id"), fields.text("token"), fields.text("host")
@@ -114,7 +138,7 @@ class PeerServer:
             raise DaemonError(f"host {host} asks for run {run_id!r}, which is not open here")
         if not hmac.compare_digest(job.token.encode(), token.encode()):
             raise DaemonError(f"host {host} does not know the secret of run {run_id!r}")
-        return job, host
+        return job, run_id, host
 
     async def _handle(
         self, job: PeerJob, host: str, fields: Fields, message: wire.Message, writer: asyncio.StreamWriter
@@ -139,6 +163,27 @@ class PeerServer:
         else:
             raise DaemonError(f"host {host}: field 'op' must be offer, get or have, got {message['op']!r}")
         await writer.drain()
+
+
+async def _bind(addr: str) -> socket.socket:
+    """Return a TCP socket at `addr` with a port that the kernel chooses."""
+    found = await asyncio.get_running_loop().getaddrinfo(addr, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _where(sock: socket.socket) -> str:
+    try:
+        return "{}:{}".format(*sock.getpeername()[:2])
+    except OSError:
+        return "that has gone"
 
 
 async def _send_range(

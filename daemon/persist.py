@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, MemoryBudgetError, SlotError
@@ -21,6 +22,7 @@ from .publish import Publisher
 from .rounds import Pair, is_import
 from .slots import JobSlots
 from .snapshot import Snapshot
+from .supervise import Supervisor
 from .tier import FRAME_BYTES, Tier, TierError, call
 from .tier_manifest import RankFile
 from .view import JobView
@@ -41,6 +43,7 @@ class Persister:
         tier: Where to.
         view: What is known of the job.
         slots: What this host holds of it.
+        supervisor: Of the job's tasks.
         clock: The time, Unix seconds.
     """
 
@@ -52,6 +55,7 @@ class Persister:
         tier: Tier,
         view: JobView,
         slots: JobSlots,
+        supervisor: Supervisor,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._run_id = run_id
@@ -59,6 +63,7 @@ class Persister:
         self._tier = tier
         self._view = view
         self._slots = slots
+        self._supervisor = supervisor
         self._clock = clock
         self._request: Request | None = None
         self._seeing = asyncio.Lock()
@@ -98,9 +103,12 @@ class Persister:
         self._etcd = etcd
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._answer_requests(etcd))
-                group.create_task(self._take_back(etcd))
-                group.create_task(self._publisher.run(etcd, lambda: self._request))
+                for name, work in {
+                    "answer requests": partial(self._answer_requests, etcd),
+                    "take back": partial(self._take_back, etcd),
+                    "publish": partial(self._publisher.run, etcd, lambda: self._request),
+                }.items():
+                    group.create_task(self._supervisor.keep(name, work, essential=True))
         finally:
             if self._storing is not None:
                 self._storing.cancel()
@@ -152,12 +160,12 @@ class Persister:
             try:
                 for rank in self._view.own_ranks:
                     self._taken.append(await Snapshot.take(self._slots, rank, request.pair))
-            except (SlotError, MemoryBudgetError, OSError) as error:
+            except (SlotError, MemoryBudgetError, OSError, MemoryError) as error:
                 self._drop()
                 self._fail(request.pair, str(error))
                 return
             if self._taken:
-                self._storing = asyncio.create_task(self._store(request.pair))
+                self._storing = asyncio.create_task(self._supervisor.once("store", self._store(request.pair)))
 
     async def _store(self, pair: Pair) -> None:
         """Write what was taken of `pair`, again if that fails, and leave an answer."""
@@ -165,7 +173,7 @@ class Persister:
         try:
             world_size = {(await snapshot.verify()).world_size for snapshot in self._taken}.pop()
             files = await self._write_patiently(pair)
-        except CheckpointError as error:
+        except (CheckpointError, OSError, MemoryError) as error:
             self._fail(pair, str(error))
             return
         finally:

@@ -84,12 +84,14 @@ class Publisher:
         while True:
             await self._view.wait_for(lambda: self._view.is_root)
             self._began_unix_s = self._clock()
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._mirror(etcd)), group.create_task(self._publish(etcd, requested))]
-                await self._view.wait_for(lambda: not self._view.is_root)
-                for task in tasks:
-                    task.cancel()
-            self._answers, self._published, self._published_revision = {}, None, 0
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._mirror(etcd)), group.create_task(self._publish(etcd, requested))]
+                    await self._view.wait_for(lambda: not self._view.is_root)
+                    for task in tasks:
+                        task.cancel()
+            finally:
+                self._answers, self._published, self._published_revision = {}, None, 0
 
     async def _mirror(self, etcd: Etcd) -> None:
         async with aclosing(etcd.changes(self._prefix + PUBLISHED_KEY)) as states:

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import MemoryBudgetError, RestoreError, SlotError, TopologyError
@@ -21,6 +22,7 @@ from .pacing import Pacer
 from .rounds import Pair, is_import
 from .slots import JobSlots, SlotFile
 from .sources import Sources
+from .supervise import Supervisor
 from .tier import TierError
 from .tier_fetch import TierSource
 from .view import JobView
@@ -57,6 +59,7 @@ class Replicator:
         pacer: Says how patient receivers must be.
         in_flight: Ranges of an offered capture that are asked for ahead.
         group: Runs the fetches and offers.
+        supervisor: Of the job's tasks.
         tier: The last place to look for a pair, None without a persistent tier.
 
     Attributes:
@@ -73,6 +76,7 @@ class Replicator:
         pacer: Pacer,
         in_flight: int,
         group: asyncio.TaskGroup,
+        supervisor: Supervisor,
         tier: TierSource | None,
     ) -> None:
         self._run_id = run_id
@@ -81,6 +85,7 @@ class Replicator:
         self._pacer = pacer
         self._in_flight = in_flight
         self._group = group
+        self._supervisor = supervisor
         self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier)
         self._offering: set[tuple[str, int]] = set()
         self._offered: dict[int, Pair] = {}
@@ -94,7 +99,7 @@ class Replicator:
             view=view,
             slots=slots,
             receiving=self._receiving,
-            spawn=self._spawn,
+            spawn=lambda verification: self._spawn(supervisor.once("receive", verification)),
         )
 
     async def run(self) -> None:
@@ -118,7 +123,7 @@ class Replicator:
                 if not awaited and (host, rank) not in self._offering:
                     log.debug("rank %d %s is offered to host %s: %s", rank, file.pair, host, reason)
                     self._offering.add((host, rank))
-                    self._group.create_task(self._offer(host, rank, file))
+                    self._group.create_task(self._supervisor.once("offer", self._offer(host, rank, file)))
 
     def offered(self, host: str, offer: Offer) -> None:
         """Fetch what `host` offers if it runs that rank, and it is this generation's and ours to keep."""
@@ -131,7 +136,7 @@ class Replicator:
         self._offered[rank] = pair
         # The owner's daemon offers only what its trainer does not bring.
         self.loans.take_away(rank)
-        self._spawn(self._accept_offer(host, offer))
+        self._spawn(self._supervisor.once("accept offer", self._accept_offer(host, offer)))
 
     async def lend(self, rank: int) -> None:
         """Leave the slots of `rank` to its trainer for the rest of the generation."""
@@ -165,10 +170,13 @@ class Replicator:
         for rank in {file.rank for file in self._slots.files()}.difference(kept):
             self._slots.surrender(rank, but=restore)
             if restore is not None and self._slots.find(rank, restore) is not None:
-                self._spawn(hand_over(rank, restore, view=self._view, slots=self._slots, find_peer=self._sources.peer))
+                work = partial(
+                    hand_over, rank, restore, view=self._view, slots=self._slots, find_peer=self._sources.peer
+                )
+                self._spawn(self._supervisor.keep(f"hand over rank {rank}", work))
         for rank in kept:
             if restore is not None and not is_import(restore) and self._slots.find(rank, restore) is None:
-                self._spawn(self._repair(rank, restore))
+                self._spawn(self._supervisor.keep(f"repair rank {rank}", partial(self._repair, rank, restore)))
 
     async def restore(self, rank: int, topology: int) -> Restored:
         """Return a verified slot of the own `rank` with exactly the round's step: local, else fetched from a peer.

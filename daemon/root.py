@@ -17,6 +17,7 @@ from .root_state import COMMITTED_KEY, DECISIONS_KEY, FAILURES_KEY, RootState
 from .root_view import Failure, RootView
 from .rounds import CLOSED_TTL_S, Pair, is_import
 from .slots import JobSlots
+from .supervise import Supervisor
 from .view import JobView
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class RootAgent:
         policy: How failures are answered.
         operator: Asked for replacements.
         group: Runs the requests to it.
+        supervisor: Of the job's tasks.
         also_commit: Returns what else is put when a pair is committed, by key.
     """
 
@@ -55,6 +57,7 @@ class RootAgent:
         policy: RootPolicy,
         operator: Operator,
         group: asyncio.TaskGroup,
+        supervisor: Supervisor,
         also_commit: Callable[[Pair], Mapping[str, Any]] | None,
     ) -> None:
         self._run_id = run_id
@@ -64,6 +67,7 @@ class RootAgent:
         self._policy = policy
         self._operator = operator
         self._group = group
+        self._supervisor = supervisor
         self._state = RootState(view.host, view.replicas)
         self._news = asyncio.Event()
         self._over_in: int | None = None
@@ -74,8 +78,8 @@ class RootAgent:
         """Be the root until cancelled; requests to the operator live on."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._mirror())
-            group.create_task(self._committer.run())
-            group.create_task(self._govern())
+            group.create_task(self._supervisor.keep("commit", self._committer.run, essential=True))
+            group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
 
     async def _mirror(self) -> None:
         ignored: dict[str, str] = {}
@@ -143,7 +147,7 @@ class RootAgent:
             if isinstance(action, Replace):
                 for host in action.hosts:
                     request = Request(run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason)
-                    self._group.create_task(self._request(request))
+                    self._group.create_task(self._supervisor.once("operator", self._request(request)))
 
     async def _request(self, request: Request) -> None:
         """Let the operator answer, however long it takes, and remember what it said."""

@@ -17,6 +17,7 @@ from .peers import PeerServer
 from .policy import Policy
 from .slots import Geometry
 from .spec import JobSpec
+from .supervise import Supervisor
 from .tier import Tier
 from .trainer import Trainer
 
@@ -39,11 +40,13 @@ class DaemonService:
     Args:
         jobs: The jobs of this host.
         peers: Listens for peers on the address of each job.
+        supervisor: Of the daemon's own tasks.
     """
 
-    def __init__(self, jobs: Jobs, peers: PeerServer) -> None:
+    def __init__(self, jobs: Jobs, peers: PeerServer, supervisor: Supervisor) -> None:
         self._jobs = jobs
         self._peers = peers
+        self._supervisor = supervisor
         self._launchers: dict[Connection, Job] = {}
         self._sessions: dict[Connection, _Session] = {}
 
@@ -126,7 +129,8 @@ class DaemonService:
                 session = self._session(connection)
                 session.job.sessions.refused(session.trainer, fields.text("message", max_bytes=_MAX_TEXT_BYTES))
             case "status":
-                return {"pid": os.getpid(), "jobs": self._jobs.describe(connection.may_see), **self._jobs.totals()}
+                jobs, tasks = self._jobs.describe(connection.may_see), self._supervisor.describe()
+                return {"pid": os.getpid(), "jobs": jobs, "tasks": tasks, **self._jobs.totals()}
             case "gc":
                 return await self._jobs.collect_garbage(connection.may_see)
             case _:
@@ -141,6 +145,10 @@ class DaemonService:
         job = self._launchers.pop(connection, None)
         if job is not None and job not in self._launchers.values():
             job.release()
+
+    def is_guest(self, connection: Connection) -> bool:
+        """Tell whether the connection holds nothing open, neither a job nor a trainer's session."""
+        return connection not in self._launchers and connection not in self._sessions
 
     async def _open_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
         run_id, addr = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.text("addr")

@@ -341,6 +341,8 @@ async def call(tier: Tier, function: Callable[..., _T], *args: Any, background: 
         return await offload(function, *args, timeout_s=_STALL_S, background=background)
     except TimeoutError as error:
         raise TierError(f"{tier.shown}: no answer within {_STALL_S:.0f} s") from error
+    except OSError as error:
+        raise TierError(f"{tier.shown}: {error}") from error
 
 
 def superfluous(found: Mapping[Pair, bool], keep: int) -> list[Pair]:

@@ -70,7 +70,7 @@ class ResilientAgent(LocalElasticAgent):
             run_id=self._rdzv.get_run_id(),
             host=self._rdzv.host,
             events_path=run_config.events_path,
-            publish=self._rdzv.report_recovery if run_config.allow_injection else None,
+            publish=self._rdzv.report_recovery,
         )
         self._link = DaemonLink(
             run_dir=run_config.run_dir,
@@ -108,6 +108,7 @@ class ResilientAgent(LocalElasticAgent):
             return result
         finally:
             self._timeline.close()
+            self._sum_up()
             self._rdzv.leave()
             self._link.close(discard=discard)
 
@@ -143,6 +144,11 @@ class ResilientAgent(LocalElasticAgent):
         if self._rdzv.stood_by:
             self._timeline.abandon()
         self._timeline.mark("rendezvous")
+        seen = self._rdzv.broke if self._rdzv.stood_by else None
+        failure = self._rdzv.view.failures.get(self._rdzv.generation - 1, seen)
+        if failure is not None:
+            since_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
+            self._timeline.join(kind=failure.kind, cause=failure.message, since_s=since_s)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
@@ -162,6 +168,7 @@ class ResilientAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_change()
+        self._sum_up()
         if self._finished is not None:
             return self._succeeded(self._finished)
         failure = self._rdzv.failure
@@ -286,6 +293,16 @@ class ResilientAgent(LocalElasticAgent):
             # What torch's agent adds to every worker's environment and does not call TORCHELASTIC_.
             async_errors = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
             self._starter.expect((spec.entrypoint, *map(str, spec.args)), {**os.environ, **async_errors})
+
+    def _sum_up(self) -> None:
+        """Report the recovery of all hosts once each has told its own; the host of group rank 0 does."""
+        round_ = self._rdzv.round
+        if round_ is None or round_.members[0].host != self._rdzv.host:
+            return
+        found = [self._rdzv.view.recovered.get((round_.generation, seat.host)) for seat in round_.members]
+        events = [event for event in found if event is not None and event.get("complete")]
+        if len(events) == len(found):
+            self._timeline.sum_up(round_.generation, events)
 
     def _is_told(self, failure: Failure) -> bool:
         """Tell whether this host learned of `failure` from others, not from a worker of its own that exited."""

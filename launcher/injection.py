@@ -122,7 +122,7 @@ class Sight:
                 self.watermark = Fields(value, "ckpt/watermark").pair()
             case ["rdzv", "failure", generation]:
                 self.failures.setdefault(int(generation), value)
-            case ["inject", "recoveries", host, generation]:
+            case ["rdzv", "recovered", generation, host]:
                 self.recoveries[int(generation), host] = value
             case ["inject", "outcomes", number]:
                 self.outcomes[number] = Outcome.parse(value)

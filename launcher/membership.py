@@ -150,10 +150,11 @@ class Membership:
             return False
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
+        folders = f"done/{stale}/", f"recovered/{stale}/"
         formed_in = await self._etcd.commit(
             {round_key: view.round_revision, watermark_key: 0 if watermark is None else watermark.revision},
             {round_key: formed.to_value()},
-            deletes=[f"{self._prefix}{name}" for name in (f"store/{stale}", f"failure/{stale}", f"done/{stale}/")],
+            deletes=[f"{self._prefix}{name}" for name in (f"store/{stale}", f"failure/{stale}", *folders)],
         )
         return formed_in > 0
 
@@ -170,9 +171,8 @@ class Membership:
         await self._insist(f"{self._prefix}done/{generation}/{self._member.host}", {})
 
     async def tell_recovery(self, event: Mapping[str, Any]) -> None:
-        """Show a recovery event of this host below `inject/`; goes on trying while etcd is away."""
-        name = f"inject/recoveries/{self._member.host}/{event['generation']}"
-        await self._insist(f"{self._run_prefix}{name}", event)
+        """Show a recovery event of this host to everybody; goes on trying while etcd is away."""
+        await self._insist(f"{self._prefix}recovered/{event['generation']}/{self._member.host}", event)
 
     async def close(self, closed: Closed) -> None:
         """End the run for everyone, unless it has ended; goes on trying while etcd is away."""
@@ -323,7 +323,15 @@ class Membership:
             await self._etcd.commit(alone, {}, deletes=[self._run_prefix])
         else:
             # Whoever starts the run again has put something right: its failures so far count no more.
-            names = ("rdzv/closed", "rdzv/store/", "rdzv/failure/", "rdzv/done/", "root/failures", "inject/")
+            names = (
+                "rdzv/closed",
+                "rdzv/store/",
+                "rdzv/failure/",
+                "rdzv/done/",
+                "rdzv/recovered/",
+                "root/failures",
+                "inject/",
+            )
             await self._etcd.commit(alone, {}, deletes=[f"{self._run_prefix}{name}" for name in names])
 
     def _start(self, coroutine: Any, tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +66,8 @@ class EtcdRendezvous(RendezvousHandler):
         self.describe(1, "default")
         self.stood_by = False
         """Whether the generation joined last was one that this host waited for as a standby."""
+        self.broke: Failure | None = None
+        """Why the generation before that one broke, as this host saw it while it waited; None if it did not."""
         self._registered = False
         self._offered = 0
         self._generation = 0
@@ -182,6 +185,11 @@ class EtcdRendezvous(RendezvousHandler):
         return self._link.membership.closed
 
     @property
+    def view(self) -> View:
+        """The newest state of the run."""
+        return self._link.membership.view
+
+    @property
     def changed_fd(self) -> int:
         """A descriptor that is readable after any change of what this object knows, until `clear_changed`."""
         return self._link.changed_fd
@@ -190,14 +198,6 @@ class EtcdRendezvous(RendezvousHandler):
     def etcd_config(self) -> EtcdConfig:
         """Where etcd is."""
         return self._etcd_config
-
-    @property
-    def job_token(self) -> str:
-        """The secret that the daemons of this run show each other; known from the first rendezvous on."""
-        job = self._link.membership.view.job
-        if job is None:
-            raise RendezvousStateError(f"run {self._run_id!r} has no token before its first rendezvous")
-        return job.token
 
     def clear_changed(self) -> None:
         """Make `changed_fd` unreadable until the next change."""
@@ -215,7 +215,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._link.report(self._link.membership.done(self._generation), _REPORT_S)
 
     def report_recovery(self, event: dict[str, Any]) -> None:
-        """Show a recovery event to `resilient-inject`; goes on trying while etcd is away."""
+        """Show a recovery event to everybody; goes on trying while etcd is away."""
         self._link.report(self._link.membership.tell_recovery(event), _REPORT_S)
 
     def all_done(self) -> bool:
@@ -236,7 +236,7 @@ class EtcdRendezvous(RendezvousHandler):
     # How a generation is joined.
 
     def _join(self, deadline: Deadline) -> RendezvousInfo:
-        self.stood_by = False
+        self.stood_by, self.broke = False, None
         self._break_own_generation(deadline)
         arrivals, announcer = Arrivals(), Announcer(self._run_id)
         avoided: Quarantine | None = None
@@ -244,12 +244,14 @@ class EtcdRendezvous(RendezvousHandler):
             view, version = self._link.look()
             self._raise_if_over()
             current = view.generation
-            whole = broken(view, current) is None
+            failure = broken(view, current)
+            whole = failure is None
             inside = self._in_round(view.round)
             if view.round is not None and whole and inside and current > self._generation:
                 if (info := self._enter(view.round, deadline)) is not None:
                     return info
                 continue
+            self.broke = failure and (self.broke or replace(failure, unix_s=time.time()))
             self._offer(current + 1, deadline)
             now_unix_s = time.time()
             if (quarantine := view.quarantine_of(self._host, now_unix_s)) not in (None, avoided):

@@ -216,6 +216,7 @@ class View:
     closed: Closed | None = None
     committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+    recovered: Mapping[tuple[int, str], Mapping[str, Any]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     @property
@@ -242,6 +243,7 @@ class View:
         failures: dict[int, Failure] = {}
         done: set[tuple[int, str]] = set()
         quarantines: dict[str, Quarantine] = {}
+        recovered: dict[tuple[int, str], Mapping[str, Any]] = {}
         single: dict[str, Any] = {}
         ignored: list[str] = []
         for key, entry in entries.items():
@@ -255,6 +257,8 @@ class View:
                         failures[int(generation)] = Failure.from_value(entry.value)
                     case ["done", generation, host]:
                         done.add((int(generation), host))
+                    case ["recovered", generation, host]:
+                        recovered[int(generation), host] = _recovery(entry.value)
                     case ["quarantine", host]:
                         quarantines[host] = Quarantine.parse(entry.value)
                     case ["round"]:
@@ -276,6 +280,7 @@ class View:
             failures=failures,
             done=frozenset(done),
             quarantines=quarantines,
+            recovered=recovered,
             ignored=tuple(ignored),
             **single,
         )
@@ -369,6 +374,20 @@ def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
 
 def _lost(host: str, message: str) -> Failure:
     return Failure(host=host, kind="host_lost", unix_s=0.0, message=message)
+
+
+def _recovery(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a host's recovery event; ValueError when it lacks what the one for all hosts is made of."""
+    for name in ("host", "kind", "cause"):
+        _get(value, name, str)
+    _get(value, "generation", int), _get(value, "complete", bool), _get(value, "total_s", (int, float))
+    ranks = _get(value, "ranks", dict)
+    if not all(rank.isdecimal() and isinstance(source, str) for rank, source in ranks.items()):
+        raise ValueError(f"field 'ranks' is {ranks!r}")
+    for name in ("restored_step", "steps_lost"):
+        if value.get(name, 0) is not None:
+            _get(value, name, int)
+    return value
 
 
 def _label(value: Any) -> str:

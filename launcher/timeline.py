@@ -1,6 +1,7 @@
-"""Where the seconds of a recovery went: one JSON event and one human line per recovery and host.
+"""Where the seconds of a recovery went: one JSON event and one human line per recovery and host, and one for all hosts.
 
-The phases follow each other on one host's monotonic clock:
+A host that takes a lost one's place did not run what failed: to it all that was before its round is rendezvous. The
+phases follow each other on one host's monotonic clock:
 
 | phase | from → to |
 |---|---|
@@ -18,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,12 @@ _WORKER_PHASE = {"attached": "spawn", "restored": "restore", "first_step": "firs
 class _Recovery:
     cause: str
     kind: str
-    last_step: int
+    last_step: int | None
     start_s: float
     ends_s: dict[str, float] = field(default_factory=dict)
     generation: int = 0
     restored_step: int | None = None
-    sources: set[str] = field(default_factory=set)
+    sources: dict[int, str] = field(default_factory=dict)
     waiting: dict[str, set[int]] = field(default_factory=dict)
 
 
@@ -50,7 +51,7 @@ class Timeline:
         run_id: Named in every event.
         host: Named in every event.
         events_path: JSON Lines file that events are appended to, or None.
-        publish: Hears every recovery as well.
+        publish: Shows every event of a generation to the other hosts.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Timeline:
         run_id: str,
         host: str,
         events_path: Path | None,
-        publish: Callable[[dict[str, Any]], None] | None = None,
+        publish: Callable[[dict[str, Any]], None],
     ) -> None:
         self._run_id = run_id
         self._host = host
@@ -67,6 +68,7 @@ class Timeline:
         self._publish = publish
         self._lock = threading.Lock()
         self._recovery: _Recovery | None = None
+        self._summed_up = 0
 
     def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int) -> None:
         """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first."""
@@ -76,6 +78,14 @@ class Timeline:
             now = time.monotonic()
             self._recovery = _Recovery(kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s)
             self._recovery.ends_s["detect"] = now
+
+    def join(self, *, kind: str, cause: str, since_s: float) -> None:
+        """This host has a place in the round that follows a failure `since_s` ago; one under way goes on instead."""
+        with self._lock:
+            if self._recovery is None:
+                now_s = time.monotonic()
+                self._recovery = _Recovery(kind=kind, cause=cause, last_step=None, start_s=now_s - since_s)
+                self._recovery.ends_s["rendezvous"] = now_s
 
     def mark(self, phase: str) -> None:
         """The launcher's `phase` (decide, stop, rendezvous) of the current recovery ends now."""
@@ -106,7 +116,7 @@ class Timeline:
                 return
             if event == "restored":
                 recovery.restored_step = message.get("step")
-                recovery.sources.add(str(message.get("source")))
+                recovery.sources[int(message["rank"])] = str(message.get("source"))
             waiting = recovery.waiting.get(event, set())
             waiting.discard(int(message["rank"]))
             if waiting:
@@ -115,6 +125,16 @@ class Timeline:
             if event == "first_step":
                 self._report(recovery, complete=True)
                 self._recovery = None
+
+    def sum_up(self, generation: int, events: Sequence[Mapping[str, Any]]) -> None:
+        """Report once what the recovery took on all hosts, whose complete events of `generation` these are."""
+        with self._lock:
+            if generation <= self._summed_up:
+                return
+            self._summed_up = generation
+            event = {**self._about("recovered", generation), **whole(events)}
+            self._write(event)
+            log.warning("%s", _whole_line(event))
 
     def abandon(self) -> None:
         """Forget the recovery under way: the others made it without this host, which stood by meanwhile."""
@@ -134,20 +154,23 @@ class Timeline:
             if phase in recovery.ends_s:
                 durations[f"{phase}_s"] = round(recovery.ends_s[phase] - previous_s, 4)
                 previous_s = recovery.ends_s[phase]
-        steps_lost = None if recovery.restored_step is None else max(0, recovery.last_step - recovery.restored_step)
+        steps_lost = None
+        if recovery.restored_step is not None and recovery.last_step is not None:
+            steps_lost = max(0, recovery.last_step - recovery.restored_step)
         event = {
             **self._about("recovery", recovery.generation),
             "kind": recovery.kind,
             "cause": recovery.cause,
             "complete": complete,
             "restored_step": recovery.restored_step,
-            "sources": sorted(recovery.sources),
+            "sources": sorted(set(recovery.sources.values())),
+            "ranks": {str(rank): source for rank, source in sorted(recovery.sources.items())},
             "steps_lost": steps_lost,
             **durations,
             "total_s": round(previous_s - recovery.start_s, 4),
         }
         self._write(event)
-        if self._publish is not None:
+        if recovery.generation:
             self._publish(event)
         log.warning("%s", _line(event))
 
@@ -160,6 +183,22 @@ class Timeline:
             _append(self._events_path, event)
 
 
+def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the event that tells a recovery on all hosts from the complete event of each: the slowest one decides."""
+    slowest = max(events, key=lambda event: event["total_s"])
+    sources = {rank: source for event in events for rank, source in event["ranks"].items()}
+    told = {name: slowest[name] for name in ("generation", "kind", "cause", "restored_step", "total_s")}
+    lost = [event["steps_lost"] for event in events if event["steps_lost"] is not None]
+    return {
+        "event": "recovered",
+        **told,
+        "slowest": slowest["host"],
+        "hosts": {event["host"]: event["total_s"] for event in events},
+        "ranks": dict(sorted(sources.items(), key=lambda item: int(item[0]))),
+        "steps_lost": max(lost, default=None),
+    }
+
+
 def _append(path: Path, event: dict[str, Any]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -168,6 +207,7 @@ def _append(path: Path, event: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
+_NAMED = 8
 _WHERE = {"local": "local memory", "peer": "peer memory", "persisted": "the persistent tier", "imported": "an import"}
 
 
@@ -177,10 +217,27 @@ def _line(event: dict[str, Any]) -> str:
     )
     if not event["complete"]:
         return f"recovery interrupted after {event['total_s']:.2f} s ({event['cause']}): {phases}"
-    where = f"step {event['restored_step']} from {' and '.join(_WHERE.get(name, name) for name in event['sources'])}"
+    sources = " and ".join(_WHERE.get(name, name) for name in event["sources"])
+    return f"recovered in {event['total_s']:.2f} s ({event['cause']}): {_outcome(event, sources)}; {phases}"
+
+
+def _whole_line(event: Mapping[str, Any]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, source in event["ranks"].items():
+        ranks.setdefault(source, []).append(rank)
+    sources = " and ".join(
+        f"{_WHERE.get(source, source)} ({'rank' if len(some) == 1 else 'ranks'} {', '.join(some[:_NAMED])}"
+        f"{', …' if len(some) > _NAMED else ''})"
+        for source, some in sorted(ranks.items())
+    )
+    slowest = f"{event['total_s']:.2f} s, the slowest is {event['slowest']}"
+    return f"all {len(event['hosts'])} host(s) recovered in {slowest}: {_outcome(event, sources)}"
+
+
+def _outcome(event: Mapping[str, Any], sources: str) -> str:
+    where = f"step {event['restored_step']} from {sources}"
     if event["restored_step"] is None:
         where = "from the beginning"
     elif not event["restored_step"]:
         where = "step 0 (nothing was committed yet)"
-    lost = "" if event["steps_lost"] is None else f", {event['steps_lost']} step(s) lost"
-    return f"recovered in {event['total_s']:.2f} s ({event['cause']}): {where}{lost}; {phases}"
+    return where + ("" if event["steps_lost"] is None else f", {event['steps_lost']} step(s) lost")

@@ -150,14 +150,19 @@ class Host:
         return next((line["params_sha256"] for line in list(self.lines) if "params_sha256" in line), None)
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """Return the recovery events that this host's launcher wrote."""
-        return [event for event in self.events() if event["event"] == "recovery"]
+        """Return the recovery events of this host that its launcher wrote."""
+        return self.events("recovery")
 
-    def events(self) -> list[dict[str, Any]]:
-        """Return all events that this host's launcher wrote."""
+    def summaries(self) -> list[dict[str, Any]]:
+        """Return the events about the recovery of all hosts that this host's launcher wrote."""
+        return self.events("recovered")
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the events of these kinds that this host's launcher wrote, of all kinds without one."""
         if not self.events_path.exists():
             return []
-        return [json.loads(line) for line in self.events_path.read_text().splitlines()]
+        events = [json.loads(line) for line in self.events_path.read_text().splitlines()]
+        return [event for event in events if not kinds or event["event"] in kinds]
 
     def daemon_pid(self) -> int | None:
         """Return the pid of this host's daemon, None when none has its lock."""

@@ -119,7 +119,7 @@ def test_what_others_write_does_not_end_the_watch() -> None:
         "/p/rdzv/failure/1": {"kind": "hang"},
         "/p/ckpt/watermark": {"generation": 2},
         "/p/inject/outcomes/x": {"ok": "yes"},
-        "/p/inject/recoveries/a/b": {},
+        "/p/rdzv/recovered/a/b": {},
         "/p/obs/a": {"observations": 3},
         "/p/obs/b": {"observations": [{"kind": "disk", "unix_s": 1}]},
     }

@@ -19,6 +19,7 @@ from resilient_run.daemon.observation import (
 )
 from resilient_run.daemon.observer import Observer
 from resilient_run.daemon.policy import Policy
+from resilient_run.daemon.supervise import Supervisor
 from resilient_run.daemon.view import JobView
 
 SEEN = Observation(
@@ -91,7 +92,15 @@ def test_every_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     async def nobody(host: str) -> None:
         raise AssertionError(host)
 
-    observer = Observer(policy=Policy(), view=view, keys=keys, tmpfs=Path(), disks=(), ask_peer=nobody)
+    observer = Observer(
+        policy=Policy(),
+        view=view,
+        keys=keys,
+        tmpfs=Path(),
+        disks=(),
+        ask_peer=nobody,
+        supervisor=Supervisor("a"),
+    )
     worse = replace(SEEN, severity="fail")
     with caplog.at_level(logging.INFO):
         observer.update("health", {})

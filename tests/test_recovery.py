@@ -157,6 +157,16 @@ def test_lost_host_is_replaced_from_peer_memory(
     assert ranks(survivors) == {host.name: before[host.name] for host in survivors}
     assert ranks([standby]) == {"d": before[lost.name]}
     assert any("from peer memory" in line for line in standby.text) or lost_rank in ranks([standby])["d"]
+    (newcomer,) = standby.recoveries()
+    assert newcomer["complete"]
+    assert (newcomer["kind"], newcomer["ranks"]) == ("host_lost", {str(*before[lost.name]): "peer"})
+    assert newcomer["steps_lost"] is None, "it did not train before"
+    (summary,) = [event for host in [*survivors, standby] for event in host.summaries()]
+    told = {host.name: host.recoveries()[-1]["total_s"] for host in [*survivors, standby]}
+    assert summary["hosts"] == told
+    assert (summary["total_s"], told[summary["slowest"]]) == (max(told.values()), max(told.values()))
+    assert sorted(summary["ranks"].values()) == ["local", "local", "peer"]
+    assert summary["steps_lost"] <= 1
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_hosts_form_a_round(launchers: Launchers) -> None:
         assert [(seat.host, seat.nproc, seat.role) for seat in handler.round.members] == [
             (name, 2, "trainer") for name in "bca"
         ]
-    assert len({handler.job_token for handler in launchers.handlers.values()}) == 1
+    assert len({handler.view.job for handler in launchers.handlers.values()}) == 1
 
 
 def test_labels_reach_the_round(launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import configparser
+import contextlib
 import json
 import os
 import shutil
@@ -134,6 +135,7 @@ def test_a_stuck_event_loop_gives_no_sign_of_life(manager: NotifySocket) -> None
     observer.start()
     asyncio.run(daemon())
     observer.join()
+    service.close()
     assert silent == [True]
 
 
@@ -155,7 +157,8 @@ def test_the_watchdog_is_ours_only_when_it_says_so(environ: dict[str, str], watc
 def test_abstract_addresses_are_understood() -> None:
     manager = NotifySocket(f"@resilientd-test-{os.getpid()}")
     try:
-        ServiceManager({"NOTIFY_SOCKET": manager.address}).ready()
+        with contextlib.closing(ServiceManager({"NOTIFY_SOCKET": manager.address})) as service:
+            service.ready()
         assert manager.receive() == "READY=1"
     finally:
         manager.close()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from resilient_run.daemon.etcd import Entry
 from resilient_run.daemon.goodput import PHASES
+from resilient_run.launcher.rounds import View
 from resilient_run.launcher.timeline import Timeline
 
 
@@ -26,7 +28,7 @@ def recover(timeline: Timeline, *, ranks: set[int], restored_step: int) -> None:
 
 def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="worker_exit", cause="rank 1 was killed by SIGKILL", detect_s=0.25, last_step=8)
     with caplog.at_level(logging.WARNING):
         recover(timeline, ranks={0, 1}, restored_step=7)
@@ -46,7 +48,7 @@ def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.Log
 
 def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="host_lost", cause="host b was lost", detect_s=0.0, last_step=3)
     timeline.spawned(generation=2, ranks={0, 1})
     timeline.on_event(event("first_step", 0, step=4))
@@ -58,7 +60,7 @@ def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
 
 def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
     timeline.mark("decide")
     timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
@@ -72,7 +74,7 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
 
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.spawned(generation=1, ranks={0})
     timeline.on_event(event("attached", 0, generation=1))
     timeline.on_event(event("first_step", 0, generation=1, step=1))
@@ -82,10 +84,71 @@ def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
 
 def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path)
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="host_lost", cause="host a was cut off", detect_s=1.0, last_step=8)
     timeline.mark("stop")
     timeline.abandon()
     recover(timeline, ranks={0}, restored_step=30)
     timeline.close()
     assert not path.exists()
+
+
+def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path: Path) -> None:
+    path, told = tmp_path / "events.jsonl", list[dict[str, Any]]()
+    timeline = Timeline(run_id="run", host="d", events_path=path, publish=told.append)
+    timeline.join(kind="host_lost", cause="host b is lost", since_s=1.5)
+    timeline.spawned(generation=2, ranks={1})
+    for name in ("attached", "restored", "first_step"):
+        timeline.on_event(event(name, 1, step=7, source="peer"))
+    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert told == [written]
+    assert written["complete"]
+    assert (written["kind"], written["ranks"], written["steps_lost"]) == ("host_lost", {"1": "peer"}, None)
+    assert written["rendezvous_s"] == pytest.approx(1.5, abs=1e-3)
+    assert "detect_s" not in written
+    assert written["total_s"] >= 1.5
+
+
+def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline.begin(kind="worker_exit", cause="its own", detect_s=0.0, last_step=3)
+    timeline.join(kind="host_lost", cause="another", since_s=9.0)
+    recover(timeline, ranks={0}, restored_step=3)
+    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written["cause"] == "its own"
+
+
+def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    about = {"kind": "host_lost", "cause": "host b is lost", "generation": 3, "restored_step": 7, "complete": True}
+    events = [
+        {**about, "host": "a", "total_s": 2.0, "ranks": {"0": "local", "10": "local"}, "steps_lost": 1},
+        {**about, "host": "d", "total_s": 3.5, "ranks": {"2": "peer"}, "steps_lost": None},
+    ]
+    with caplog.at_level(logging.WARNING):
+        timeline.sum_up(3, events)
+        timeline.sum_up(3, events)
+    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (written["event"], written["total_s"], written["slowest"]) == ("recovered", 3.5, "d")
+    assert written["hosts"] == {"a": 2.0, "d": 3.5}
+    assert list(written["ranks"].items()) == [("0", "local"), ("2", "peer"), ("10", "local")]
+    assert written["steps_lost"] == 1
+    (line,) = caplog.messages
+    assert (
+        "in 3.50 s, the slowest is d: step 7 from local memory (ranks 0, 10) and peer memory (rank 2), 1 step" in line
+    )
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"ranks": {"x": "local"}}, {"ranks": {"0": 1}}, {"total_s": "1"}, {"steps_lost": "0"}, {"host": None}]
+)
+def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) -> None:
+    event = {"host": "a", "kind": "k", "cause": "c", "generation": 2, "complete": True, "total_s": 1.0}
+    event |= {"ranks": {"0": "local"}, "restored_step": None, "steps_lost": 0}
+    seen = View.parse({"/p/recovered/2/a": Entry(value=event, revision=1)}, "/p/")
+    assert seen.recovered == {(2, "a"): event}
+    assert not View.parse(
+        {"/p/recovered/2/a": Entry(value={**event, **value} if value else {}, revision=1)}, "/p/"
+    ).recovered

@@ -1,0 +1,67 @@
+"""A log that nobody can flood: so many messages of a kind in a while, then only their number."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+_PER_WINDOW = 20
+_WINDOW_S = 10.0
+_MAX_KINDS = 1000
+_KIND_LENGTH = 100
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Kind:
+    since_s: float
+    passed: int = 0
+    left_out: int = 0
+
+
+class RepeatFilter(logging.Filter):
+    """Lets 20 messages of a kind pass in 10 s; `report`, called from time to time, says how many more there were.
+
+    Of one kind are messages of one logger and level with the same text before their arguments are filled in. What is
+    logged for debugging always passes.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[tuple[str, int, str], _Kind] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether `record` is logged."""
+        if record.levelno < logging.INFO or record.name == __name__:
+            return True
+        # asyncio fills its messages in before it logs them: what tells them apart stands in later lines.
+        name = record.name, record.levelno, str(record.msg).partition("\n")[0][:_KIND_LENGTH]
+        with self._lock:
+            kind = self._kinds.get(name)
+            if kind is None:
+                if len(self._kinds) >= _MAX_KINDS:
+                    return False
+                kind = self._kinds[name] = _Kind(since_s=self._clock())
+            kind.passed += 1
+            if kind.passed <= _PER_WINDOW:
+                return True
+            kind.left_out += 1
+            return False
+
+    def report(self) -> None:
+        """Log of each kind whose 10 s are over how many messages were left out, and let it pass again."""
+        with self._lock:
+            now_s = self._clock()
+            over = {name: kind for name, kind in self._kinds.items() if now_s - kind.since_s >= _WINDOW_S}
+            for name in over:
+                del self._kinds[name]
+        for (logger, level, text), kind in over.items():
+            if kind.left_out:
+                log.log(level, "%s: %d more messages like %r in %.0f s", logger, kind.left_out, text, _WINDOW_S)
