@@ -9,14 +9,20 @@ steps alternate: one without a checkpoint, one with a checkpoint after its first
 
 The limit, measured in the same processes, is a plain memcpy of the state into a warm tmpfs mapping, on all ranks at
 once. Contenders: resilient-run on one host, resilient-run on two hosts that hold each other's state, `async_save` of
-`torch.distributed.checkpoint` and `torch.save`, both into tmpfs. Goals: stall at most 0.3 memcpy, extra at most 3 (two
-hosts: 6), copying with checksums at 80 % of the bandwidth of memcpy.
+`torch.distributed.checkpoint` and `torch.save`, both into tmpfs, and with `--lm PYTHON` (the interpreter of an
+environment that has it, see peers/README.md) lm-resiliency, which keeps the state in the memory of both trainers.
+Goal: stall at most 0.7 memcpy, and never behind `async_save` or lm-resiliency.
+
+Loops, as people write them: `plain` DDP; `wrapped`, where the fused optimizer is inside another object and only that
+is registered; `closure`, where the optimizer runs forward and backward itself; `fsdp2`, sharded over both ranks.
 """
 
 import argparse
 import ctypes
+import itertools
 import json
 import mmap
+import os
 import shutil
 import tempfile
 import threading
@@ -34,17 +40,66 @@ from jobs import RESILIENT_RUN, SHARED_MEMORY, TORCHRUN, host, job
 from report import Summary, parser, table, write_json
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from workload import build, emit, tensors, train_step
+from workload import build, emit, loss_of, tensors
 
-from resilient_run import Checkpointer
-from resilient_run.launcher.etcd_server import EmbeddedEtcd
-
-CONTENDERS = ("resilient-run", "resilient-run, 2 hosts", "async_save", "torch.save")
+CONTENDERS = ("resilient-run", "resilient-run, 2 hosts", "async_save", "torch.save", "lm-resiliency")
+LOOPS = ("plain", "wrapped", "closure", "fsdp2")
 WARM_UP_ROUNDS = 2
 STEPS_PER_ROUND = 4
 IDLE_CAPTURES = 5
 BATCH = 32
+
+
+class Wrapped:
+    """An optimizer inside another object, as Accelerate and Lightning have it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+class Loop:
+    """One way to train.
+
+    Attributes:
+        model: What is registered as the model.
+        optimizer: The torch optimizer.
+        registered: What is registered as the optimizer.
+    """
+
+    def __init__(self, kind: str, state_bytes: int) -> None:
+        self._closure = kind == "closure"
+        world_size = dist.get_world_size()
+        self.model, self.optimizer = build(state_bytes * (world_size if kind == "fsdp2" else 1))
+        if kind == "fsdp2":
+            for layer in (*self.model, self.model):
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer)
+        if kind in ("fsdp2", "wrapped"):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=kind == "wrapped")
+        self.registered: Any = Wrapped(self.optimizer) if kind == "wrapped" else self.optimizer
+        self.trained = self.model if kind == "fsdp2" else DistributedDataParallel(self.model)
+
+    def step(self) -> None:
+        """One forward, backward and update."""
+        if self._closure:
+            self.optimizer.step(self._backward)
+        else:
+            self._backward()
+            self.optimizer.step()
+
+    def _backward(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.trained, batch=BATCH)
+        loss.backward()
+        return loss
 
 
 class Saver(Protocol):
@@ -63,7 +118,9 @@ class Saver(Protocol):
 class InMemory:
     """resilient-run's `Checkpointer`."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        from resilient_run import Checkpointer  # lm-resiliency's environment has none
+
         self.checkpointer = Checkpointer(model=model, optimizer=optimizer)
         self.checkpointer.restore()
         self._step = 0
@@ -142,6 +199,47 @@ class PlainSave:
         return self._done_s
 
 
+class LmResiliency:
+    """lm-resiliency's in-memory checkpoints, each kept on both ranks: its hook, called for the steps that are kept."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+        from lm_resiliency import InMemoryCkptConfig, enable_resiliency
+
+        config = InMemoryCkptConfig(
+            interval=1,
+            replication_jump=1,
+            disk_flush_interval=0,
+            disk_folder=str(directory),
+            run_id="capture-stall",
+            pin_memory=False,
+        )
+        self.stall_s = 0.0
+        self._optimizer = optimizer
+        hooks: list[Any] = []
+        register = optimizer.register_step_post_hook
+        optimizer.register_step_post_hook = lambda hook: (hooks.append(hook), register(lambda *_: None))[1]
+        self._handle = enable_resiliency(
+            model,
+            optimizer,
+            interval=1,
+            enable_detection=False,
+            checkpoint=config,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
+        )
+        optimizer.register_step_post_hook = register
+        (self._hook,) = hooks
+
+    def save(self, step: int) -> None:
+        started_s = time.monotonic()
+        self._hook(self._optimizer, (), {})
+        self._done_s = time.monotonic()
+        self.stall_s += self._done_s - started_s
+
+    def finish(self) -> float | None:
+        return self._done_s
+
+
 def memcpy_seconds(sources: list[torch.Tensor], directory: Path, repetitions: int = 5) -> list[float]:
     """Return seconds to copy all tensors into a mapped tmpfs file whose pages exist, on all ranks at once."""
     copy = ctypes.CDLL(None).memmove
@@ -165,15 +263,13 @@ def memcpy_seconds(sources: list[torch.Tensor], directory: Path, repetitions: in
     return seconds[1:]  # the first pass allocates the pages
 
 
-def train_round(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saver: Saver | None, first_step: int
-) -> dict[str, float] | None:
+def train_round(loop: Loop, saver: Saver | None, first_step: int) -> dict[str, float] | None:
     """Train one round and return what it took, with a checkpoint when there is a saver; None when it was skipped."""
     dist.barrier()
     started_s = saved_s = time.monotonic()
     stall_s = saver.stall_s if saver else 0.0
     for step in range(first_step, first_step + STEPS_PER_ROUND):
-        train_step(model, optimizer, batch=BATCH)
+        loop.step()
         if saver and step == first_step:
             saved_s = time.monotonic()
             saver.save(step)
@@ -201,23 +297,24 @@ def idle_captures(memory: InMemory, first_step: int) -> list[float]:
 def worker(args: argparse.Namespace) -> None:
     """Train rounds with and without checkpoints in turn, and print everything that was measured as one line."""
     dist.init_process_group("gloo")
-    model, optimizer = build(args.mb << 20)
-    parallel = DistributedDataParallel(model)
+    loop = Loop(args.loop[0], args.mb << 20)
     saver: Saver
     if args.worker == "async_save":
-        saver = AsyncSave(model, optimizer, args.directory)
+        saver = AsyncSave(loop.model, loop.optimizer, args.directory)
     elif args.worker == "torch.save":
-        saver = PlainSave(model, optimizer, args.directory)
+        saver = PlainSave(loop.model, loop.optimizer, args.directory)
+    elif args.worker == "lm-resiliency":
+        saver = LmResiliency(loop.model, loop.optimizer, args.directory)
     else:
-        saver = InMemory(model, optimizer)
-    train_step(parallel, optimizer, batch=BATCH)
-    state = tensors(model, optimizer)
+        saver = InMemory(loop.model, loop.registered)
+    loop.step()
+    state = tensors(loop.model, loop.optimizer)
     memcpy_s = memcpy_seconds(state, args.directory)
 
     step, rounds, skipped = 1, [], 0
     for count in range(WARM_UP_ROUNDS + args.rounds):
-        without = train_round(parallel, optimizer, None, step)
-        with_checkpoint = train_round(parallel, optimizer, saver, step + STEPS_PER_ROUND)
+        without = train_round(loop, None, step)
+        with_checkpoint = train_round(loop, saver, step + STEPS_PER_ROUND)
         step += 2 * STEPS_PER_ROUND
         if without is None or with_checkpoint is None:
             skipped += 1
@@ -226,32 +323,40 @@ def worker(args: argparse.Namespace) -> None:
     idle_s = idle_captures(saver, step) if isinstance(saver, InMemory) else []
     found = {"rank": dist.get_rank(), "bytes": sum(tensor.nbytes for tensor in state), "skipped": skipped}
     emit(json.dumps({**found, "memcpy_s": memcpy_s, "rounds": rounds, "idle_s": idle_s}))
-    del parallel  # a DDP module that outlives its process group can deadlock in torch's destructors
+    if isinstance(saver, InMemory):
+        saver.checkpointer.close()
+    loop.trained = loop.model  # a DDP module that outlives its process group can deadlock in torch's destructors
     dist.destroy_process_group()
+    os._exit(0)  # and a thread of Gloo can abort Python's own end
 
 
 @contextmanager
-def launched(contender: str, script: list[str]) -> Iterator[list[Any]]:
+def launched(contender: str, script: list[str], lm: str | None) -> Iterator[list[Any]]:
     """Yield the launchers of a job of two ranks, on one host or on two."""
     with ExitStack() as stack:
         if contender == "resilient-run, 2 hosts":
+            from resilient_run.launcher.etcd_server import EmbeddedEtcd
+
             endpoint = stack.enter_context(EmbeddedEtcd()).endpoint
             flags = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-endpoint", endpoint]
             command = [*RESILIENT_RUN, *flags, "--rdzv-id", "bench", "--local-addr", "127.0.0.1", *script]
             hosts = [stack.enter_context(host(name)) for name in ("a", "b")]
         else:
             launcher = RESILIENT_RUN if contender == "resilient-run" else TORCHRUN
+            if contender == "lm-resiliency":
+                launcher = (str(lm), *launcher[1:])
             command = [*launcher, "--standalone", "--nproc-per-node", "2", *script]
             hosts = [stack.enter_context(host())]
         yield [stack.enter_context(job(command, env)) for env in hosts]
 
 
-def measure(contender: str, *, mb: int, rounds: int) -> dict[str, Any]:
+def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) -> dict[str, Any]:
     """Return what one job measured, of both ranks together."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
-    script = [__file__, "--worker", contender, "--mb", str(mb), "--rounds", str(rounds), "--directory", str(directory)]
+    script = [__file__, "--worker", contender, "--loop", loop, "--mb", str(mb), "--rounds", str(rounds)]
+    script += ["--directory", str(directory)]
     try:
-        with launched(contender, script) as launchers:
+        with launched(contender, script, lm) as launchers:
             ranks = [json.loads(line) for launcher in launchers for line in launcher.stdout]
     finally:
         shutil.rmtree(directory)
@@ -292,7 +397,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--mb", type=int, nargs="+", default=[256, 1024], help="state of each rank, MiB")
     options.add_argument("--rounds", type=int, default=8, help="rounds with a checkpoint, per job")
-    options.add_argument("--contender", choices=CONTENDERS, nargs="+", default=CONTENDERS)
+    options.add_argument("--contender", choices=CONTENDERS, nargs="+", default=CONTENDERS[:-1])
+    options.add_argument("--loop", choices=LOOPS, nargs="+", default=LOOPS[:1])
+    options.add_argument("--lm", metavar="PYTHON", help="measure lm-resiliency too, with this interpreter")
     options.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     options.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args()
@@ -301,12 +408,13 @@ def main() -> None:
         worker(args)
         return
 
+    contenders = [*args.contender, *(["lm-resiliency"] if args.lm else [])]
     results = {}
-    for mb in args.mb:
-        found = {contender: measure(contender, mb=mb, rounds=args.rounds) for contender in args.contender}
-        results[f"{mb} MiB"] = found
+    for loop, mb in itertools.product(args.loop, args.mb):
+        found = {name: measure(name, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm) for name in contenders}
+        results[f"{loop}, {mb} MiB"] = found
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
-        title = f"A checkpoint of {mb} MiB on each of two ranks: median (p10..p90)"
+        title = f"A checkpoint of {mb} MiB on each of two ranks, {loop}: median (p10..p90)"
         table(title, header, [row(contender, values) for contender, values in found.items()])
     write_json(args.json, question="capture_stall", parameters={"rounds": args.rounds, "batch": BATCH}, results=results)
 

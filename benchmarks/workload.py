@@ -22,15 +22,25 @@ def build(state_bytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, batch: int) -> None:
     """One forward, backward and update."""
-    model(torch.randn(batch, _WIDTH)).square().mean().backward()
+    loss_of(model, batch=batch).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def loss_of(model: nn.Module, *, batch: int) -> torch.Tensor:
+    """The loss of one forward pass over random data."""
+    loss: torch.Tensor = model(torch.randn(batch, _WIDTH)).square().mean()
+    return loss
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return every tensor of the state, once the optimizer has made a step."""
     moments: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
-    return [tensor.detach() for tensor in (*model.parameters(), *moments)]
+    return [_local(tensor.detach()) for tensor in (*model.parameters(), *moments)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def emit(line: str) -> None:

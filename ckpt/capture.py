@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class _Phase(IntEnum):
     PENDING = 0  # waits for a slot; training may cancel it
     COPYING = 1  # reads live tensors; a change to them makes the capture fail
-    RELEASED = 2  # live tensors may change
+    RELEASED = 2  # live tensors may change, on devices after `Staged.hold`
     COPIED = 3  # the staging memory may be reused
     COMPLETE = 4
     SKIPPED = 5
@@ -91,7 +91,8 @@ class Capturer:
     def reads(self) -> bool:
         """Whether a capture reads live tensors, or waits for a slot and then will."""
         job = self._job
-        return job is not None and job.phase < _Phase.RELEASED
+        # Copies from devices go on after the release, and the stream of training must still be told.
+        return job is not None and job.phase < (_Phase.COMPLETE if job.staged.captures else _Phase.RELEASED)
 
     def on_attached(self) -> None:
         """Take the news of an attachment: slots may be other files now, and may have room again."""
@@ -177,7 +178,10 @@ class Capturer:
         self._patience_spent = not arrived
 
     def release(self) -> None:
-        """Return when live tensors may be changed: wait for a copy under way, give up one that has not begun."""
+        """Return when live tensors may be changed: wait for a copy under way, give up one that has not begun.
+
+        Those on devices may be changed by what is put on the current streams from then on, which waits for their copy.
+        """
         with self._changed:
             job = self._job
             if job is None:
@@ -186,6 +190,7 @@ class Capturer:
                 self._skip(job)
             job.hurries = True
             self._changed.wait_for(lambda: job.phase >= _Phase.RELEASED)
+        job.staged.hold()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the newest submitted step is captured, waiting up to `timeout_s` for it.

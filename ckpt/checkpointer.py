@@ -5,6 +5,7 @@ import functools
 import os
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Self
 
 import torch
@@ -22,6 +23,7 @@ from .link import Link
 from .manifest import parse
 from .pace import Pace
 from .protection import Protection
+from .pulse import Pulse
 from .slot import Slot, SlotHeader
 from .slots import Version
 from .state import TrainingState
@@ -73,6 +75,7 @@ class Checkpointer:
         self._capturer: Capturer | None = None
         self._exchange: Exchange | None = None
         self._pace: Pace | None = None
+        self._pulse: Pulse | None = None
         self._topology = 0
         self._injected = Injected()
         if self._env is None:
@@ -177,6 +180,21 @@ class Checkpointer:
             self._exchange.begins(n)
         self._capturer.stats.stall_s += time.monotonic() - started_s
 
+    def pause(self, limit_s: float | None = None) -> AbstractContextManager[None]:
+        """Return a context in which no rank of the run counts as hung: this one does something long, as an evaluation.
+
+        Every rank may pause, or one while others wait for it. A process that is stopped counts as hung all the same.
+
+        Args:
+            limit_s: Seconds after which this rank counts as hung after all, None for never.
+
+        Raises:
+            ValueError: `limit_s` is not greater than 0.
+        """
+        if limit_s is not None and not 0 < limit_s < float("inf"):
+            raise ValueError(f"pause(limit_s={limit_s}): give a positive number of seconds, or None for no limit")
+        return nullcontext() if self._pulse is None or os.getpid() != self._pid else self._pulse.pause(limit_s)
+
     def wait(self, timeout_s: float = 60.0) -> bool:
         """Return whether the last step is captured on this host, waiting up to `timeout_s` for it.
 
@@ -192,6 +210,8 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return
         self._hook.remove()
+        if self._pulse is not None:
+            self._pulse.close()
         if self._exchange is not None:
             self._exchange.close()
         if self._pace is not None:
@@ -235,6 +255,8 @@ class Checkpointer:
             return
         self._plan = _version(answer.get("restore"))
         self._link = link
+        self._pulse = Pulse(link)
+        self._pulse.start()
         self._capturer = capturer
         self._exchange = self._begin_exchange(env, link, answer)
         capturer.start(link, on_complete=None if self._exchange is None else self._exchange.offer)
@@ -266,6 +288,8 @@ class Checkpointer:
             self._pace.on_attached(answer["replication"])
         if self._exchange is not None:
             self._exchange.attached()
+        if self._pulse is not None:
+            self._pulse.attached()
 
     def _on_agreed(self, capturer: Capturer, message: Message) -> None:
         next_ = _version(message["next"])

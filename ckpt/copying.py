@@ -3,7 +3,7 @@
 `CapturePlan.stage` runs inside `step()`. It copies small leaves, and takes a *fingerprint* of large ones: the XXH3-64
 of each of their pieces. `Copier.copy` reads the large ones later, while training goes on, and believes no byte of them
 before what arrived in the slot has that fingerprint. Whoever wrote to them meanwhile, by whatever means, makes the
-fingerprints differ, and the capture is given up.
+fingerprints differ, and the capture is given up. Leaves on a GPU have fingerprints of another kind: see `device.py`.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, device_of
 from .manifest import encode_tensors, plan_payload
 from .slot import CHUNK_BYTES, chunk_count
 from .slots import MappedSlot
@@ -48,16 +49,23 @@ class Staged:
     """One state at the moment of its `step()`, ready to be copied.
 
     Attributes:
-        live: The live leaves by index; they stay allocated as long as this refers to them.
+        live: The live leaves on the host by index; they stay allocated as long as this refers to them.
         addresses: Where each of them was, by index.
-        fingerprints: One XXH3-64 per piece of a live leaf, in the order of the pieces.
+        fingerprints: One XXH3-64 per piece of a live leaf on the host, in the order of the pieces.
+        captures: Of the live leaves on each device that has some.
         ready: Per CUDA device in use, the event after which the staged copies are right.
     """
 
     live: dict[int, torch.Tensor]
     addresses: dict[int, int]
     fingerprints: list[int]
+    captures: list[DeviceCapture]
     ready: CudaEvents
+
+    def hold(self) -> None:
+        """Let whatever training puts on its current streams from now on wait for copies under way; does not wait."""
+        for capture in self.captures:
+            capture.hold()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +90,8 @@ class CapturePlan:
         tensors: The tensors' part of the manifest, encoded.
         paths: The dotted path of each leaf, by index.
         live: Indices of the leaves that are read behind training; the other ones are staged.
-        chunks: The pieces of each chunk of the payload.
+        on_devices: How those of them are captured that are on devices.
+        chunks: The pieces of each chunk of the payload, but for those of `on_devices`.
         whole: Of each chunk, whether it is one piece of a live leaf, whose fingerprint is then its checksum.
         devices: The CUDA devices that hold leaves.
     """
@@ -108,6 +117,13 @@ class CapturePlan:
         ]
         self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
         self._keys = flat.keys
+        by_device: dict[Any, dict[int, tuple[int, int]]] = {}
+        for index in self.live:
+            if (device := device_of(_tensor(flat.leaves[index]))) is not None:
+                start = self.layout.offsets[index]
+                by_device.setdefault(device, {})[index] = (start, start + self.specs[index].nbytes)
+        self.on_devices = [DeviceLeaves(device, places) for device, places in by_device.items()]
+        self._on_host = [index for index in self.live if not any(index in each.places for each in self.on_devices)]
         self._staging: dict[int, torch.Tensor] = {}
         self._staging_address = 0
         self.chunks: list[list[_Piece]] = [[] for _ in range(chunk_count(self.layout.payload_bytes))]
@@ -141,7 +157,9 @@ class CapturePlan:
             else:
                 staging.numpy()[:] = np.frombuffer(leaf, dtype=np.uint8)
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in self.devices]
-        live = {index: _tensor(flat.leaves[index]) for index in self.live}
+        tensors = {index: _tensor(flat.leaves[index]) for index in self.live}
+        captures = [each.fingerprint(tensors) for each in self.on_devices]
+        live = {index: tensors[index] for index in self._on_host}
         addresses = {index: leaf.data_ptr() for index, leaf in live.items()}
         views = {index: _memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
         fingerprints = [
@@ -150,7 +168,7 @@ class CapturePlan:
             for piece in pieces
             if piece.leaf is not None
         ]
-        return Staged(live=live, addresses=addresses, fingerprints=fingerprints, ready=ready)
+        return Staged(live=live, addresses=addresses, fingerprints=fingerprints, captures=captures, ready=ready)
 
     def staged_address(self, piece: _Piece) -> int:
         """Return where the staged bytes of `piece` are."""
@@ -158,7 +176,7 @@ class CapturePlan:
 
     def _cut(self) -> None:
         """Cut the payload into pieces, and make staging memory that mirrors each run of staged leaves with its gaps."""
-        live = set(self.live)
+        live, on_host = set(self.live), set(self._on_host)
         filled = [index for index, spec in enumerate(self.specs) if spec.nbytes]
         ends = {index: self.layout.offsets[index] + self.specs[index].nbytes for index in filled}
         staged: list[tuple[int, list[int]]] = []
@@ -166,7 +184,7 @@ class CapturePlan:
         for is_live, group in groupby(filled, key=live.__contains__):
             run = list(group)
             if is_live:
-                for index in run:
+                for index in filter(on_host.__contains__, run):
                     self._add(self.layout.offsets[index], ends[index], index, 0)
                 continue
             start = self.layout.offsets[run[0]]
@@ -219,14 +237,32 @@ class Copier:
             staged: What to copy.
             target: Where to.
             hurries: Tells whether somebody waits for `on_released`: then what need not happen before it is put off.
-            on_released: Called once no live leaf is read any more.
+            on_released: Called once no live leaf on the host is read any more; `staged.hold` covers all others.
             on_copied: Called once the staged copies may be overwritten.
         """
+        try:
+            return self._copy(plan, staged, target, hurries, on_released, on_copied)
+        finally:
+            # Whatever happened: nothing may arrive in a slot that is used for something else, or is gone.
+            for capture in staged.captures:
+                capture.finish()
+
+    def _copy(
+        self,
+        plan: CapturePlan,
+        staged: Staged,
+        target: MappedSlot,
+        hurries: Callable[[], bool],
+        on_released: Callable[[], None],
+        on_copied: Callable[[], None],
+    ) -> Copied:
         target.zero_gaps(plan.specs, plan.layout)
         size = plan.layout.payload_bytes
         payload = target.slot.buffer[target.slot.payload_offset : target.slot.payload_offset + size]
         checksums = np.zeros(len(plan.chunks), dtype=np.uint64)
+        moved = [capture.begin(target.payload) for capture in staged.captures]
         changed = self._copy_live(plan, staged, target.address, payload, checksums, hurries, on_released)
+        changed = next((leaf for leaf in moved if leaf is not None), changed)
         for _, ready in staged.ready:
             ready.synchronize()
         if changed is None:
@@ -235,9 +271,14 @@ class Copier:
                     if piece.leaf is None:
                         self._move(target.address + piece.start, plan.staged_address(piece), piece.end - piece.start)
         on_copied()
+        for capture in staged.captures:
+            capture.finish()
         for chunk in range(len(plan.chunks)):
             if changed is None and not plan.whole[chunk]:
                 checksums[chunk] = xxhash.xxh3_64_intdigest(payload[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
+                # After the checksum, so that nothing can change between this proof and what vouches for it later.
+                differ = (capture.differs(target.payload, chunk) for capture in staged.captures)
+                changed = next((leaf for leaf in differ if leaf is not None), None)
         return Copied(checksums=checksums, changed=None if changed is None else plan.paths[changed])
 
     def _copy_live(
@@ -288,10 +329,10 @@ def object_name(path: str) -> str:
 
 
 def is_plain(leaf: Leaf) -> bool:
-    """Tell whether a leaf's memory on the host is, byte for byte, what the slot shall hold."""
+    """Tell whether a leaf's memory is, byte for byte, what the slot shall hold, and can be read behind training."""
     return (
         isinstance(leaf, torch.Tensor)
-        and leaf.is_cpu
+        and (leaf.is_cpu or (leaf.data_ptr() % WORD_BYTES == 0 and device_of(leaf) is not None))
         and leaf.is_contiguous()
         and not leaf.is_conj()
         and not leaf.is_neg()

@@ -8,7 +8,7 @@ from typing import Any
 
 from .commit import NEXT_KEY, Lead, advance
 from .etcd import Etcd, EtcdUnavailable
-from .root_state import RootState
+from .root_state import COMMITTED_KEY, RootState
 from .rounds import Pair, pair_message
 from .slots import JobSlots
 from .view import JobView
@@ -83,6 +83,10 @@ class Committer:
             if move.pair is not None:
                 self._lead.kept()
                 puts["ckpt/watermark"] = pair_message(move.pair) or {}
+                world_size = self._state.world_size
+                if world_size is not None and self._state.committed != world_size:
+                    # Launchers do not follow the watermark, but must not lead the run to another size from now on.
+                    puts[COMMITTED_KEY] = {"world_size": world_size}
                 if self._also is not None:
                     puts |= self._also(move.pair)
             following = self._lead.after(move.done, every=self._view.every)

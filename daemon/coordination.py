@@ -170,17 +170,19 @@ class Coordinator:
         self._view.notify()
 
     async def _hosts(self, changes: Mapping[str, Entry | None]) -> None:
-        addresses, every = dict(self._view.addresses), dict(self._view.every_elsewhere)
+        addresses, every, signs = dict(self._view.addresses), dict(self._view.every_elsewhere), dict(self._view.signs)
         for key, entry in changes.items():
             host = key.removeprefix("ckpt/hosts/")
             if entry is None:
                 addresses.pop(host, None)
                 every.pop(host, None)
+                signs.pop(host, None)
             elif host != self._view.host:
                 fields = Fields(entry.value, key)
                 addresses[host] = fields.text("addr"), fields.integer("port", low=1, high=65535)
                 every[host] = fields.integer("every", low=1)
-        self._view.addresses, self._view.every_elsewhere = addresses, every
+                signs[host] = fields.optional_text("sign")
+        self._view.addresses, self._view.every_elsewhere, self._view.signs = addresses, every, signs
         self._view.notify()
 
     async def _root(self, changes: Mapping[str, Entry | None]) -> None:
@@ -206,13 +208,14 @@ class Coordinator:
 
     async def _introduce(self, etcd: Etcd, lease: Lease) -> None:
         """Write what the others must know of this host, and return when that is another thing or the lease is lost."""
-        (addr, port), every = self._address, self._view.every_here
-        await etcd.put(
-            self._key(f"ckpt/hosts/{self._view.host}"), {"addr": addr, "port": port, "every": every}, lease=lease
-        )
+        (addr, port), every, sign = self._address, self._view.every_here, self._view.sign_here
+        value = {"addr": addr, "port": port, "every": every, "sign": sign}
+        await etcd.put(self._key(f"ckpt/hosts/{self._view.host}"), value, lease=lease)
         self._view.notify()
         lost = asyncio.ensure_future(lease.lost.wait())
-        other = asyncio.ensure_future(self._view.wait_for(lambda: self._view.every_here != every))
+        other = asyncio.ensure_future(
+            self._view.wait_for(lambda: (self._view.every_here, self._view.sign_here) != (every, sign))
+        )
         try:
             await asyncio.wait([lost, other], return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -67,6 +67,14 @@ class Break:
     host: str
     rank: int | None
     reason: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlook:
+    """Let a hang be that looks like one which a restart did not cure: it is probably long work, and no hang."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +84,7 @@ class Stop:
     reason: str
 
 
-Action = Note | PutInQuarantine | Replace | FallBack | Break | Stop
+Action = Note | PutInQuarantine | Replace | FallBack | Break | Overlook | Stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,8 +258,12 @@ def _unhealthy(view: RootView, spare: list[str]) -> Break | None:
     return None
 
 
-def _hang(view: RootView) -> Break | None:
-    """Return the restart of a generation that makes no progress, with whom it is blamed on if that is one host."""
+def _hang(view: RootView) -> Break | Overlook | None:
+    """Return the restart of a generation that makes no progress, with whom it is blamed on if that is one host.
+
+    At the step of an earlier hang it is only noted, once, unless a process is stopped or gone: what takes too long in
+    the same place again is most likely no hang, but work that no restart makes shorter.
+    """
     hangs = [
         (host, item)
         for host, item in view.observed()
@@ -262,11 +274,24 @@ def _hang(view: RootView) -> Break | None:
     # A rank that hangs makes all the others wait for it: only where one stands out is there somebody to blame.
     blamed = [(host, item) for host, item in hangs if item.rank is not None]
     host, hang = blamed[0] if len(blamed) == 1 else ("", hangs[0][1])
+    same = [
+        failure.generation
+        for failure in view.history
+        if hang.step is not None and (failure.kind, failure.step) == ("hang", hang.step)
+    ]
+    if same:
+        reason = (
+            f"generation {view.generation} stands still at step {hang.step} as generation {same[-1]} did: it is not "
+            "restarted for this again; raise detect.hang_floor_s, or do what takes so long in Checkpointer.pause()"
+        )
+        noted = any((entry.get("kind"), entry.get("reason")) == ("overlook", reason) for entry in view.decisions)
+        return None if noted else Overlook(reason=reason)
     return Break(
         kind="hang",
         host=host,
         rank=hang.rank if host else None,
         reason=f"generation {view.generation} hangs: {hang.message}",
+        step=hang.step,
     )
 
 

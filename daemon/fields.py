@@ -49,6 +49,10 @@ class Fields:
             raise self._wrong(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
+    def optional_number(self, name: str, low: float = 0.0, high: float = 1e9) -> float | None:
+        """Return the number in the field `name`, None when it is null or missing."""
+        return None if self._values.get(name) is None else self.number(name, low, high)
+
     def numbers(self, name: str, count: int, low: float = 0.0, high: float = 1e9) -> list[float]:
         """Return the field `name`, an even number of at most `count` numbers.
 

@@ -203,13 +203,16 @@ class Job:
         return {"watermark": pair_message(self.view.watermark)}
 
     async def persisted(self) -> dict[str, Any]:
-        """Return the pairs that are published in the persistent tier, oldest first; an import is before all others.
+        """Return the pairs that are published in the persistent tier, oldest first, and how many ranks made the newest.
+
+        An import is before all others, and of no number of ranks.
 
         Raises:
             DaemonError: The storage does not answer, or what is left is an import that cannot be read.
         """
         if self._tier is None:
-            return {"pairs": []}
+            return {"pairs": [], "world_size": None}
+        world_size: int | None = None
         try:
             pairs = await call(self._tier, self._tier.published)
             while pairs:
@@ -217,13 +220,13 @@ class Job:
                     await call(self._tier, self._tier.import_manifest, pairs[-1])
                     break
                 try:
-                    await call(self._tier, self._tier.manifest, pairs[-1])
+                    world_size = (await call(self._tier, self._tier.manifest, pairs[-1])).world_size
                     break
                 except SlotError as error:
                     log.error("generation %d step %d cannot be restored: %s", *pairs.pop(), error)
         except (TierError, SlotError) as error:
             raise DaemonError(str(error)) from error
-        return {"pairs": pairs}
+        return {"pairs": pairs, "world_size": world_size}
 
     # What the daemon asks before it ends.
 

@@ -28,6 +28,7 @@ class Observation:
         severity: One of `SEVERITIES`.
         rank: The rank that it is about, None when no single one is.
         generation: The generation that it is about, None when it outlasts generations.
+        step: Where training stood still, if long work might explain it; None when it cannot, or nothing stood still.
         value: What was measured, in the unit that the message names.
         limit: What it should have kept to.
         message: The sentence that a person wants.
@@ -38,6 +39,7 @@ class Observation:
     severity: str
     rank: int | None = None
     generation: int | None = None
+    step: int | None = None
     value: float
     limit: float
     message: str
@@ -60,6 +62,7 @@ class Observation:
             severity=severity,
             rank=fields.optional_integer("rank"),
             generation=fields.optional_integer("generation"),
+            step=fields.optional_integer("step"),
             value=fields.number("value", low=-_MAX_NUMBER, high=_MAX_NUMBER),
             limit=fields.number("limit", low=-_MAX_NUMBER, high=_MAX_NUMBER),
             message=fields.text("message"),

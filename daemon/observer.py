@@ -12,6 +12,7 @@ from .gpu import open_gpus
 from .hang import HangDetector
 from .health import local_directory, measure_host
 from .leased import LeasedKeys
+from .life import cpu_seconds
 from .observation import Observation, report_observations
 from .policy import DetectPolicy, Policy
 from .reach import Reach
@@ -93,9 +94,21 @@ class Observer:
     async def _watch_training(self) -> None:
         judge = Judge()
         while True:
+            if suspects := self.hang.suspects():
+                # To find their children takes a look at every process of the host.
+                self.hang.measured(await asyncio.to_thread(_cpu_seconds, suspects))
             generation = 0 if self._view.finishing else self._view.generation
-            hang = self.hang.check(generation, self._view.own_ranks, process_state)
+            hang = self.hang.check(
+                generation,
+                self._view.own_ranks,
+                process_state,
+                elsewhere=self._view.sign_elsewhere,
+                overlooked=self._view.overlooks,
+            )
             self.update("hang", {} if hang is None else {"hang": hang})
+            if self._view.sign_here != self.hang.sign:
+                self._view.sign_here = self.hang.sign
+                self._view.notify()
             if self._commits:
                 self.update("commits", judge.judge(measure_lag(self.hang.steps, self._view.committed, self._policy)))
             await asyncio.sleep(_LOOK_S)
@@ -156,6 +169,10 @@ def measure_lag(steps: tuple[int, int] | None, committed: Pair | None, policy: D
             "or etcd does not keep up",
         )
     ]
+
+
+def _cpu_seconds(pids: Mapping[int, int]) -> dict[int, float]:
+    return {rank: cpu_seconds(pid) for rank, pid in pids.items()}
 
 
 def process_state(pid: int) -> str:

@@ -58,7 +58,7 @@ class ReplicationPolicy:
 
     transport: str = setting("daemon", choices=("daemon", "trainer"))
     scheme: str = setting("interleaved", choices=("interleaved", "no-pipeline", "naive", "blocking", "none"))
-    profile_steps: int = setting(20, low=3, high=1000)
+    profile_steps: int = setting(6, low=3, high=1000)
     sub_buffers: int = setting(4, low=1, high=64)
     sub_buffer_bytes: int = setting(32 << 20, low=4096, high=1 << 30)
     variance: float = setting(0.9, low=0.1, high=1)
@@ -75,6 +75,7 @@ class DetectPolicy:
         hang_floor_s: A rank without a step for less than this never counts as hung: longer than validation takes.
         hang_factor: It counts as hung after this many times the longest step of the generation.
         hang_min_steps: Steps of a generation after which that is known well enough.
+        hang_busy_factor: How many times longer the limit is for a rank whose processes take CPU time.
         hang_start_s: The limit until then, and for the first step.
         sample_s: How often the host is measured.
         memory_warn_percent: Memory that should be available; below `memory_fail_percent` the host has failed.
@@ -93,6 +94,7 @@ class DetectPolicy:
     hang_floor_s: float = setting(300.0, low=0.1)
     hang_factor: float = setting(3.0, low=1.0)
     hang_min_steps: int = setting(10, low=1)
+    hang_busy_factor: float = setting(6.0, low=1.0)
     hang_start_s: float = setting(1800.0, low=0.1)
     sample_s: float = setting(5.0, low=0.1)
     memory_warn_percent: float = setting(5.0, low=0, high=100)

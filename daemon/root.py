@@ -9,13 +9,13 @@ from contextlib import aclosing
 from typing import Any
 
 from .committer import Committer
-from .decide import Break, Decision, FallBack, Note, PutInQuarantine, Replace, Stop, decide
+from .decide import Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
 from .etcd import Etcd, EtcdUnavailable
 from .operator import Operator, Request
 from .policy import RootPolicy
-from .root_state import DECISIONS_KEY, FAILURES_KEY, RootState
+from .root_state import COMMITTED_KEY, DECISIONS_KEY, FAILURES_KEY, RootState
 from .root_view import Failure, RootView
-from .rounds import CLOSED_TTL_S, Pair
+from .rounds import CLOSED_TTL_S, Pair, is_import
 from .slots import JobSlots
 from .view import JobView
 
@@ -189,12 +189,22 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
             case FallBack(pair=pair):
                 kind = "fall_back"
                 puts["ckpt/watermark"] = {"generation": pair[0], "step": pair[1]}
-            case Break(kind=cause, host=host, rank=rank):
+                if is_import(pair):
+                    puts[COMMITTED_KEY] = {"world_size": None}
+            case Break(kind=cause, host=host, rank=rank, step=step):
                 kind, hosts = "break", [host] if host else []
                 failure = Failure(
-                    generation=generation, host=host, kind=cause, rank=rank, exitcode=None, message=action.reason
+                    generation=generation,
+                    host=host,
+                    kind=cause,
+                    rank=rank,
+                    exitcode=None,
+                    message=action.reason,
+                    step=step,
                 )
                 puts[f"rdzv/failure/{generation}"] = failure.to_key(now_unix_s)
+            case Overlook():
+                kind = "overlook"
             case Stop():
                 kind = "stop"
         entries.append({**about, "kind": kind, "hosts": hosts, "reason": action.reason})

@@ -16,6 +16,7 @@ from .rounds import Pair, Round
 
 DECISIONS_KEY = "root/decisions"
 FAILURES_KEY = "root/failures"
+COMMITTED_KEY = "rdzv/committed"
 
 
 class RootState:
@@ -67,6 +68,18 @@ class RootState:
         """The newest committed pair."""
         watermark: Pair | None = self._parsed.get("ckpt/watermark")
         return watermark
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks of the current round, None before the first."""
+        round_: Round | None = self._parsed.get("rdzv/round")
+        return None if round_ is None else round_.world_size
+
+    @property
+    def committed(self) -> int | None:
+        """Number of ranks that `COMMITTED_KEY` says."""
+        committed: int | None = self._parsed.get(COMMITTED_KEY)
+        return committed
 
     @property
     def agreed(self) -> Agreed:
@@ -143,6 +156,7 @@ def _history(key: str, entry: Entry) -> tuple[Failure, ...]:
 _KEYS: Mapping[str, Callable[[str, Entry], Any]] = {
     "rdzv/round": lambda _, entry: Round.parse(entry.value, entry.revision),
     "rdzv/closed": lambda _, entry: entry.value,
+    COMMITTED_KEY: lambda key, entry: Fields(entry.value, key).optional_integer("world_size", low=1),
     "ckpt/watermark": lambda key, entry: Fields(entry.value, key).pair(),
     NEXT_KEY: lambda key, entry: Fields(entry.value, key).pair(),
     PUBLISHED_KEY: lambda _, entry: parse_published(entry.value),

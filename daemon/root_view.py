@@ -24,6 +24,7 @@ class Failure:
         rank: The worker, None when it is none.
         exitcode: Of that worker, None when it did not exit.
         message: What a person wants to know.
+        step: Of a hang, where training stood still, as in `Observation`.
         began_step: The step that the generation started from, None when the root does not know it.
         unix_s: When the root noted it.
     """
@@ -34,6 +35,7 @@ class Failure:
     rank: int | None
     exitcode: int | None
     message: str
+    step: int | None = None
     began_step: int | None = None
     unix_s: float = 0.0
 
@@ -52,6 +54,7 @@ class Failure:
             rank=fields.optional_integer("rank"),
             exitcode=fields.optional_integer("exitcode", low=-(1 << 31)),
             message=_optional_text(fields, value, "message"),
+            step=fields.optional_integer("step"),
             began_step=fields.optional_integer("began_step"),
             unix_s=fields.number("unix_s", high=1e12),
         )
@@ -63,7 +66,7 @@ class Failure:
     def to_key(self, unix_s: float) -> dict[str, Any]:
         """Return the value of `rdzv/failure/<generation>`, written at `unix_s`."""
         fields = {"host": self.host, "kind": self.kind, "rank": self.rank, "pid": None, "exitcode": self.exitcode}
-        return {**fields, "unix_s": unix_s, "message": self.message}
+        return {**fields, "step": self.step, "unix_s": unix_s, "message": self.message}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,6 +102,15 @@ class DaemonService:
             case "progress":
                 session = self._session(connection)
                 session.job.sessions.progress(session.trainer, fields.integer("step"))
+            case "pause":
+                session = self._session(connection)
+                session.job.sessions.paused(session.trainer, fields.optional_number("limit_s"))
+            case "resume":
+                session = self._session(connection)
+                session.job.sessions.resumed(session.trainer)
+            case "collectives":
+                session = self._session(connection)
+                session.job.sessions.communicated(session.trainer)
             case "schedule":
                 session = self._session(connection)
                 profile = {

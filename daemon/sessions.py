@@ -174,6 +174,21 @@ class Sessions:
         self._view.notify()
         trainer.progress(step)
 
+    def paused(self, trainer: Trainer, limit_s: float | None) -> None:
+        """Hear that `trainer` does something long, which may take `limit_s`."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.paused(trainer.rank, limit_s)
+
+    def resumed(self, trainer: Trainer) -> None:
+        """Hear that this is over."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.resumed(trainer.rank)
+
+    def communicated(self, trainer: Trainer) -> None:
+        """Hear that `trainer` goes on making collectives."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.communicated(trainer.rank)
+
     def missed(self, trainer: Trainer, *, next_: int, step: int, late: bool) -> None:
         """Hear that `trainer` will never have captured the first step from `next_` on: it has completed `step`."""
         log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)

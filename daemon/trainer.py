@@ -77,7 +77,7 @@ class Trainer:
 
     def restored(self, step: int, seconds: float) -> None:
         """Hear that the trainer has its state back."""
-        self.hang.restored(self.rank)
+        self.hang.restored(self.rank, step)
         self.event("restored", rank=self.rank, step=step, source=self._source, seconds=seconds)
 
     def connected(self, ranks: Collection[int]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .commit import Agreed, Missed
+from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .rounds import Pair, Round
 
@@ -31,6 +32,8 @@ class JobView:
         quarantines: Hosts that launchers avoid, and until when.
         every_here: Of how many steps this host can send one checkpoint (`Pacer.every`).
         every_elsewhere: Host → the same of the others.
+        sign_here: The sign of life of the ranks of this host (`HangDetector.sign`).
+        signs: Host → the same of the others.
         done: Generation and newest step that an own rank has completed, None before the first.
         missed: The next capture that an own rank has missed last, None while none has.
     """
@@ -51,6 +54,8 @@ class JobView:
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     every_here: int = 1
     every_elsewhere: dict[str, int] = field(default_factory=dict)
+    sign_here: str = ""
+    signs: dict[str, str] = field(default_factory=dict)
     done: Pair | None = None
     missed: Missed | None = None
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
@@ -75,6 +80,19 @@ class JobView:
         """Of how many steps every host can send one checkpoint."""
         hosts = () if self.round is None else self.round.hosts
         return max([self.every_here, *(self.every_elsewhere.get(host, 1) for host in hosts)])
+
+    @property
+    def sign_elsewhere(self) -> str:
+        """The strongest sign of life of the ranks of other hosts."""
+        found = {self.signs.get(host, SILENT) for host in (() if self.round is None else self.round.hosts)}
+        return next((sign for sign in (ALIVE, BUSY) if sign in found), SILENT)
+
+    @property
+    def overlooks(self) -> bool:
+        """Tell whether the root lets a hang of this generation be."""
+        return any(
+            (entry.get("kind"), entry.get("generation")) == ("overlook", self.generation) for entry in self.decisions
+        )
 
     @property
     def is_root(self) -> bool:

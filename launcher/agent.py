@@ -111,23 +111,23 @@ class ResilientAgent(LocalElasticAgent):
             self._rdzv.leave()
             self._link.close(discard=discard)
 
-    def _persisted(self) -> list[list[int]]:
-        """Return the pairs of this run id in its persistent tier, oldest first.
+    def _persisted(self) -> tuple[list[list[int]], int | None]:
+        """Return the pairs of this run id in its persistent tier, oldest first, and how many ranks made the newest.
 
         Raises:
             RendezvousStateError: The tier cannot be read, so nobody knows whether to start from the beginning.
         """
         if self._config.policy.persist.target is None:
-            return []
+            return [], None
         try:
             self._link.wait_open()
-            pairs: list[list[int]] = self._link.request("persisted", answer_within_s=_PERSISTED_S)["pairs"]
+            answer = self._link.request("persisted", answer_within_s=_PERSISTED_S)
         except CheckpointError as error:
             raise RendezvousStateError(
                 f"cannot tell what run {self._rdzv.get_run_id()!r} has persisted: {error}; make the target of "
                 "--rr-persist readable, or start without it"
             ) from error
-        return pairs
+        return answer["pairs"], answer.get("world_size")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._expect_workers()

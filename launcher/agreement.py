@@ -25,14 +25,15 @@ class Terms:
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
         injection: Whether `resilient-inject` may act on the run.
-        persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest): a run that
-            etcd does not know begins with the newest. Called in a thread.
+        persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
+            many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
+            Called in a thread.
     """
 
     min_nodes: int
     max_nodes: int
     injection: bool = False
-    persisted: Callable[[], list[list[int]]] = list
+    persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
 async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
@@ -66,7 +67,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
 
 async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
     """Make the job of a run that etcd does not know, unless another launcher was first."""
-    pairs = await asyncio.to_thread(terms.persisted)
+    pairs, world_size = await asyncio.to_thread(terms.persisted)
     generation, step = pairs[-1] if pairs else (0, 0)
     job = Job(
         incarnation=uuid.uuid4().hex,
@@ -80,6 +81,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
     if pairs:
         puts[f"{prefix}ckpt/watermark"] = {"generation": generation, "step": step}
         puts[f"{prefix}ckpt/persisted"] = {"pairs": pairs}
+        puts[f"{prefix}rdzv/committed"] = {"world_size": world_size}
     if await etcd.commit({f"{prefix}rdzv/job": 0}, puts) and pairs:
         what = "imported" if is_import((generation, step)) else "persisted"
         log.warning("run %r begins with the %s step %d", run_id, what, step)

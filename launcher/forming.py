@@ -1,22 +1,42 @@
 """Whether the next generation can be formed now, and by whom: pure functions over a mirror of a run's `rdzv/` keys."""
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .rounds import Member, Seat, View, assign_ranks
+from .rounds import Member, Seat, View, assign_ranks, newcomers
+
+log = logging.getLogger(__name__)
 
 LATER_LAST_CALL_S = 1.0
 """How long a later round stays open for more than the minimum of hosts; the first round waits for `last_call_s`."""
 
+_REMIND_S = 60.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The members of the round to form by group rank, or None and when to look again if nothing changes; and why."""
+    """The members of the round to form by group rank, or None and when to look again if nothing changes; and why.
+
+    `notable` is what people must see without asking for it: the run waits though torchrun would not.
+    """
 
     members: tuple[Seat, ...] | None
     reason: str
     wait_s: float | None = None
+    notable: bool = False
+
+
+def standby(view: View, max_nodes: int, now_unix_s: float) -> Decision | None:
+    """Return why a host outside of the current round, which is whole, can only stand by; None when it can join."""
+    if newcomers(view, max_nodes, now_unix_s):
+        return None
+    number = view.generation
+    if view.round is None or view.bound is None or len(view.round.members) >= max_nodes:
+        return Decision(members=None, reason=f"generation {number} is full: waiting as a standby")
+    why = f"no number of ranks but {view.bound} can restore what is committed, so generation {number} does not grow"
+    return Decision(members=None, reason=f"{why}: waiting as a standby", notable=True)
 
 
 def next_round(
@@ -33,8 +53,10 @@ def next_round(
 
     Every live member of the round before must be ready, so that it never loses its rank to a host that was quicker.
     Then `max_nodes` hosts form the round at once, and fewer, at least `min_nodes`, after the last call. Hosts in
-    quarantine take part only as far as the others are fewer than `min_nodes` or than the round before: what is in
-    memory fits no other number of ranks.
+    quarantine take part only as far as the others are fewer than `min_nodes` or than the round before.
+
+    A run that has something to restore goes on with the same number of ranks only, because no other can restore it: it
+    waits for a host in the place of a lost one.
 
     Args:
         view: The run's keys.
@@ -56,6 +78,8 @@ def next_round(
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
         return Decision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
+    if view.bound is not None:
+        return _same_size(view.bound, before, ready, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
     ranked = assign_ranks(before, ready, max_nodes)
     if len(ready) >= max_nodes:
         return Decision(members=ranked, reason=f"{max_nodes} hosts are ready")
@@ -67,6 +91,42 @@ def next_round(
         reason = f"{len(ready)} hosts are ready; last call for up to {max_nodes}{missing}"
         return Decision(members=None, reason=reason, wait_s=last_call_s - since_arrival_s)
     return Decision(members=ranked, reason=f"{len(ready)} hosts are ready and the last call is over{missing}")
+
+
+def _same_size(
+    bound: int, before: tuple[Seat, ...], ready: Mapping[str, Member], *, min_nodes: int, max_nodes: int, missing: str
+) -> Decision:
+    """Decide on a round of `bound` ranks."""
+    lost = [seat for seat in before if seat.host not in ready]
+    ranked = assign_ranks(before, ready, min(len(before) or max_nodes, max_nodes))
+    if _ranks(ranked) != bound:
+        ranked = assign_ranks(before, _fitting(bound, before, lost, ready, max_nodes), max_nodes)
+    if _ranks(ranked) == bound and len(ranked) >= min_nodes:
+        return Decision(members=ranked, reason=f"{bound} ranks are ready to restore what is committed")
+    if len(ready) >= max_nodes and len(lost) <= max(0, len(before) - max_nodes):
+        # Whoever may still come changes nothing: the script refuses the state, and says with what it can go on.
+        return Decision(members=assign_ranks(before, ready, max_nodes), reason=f"{max_nodes} hosts are ready")
+    why = f"{_ranks(ranked)} of {bound} ranks are ready, and no other number can restore what is committed"
+    return Decision(members=None, reason=f"{why}: waiting for a host{missing}", wait_s=_REMIND_S, notable=True)
+
+
+def _fitting(
+    bound: int, before: tuple[Seat, ...], lost: list[Seat], ready: Mapping[str, Member], max_nodes: int
+) -> dict[str, Member]:
+    """Return up to `max_nodes` of the ready hosts with at most `bound` ranks together, survivors first."""
+    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in lost}
+    chosen: dict[str, Member] = {}
+    for member in sorted(
+        ready.values(),
+        key=lambda member: (member.host not in kept, member.nproc not in sizes, member.arrival, member.host),
+    ):
+        if len(chosen) < max_nodes and sum(item.nproc for item in chosen.values()) + member.nproc <= bound:
+            chosen[member.host] = member
+    return chosen
+
+
+def _ranks(seats: tuple[Seat, ...]) -> int:
+    return sum(seat.nproc for seat in seats)
 
 
 def _usable(
@@ -100,4 +160,27 @@ class Arrivals:
         return time.monotonic() - self._last_s
 
 
-__all__ = ["LATER_LAST_CALL_S", "Arrivals", "Decision", "next_round"]
+class Announcer:
+    """Logs what a launcher waits for: once, and what is notable again every minute.
+
+    Args:
+        run_id: The run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._said = ""
+        self._said_s = 0.0
+
+    def tell(self, decision: Decision, generation: int, left_s: float) -> None:
+        """Log `decision` about `generation`, for which this launcher waits another `left_s`, if it is time."""
+        now_s = time.monotonic()
+        if decision.reason == self._said and not (decision.wait_s and now_s - self._said_s >= decision.wait_s):
+            return
+        self._said, self._said_s = decision.reason, now_s
+        level = logging.WARNING if decision.notable else logging.INFO
+        until = f" (for another {left_s:.0f} s, join_timeout)" if decision.notable and decision.wait_s else ""
+        log.log(level, "run %s, generation %d: %s%s", self._run_id, generation, decision.reason, until)
+
+
+__all__ = ["LATER_LAST_CALL_S", "Announcer", "Arrivals", "Decision", "next_round", "standby"]

@@ -144,6 +144,10 @@ class Membership:
             formed = Round.from_value({"generation": before + 1, "members": seats, "restore": restore})
         except ValueError as error:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
+        if formed.restore is not None and formed.restore["generation"] > 0 and view.bound is None and view.round:
+            # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
+            await self._etcd.create(f"{self._prefix}committed", {"world_size": view.round.world_size})
+            return False
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
         formed_in = await self._etcd.commit(

@@ -27,7 +27,7 @@ from resilient_run.daemon.quarantine import Quarantine
 
 from .address import is_loopback, own_address
 from .agreement import Terms
-from .forming import Arrivals, Decision, next_round
+from .forming import Announcer, Arrivals, next_round, standby
 from .membership import new_session
 from .patience import Deadline, Patience
 from .rounds import Closed, Failure, Member, Round, Seat, View, broken, newcomers
@@ -238,8 +238,7 @@ class EtcdRendezvous(RendezvousHandler):
     def _join(self, deadline: Deadline) -> RendezvousInfo:
         self.stood_by = False
         self._break_own_generation(deadline)
-        arrivals = Arrivals()
-        reason = ""
+        arrivals, announcer = Arrivals(), Announcer(self._run_id)
         avoided: Quarantine | None = None
         while True:
             view, version = self._link.look()
@@ -256,10 +255,11 @@ class EtcdRendezvous(RendezvousHandler):
             if (quarantine := view.quarantine_of(self._host, now_unix_s)) not in (None, avoided):
                 avoided = quarantine
                 log.warning("host %s %s", self._host, quarantine.describe(now_unix_s))
-            if whole and not inside and not newcomers(view, self._max_nodes, now_unix_s):
+            waiting = standby(view, self._max_nodes, now_unix_s) if whole and not inside else None
+            if waiting is not None:
                 deadline.restart()
                 self.stood_by = True
-                decision = Decision(members=None, reason=f"generation {current} is full: waiting as a standby")
+                decision = waiting
             else:
                 decision = next_round(
                     view,
@@ -270,10 +270,8 @@ class EtcdRendezvous(RendezvousHandler):
                     last_call_s=self._patience.last_call_s,
                     now_unix_s=now_unix_s,
                 )
-            if decision.reason != reason:
-                reason = decision.reason
-                log.info("run %s, generation %d: %s", self._run_id, current + 1, reason)
-            self._raise_if_late(deadline, current + 1, reason)
+            announcer.tell(decision, current + 1, deadline.left_s)
+            self._raise_if_late(deadline, current + 1, decision.reason)
             # Nothing in etcd changes when a cool-down ends.
             wait_s = view.cool_down_s(now_unix_s) if decision.wait_s is None else decision.wait_s
             if decision.members is not None:

@@ -103,6 +103,11 @@ class Round:
         members = [asdict(seat) for seat in self.members]
         return {"generation": self.generation, "members": members, "restore": self.restore}
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(seat.nproc for seat in self.members)
+
     def rank_of(self, host: str, session: str) -> int | None:
         """Return the group rank of this launcher, None when it is not in the round."""
         for rank, seat in enumerate(self.members):
@@ -196,7 +201,10 @@ class Closed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """Everything below a run's `rdzv/` at one moment; `ignored` names keys whose values are not of their form."""
+    """Everything below a run's `rdzv/` at one moment; `ignored` names keys whose values are not of their form.
+
+    `committed` is the number of ranks that what is committed was made by, None while nothing is.
+    """
 
     members: Mapping[str, Member]
     round: Round | None = None
@@ -206,6 +214,7 @@ class View:
     done: frozenset[tuple[int, str]]
     job: Job | None = None
     closed: Closed | None = None
+    committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -215,6 +224,15 @@ class View:
         if self.round is not None:
             return self.round.generation
         return 0 if self.job is None else self.job.after_generation
+
+    @property
+    def bound(self) -> int | None:
+        """The only number of ranks that can restore what the run has, None when it has nothing or any number can.
+
+        An import, which is of generation 0, can be restored by any.
+        """
+        restores = self.round is not None and self.round.restore is not None and self.round.restore["generation"] > 0
+        return self.round.world_size if self.committed is None and self.round and restores else self.committed
 
     @classmethod
     def parse(cls, entries: Mapping[str, Entry], prefix: str) -> Self:
@@ -243,6 +261,9 @@ class View:
                         single["round"], single["round_revision"] = Round.from_value(entry.value), entry.revision
                     case ["job"]:
                         single["job"] = Job.from_value(entry.value)
+                    case ["committed"]:
+                        if entry.value.get("world_size") is not None:
+                            single["committed"] = _get(entry.value, "world_size", int)
                     case ["closed"]:
                         single["closed"] = Closed.from_value(entry.value)
                     case _:
@@ -328,11 +349,12 @@ def broken(view: View, generation: int) -> Failure | None:
 
 
 def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
-    """Return the hosts that wait to make the current round larger, in order of arrival; none when it is full.
+    """Return the hosts that wait to make the current round larger, in order of arrival; none when it cannot grow.
 
-    A host in quarantine does not count.
+    It cannot when it is full, or has something to restore that fits no other number of ranks. A host in quarantine
+    does not count.
     """
-    if view.round is None or len(view.round.members) >= max_nodes:
+    if view.round is None or len(view.round.members) >= max_nodes or view.bound is not None:
         return []
     inside = {seat.host for seat in view.round.members}
     waiting = [

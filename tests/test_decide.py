@@ -13,6 +13,7 @@ from resilient_run.daemon.decide import (
     Decision,
     FallBack,
     Note,
+    Overlook,
     PutInQuarantine,
     Replace,
     Stop,
@@ -235,6 +236,29 @@ def test_unhealthy_standby_is_not_used() -> None:
     members = {**dict.fromkeys("abc", 0), "d": 5}
     decision = decide(whole(observations=seen("gpu", "c") | seen("gpu", "d"), members=members), POLICY, NOW_S)
     assert kinds(decision) == [PutInQuarantine, PutInQuarantine, Replace]
+
+
+def test_hang_at_the_step_of_an_earlier_one_is_noted_once() -> None:
+    """Most likely it is long work; but not where a process is stopped, and not at another step."""
+    hang = seen("hang", "b", generation=4, rank=1, step=12)
+    earlier = noted("hang", "c", 3, step=12)
+    (action,) = decide(whole(observations=hang, history=(earlier,)), POLICY, NOW_S).actions
+    assert isinstance(action, Overlook)
+    assert action.reason.startswith("generation 4 stands still at step 12 as generation 3 did: it is not restarted")
+    _, puts = transaction(whole(observations=hang, history=(earlier,)), Decision(actions=(action,), reason=""), NOW_S)
+    decisions = tuple(puts["root/decisions"]["decisions"])
+    assert [entry["kind"] for entry in decisions] == ["overlook"]
+    assert not decide(whole(observations=hang, history=(earlier,), decisions=decisions), POLICY, NOW_S).actions
+    for changes, history in (({"step": None}, earlier), ({"step": 13}, earlier), ({}, noted("worker_exit", "c", 3))):
+        observations = seen("hang", "b", **{"generation": 4, "rank": 1, "step": 12, **changes})
+        view = whole(observations=observations, history=(history,), decisions=decisions)
+        assert kinds(decide(view, POLICY, NOW_S)) == [Break], changes
+
+
+def test_failure_of_a_hang_says_at_which_step() -> None:
+    view = whole(observations=seen("hang", "b", generation=4, rank=1, step=12))
+    _, puts = transaction(view, decide(view, POLICY, NOW_S), NOW_S)
+    assert Failure.parse(4, puts["rdzv/failure/4"]).step == 12
 
 
 def test_hang_breaks_the_generation() -> None:

@@ -480,6 +480,73 @@ def test_watermark_that_moves_while_a_round_is_formed(launchers: Launchers, monk
     assert handler.round.restore == {"generation": 1, "step": 42}
 
 
+def commit(launchers: Launchers, generation: int, step: int, world_size: int) -> None:
+    put_watermark(launchers, generation, step)
+    key = f"{launchers.prefix}rdzv/committed"
+    launchers.ask(lambda etcd: etcd.put(key, {"world_size": world_size}))
+
+
+def test_round_with_something_to_restore_does_not_grow(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
+    for host in "ab":
+        launchers.make(host, (1, 2), last_call_timeout="0.1", join_timeout="1")
+    handler = launchers.handlers["a"]
+    launchers.joined("a")
+    commit(launchers, 1, 41, world_size=1)
+    wait_until(lambda: handler._link.membership.view.bound == 1)
+    newcomer = launchers.join("b")["b"]
+    wait_until(lambda: "so generation 1 does not grow: waiting as a standby" in caplog.text)
+    assert (handler.num_nodes_waiting(), handler.failure, newcomer.done()) == (0, None, False)
+    handler.report_failure(kind="worker_exit", message="rank 0 died")
+    assert launchers.joined("a")["a"].world_size == 1
+    assert handler.round is not None
+    assert handler.round.restore == {"generation": 1, "step": 41}
+    handler.leave()
+    assert newcomer.result(WAIT_S).world_size == 1
+    assert launchers.handlers["b"].generation == 3
+
+
+def test_round_with_something_to_restore_does_not_shrink(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for host in "abc":
+        launchers.make(host, (1, 2), last_call_timeout="0.1")
+    launchers.joined("ab")
+    commit(launchers, 1, 41, world_size=2)
+    launchers.handlers["b"].leave()
+    waiting = launchers.join("a")["a"]
+    wait_until(lambda: "1 of 2 ranks are ready, and no other number can restore what is committed" in caplog.text)
+    assert not waiting.done()
+    late = launchers.join("c")["c"]
+    assert (waiting.result(WAIT_S).world_size, late.result(WAIT_S).rank) == (2, 1)
+
+
+def test_what_is_committed_while_a_round_would_grow_is_kept(launchers: Launchers) -> None:
+    """Its launchers have not heard of it, but the transaction that forms the round finds out."""
+    for host in "ab":
+        launchers.make(host, (1, 2), last_call_timeout="0.1")
+    launchers.joined("a")
+    newcomer = launchers.join("b")["b"]
+    wait_until(lambda: launchers.handlers["a"].num_nodes_waiting() > 0)
+    put_watermark(launchers, 1, 41)
+    assert launchers.joined("a")["a"].world_size == 1
+    assert launchers.keys()["rdzv/committed"].value == {"world_size": 1}
+    assert launchers.handlers["a"].num_nodes_waiting() == 0
+    assert not newcomer.done()
+
+
+def test_nobody_comes_for_a_lost_host(launchers: Launchers) -> None:
+    for host in "ab":
+        launchers.make(host, (1, 2), join_timeout="3")
+    launchers.joined("ab")
+    commit(launchers, 1, 41, world_size=2)
+    launchers.handlers["b"].leave()
+    message = (
+        r"1 of 2 ranks are ready, and no other number can .*: waiting for a host; lost: b\. Ready hosts: a\. Start"
+    )
+    with pytest.raises(RendezvousTimeoutError, match=message):
+        launchers.handlers["a"].next_rendezvous()
+
+
 def test_success_ends_the_run_for_a_standby_and_frees_its_id(launchers: Launchers) -> None:
     for host in "abc":
         launchers.make(host, (2, 2))

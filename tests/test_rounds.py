@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from resilient_run.daemon.etcd import Entry
 from resilient_run.daemon.quarantine import Quarantine
-from resilient_run.launcher.forming import Decision, next_round
+from resilient_run.launcher.forming import Decision, next_round, standby
 from resilient_run.launcher.rounds import (
     Closed,
     Failure,
@@ -49,8 +49,8 @@ def seat(host: str) -> Seat:
 def view(members: Iterable[Member] = (), before: str = "", generation: int = 1, **other: Any) -> View:
     """A view whose round, if `before` names hosts, is `generation`."""
     formed = Round(generation=generation, members=tuple(map(seat, before)), restore=None) if before else None
-    keys = {"stores": {}, "failures": {}, "done": frozenset(), **other}
-    return View(members={item.host: item for item in members}, round=formed, **keys)
+    keys = {"stores": {}, "failures": {}, "done": frozenset(), "round": formed, **other}
+    return View(members={item.host: item for item in members}, **keys)
 
 
 def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0) -> Decision:
@@ -253,6 +253,69 @@ def test_newcomers_are_wanted_only_while_there_is_room() -> None:
     assert newcomers(view(members), 3, NOW_S) == []
 
 
+RESTORES = {"generation": 3, "step": 17}
+
+
+def sized(sizes: str, *, arrival: int = 0) -> list[Member]:
+    """Ready hosts from "a2 b4": name and number of ranks."""
+    return [
+        replace(member(item[0], ready=5, arrival=arrival + n), nproc=int(item[1:]))
+        for n, item in enumerate(sizes.split())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "nnodes", "taken"),
+    [
+        ("a1 b1", "a1", (1, 2), None),
+        ("a1 b1", "a1 c1", (1, 2), "ac"),
+        ("a1", "a1 b1", (1, 2), "a"),
+        ("a1 b1 c1", "c1 a1", (2, 3), None),
+        ("a1 b1 c1", "c1 a1 d1", (2, 3), "adc"),
+        ("a2 b4", "a2 c2", (1, 2), None),
+        ("a2 b4", "a2 c2 d4", (1, 2), "ad"),
+        ("a2 b2", "c4", (1, 2), "c"),
+        ("", "a1", (1, 4), None),
+        ("", "a1 b1", (1, 4), "ab"),
+        # Nobody who may still come changes anything: the script says what is wrong.
+        ("a2", "a1", (1, 1), "a"),
+        ("a1 b1", "a1", (1, 1), "a"),
+        ("", "a1", (1, 1), "a"),
+    ],
+)
+def test_run_that_has_something_to_restore_keeps_its_size(
+    before: str, now: str, nnodes: tuple[int, int], taken: str | None
+) -> None:
+    seats = tuple(item.seat for item in sized(before))
+    formed = Round(generation=4, members=seats, restore=RESTORES) if seats else None
+    members = {item.host: item for item in sized(now)}
+    ranks = formed.world_size if formed else 2
+    state = View(members=members, round=formed, committed=ranks, stores={}, failures={}, done=frozenset())
+    decision = decide(state, 5, nnodes, since_arrival_s=0.0)
+    if taken is None:
+        assert decision.members is None
+        assert f"of {ranks} ranks are ready, and no other number can restore what is committed" in decision.reason
+        assert decision.notable
+        assert decision.wait_s is not None
+    else:
+        assert hosts(decision) == taken
+
+
+def test_only_what_fits_no_other_number_of_ranks_binds_a_run() -> None:
+    formed = Round(generation=4, members=(seat("a"),), restore=None)
+    nothing = view([*ready("a", 0), member("b", ready=5)], round=formed)
+    assert (nothing.bound, standby(nothing, 2, NOW_S)) == (None, None)
+    assert newcomers(nothing, 2, NOW_S) == ["b"]
+    imported = replace(nothing, round=replace(formed, restore={"generation": 0, "step": 9}))
+    assert (imported.bound, newcomers(imported, 2, NOW_S)) == (None, ["b"])
+    for bound in (replace(nothing, round=replace(formed, restore=RESTORES)), replace(nothing, committed=1)):
+        assert (bound.bound, newcomers(bound, 2, NOW_S)) == (1, [])
+        waits = standby(bound, 2, NOW_S)
+        assert waits is not None
+        assert waits.notable
+        assert waits.reason.startswith("no number of ranks but 1 can restore what is committed, so generation 4 does")
+
+
 def quarantined(names: str, *, left_s: float = 60.0) -> dict[str, Quarantine]:
     return {
         host: Quarantine(since_unix_s=NOW_S - 99 + n, until_unix_s=NOW_S + left_s, reason="it failed three times")
@@ -311,6 +374,7 @@ def test_every_key_is_read_back_as_written() -> None:
         "job": job.to_value(),
         "round": formed.to_value(),
         "closed": closed.to_value(),
+        "committed": {"world_size": 2},
         "members/a": a.to_value(),
         "failure/4": FAILURE.to_value(),
         "store/4": {"addr": "10.0.0.1", "port": 1234},
@@ -327,6 +391,7 @@ def test_every_key_is_read_back_as_written() -> None:
         done=frozenset({(4, "b")}),
         job=job,
         closed=closed,
+        committed=2,
         quarantines=quarantined("c"),
     )
 
@@ -340,6 +405,7 @@ def test_every_key_is_read_back_as_written() -> None:
         ("round", {"generation": 1, "members": ["a"], "restore": None}),
         ("round", {"generation": 1, "members": [], "restore": {"generation": 1}}),
         ("closed", {"reason": "r", "failed": 1}),
+        ("committed", {"world_size": "2"}),
         ("members/a", {**member("a").to_value(), "label": 1}),
         ("members/a", {"session": "s", "nproc": True, "role": "", "addr": "", "pid": 1, "ready": 0}),
         ("failure/x", FAILURE.to_value()),
