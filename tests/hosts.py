@@ -125,7 +125,16 @@ class Trainer(Client):
 
     def watermark(self) -> tuple[int, int] | None:
         """Return the newest watermark that was pushed to this trainer."""
+        return next(reversed(self.watermarks()), None)
+
+    def watermarks(self) -> list[tuple[int, int]]:
+        """Return the watermarks that were pushed to this trainer, in order and each once."""
         pushed = [m["watermark"] for m in self.poll() if m["op"] == "watermark" and m["watermark"]]
+        return list(dict.fromkeys((pair["generation"], pair["step"]) for pair in pushed))
+
+    def next(self) -> tuple[int, int] | None:
+        """Return from which step on this trainer was told last to make the next capture."""
+        pushed = [m["next"] for m in self.poll() if m["op"] == "watermark"]
         return (pushed[-1]["generation"], pushed[-1]["step"]) if pushed else None
 
 

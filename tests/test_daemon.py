@@ -103,18 +103,37 @@ def test_slots_of_a_dead_timeline_are_cleared(hosts: Hosts) -> None:
     assert not [path for name in "ab" for path in hosts[name].slot_paths(0, (1, 3))]
 
 
-def test_capture_that_its_owner_gives_up_may_be_replaced_at_its_peers(hosts: Hosts) -> None:
-    """Ranks that skipped different steps go on at a common one, in the slots of what was never committed."""
+def test_a_capture_that_one_rank_has_missed_gives_way_to_a_later_one(hosts: Hosts) -> None:
+    """Also at the peers, in the slots of what was never committed; and every trainer hears which one comes next."""
     trainers = hosts.run("abc")
     hosts.commit(trainers, [1])
-    trainers[0].capture(2, slot=0)
-    trainers[1].capture(3, slot=0)
-    hosts.wait_for_replicas("abc", (1, 2), 2)
-    hosts.wait_for_replicas("abc", (1, 3), 2)
+    for trainer in trainers[:2]:
+        trainer.capture(2, slot=0)
+    hosts.wait_for_replicas("abc", (1, 2), 4)
+    trainers[2].notify("missed", next=1, step=1, late=True)
+    trainers[2].notify("missed", next=2, step=5, late=True)
     for trainer in trainers:
-        trainer.capture(8, slot=0)
-    wait_for_watermark(trainers, (1, 8))
+        wait_until(lambda trainer=trainer: trainer.next() == (1, 7), timeout_s=30, what="news of the next capture")
+    for trainer in trainers:
+        trainer.capture(7, slot=0)
+    wait_for_watermark(trainers, (1, 7))
     hosts.wait_for_replicas("abc", (1, 1), 6)
+
+
+def test_only_what_was_captured_as_agreed_is_committed(hosts: Hosts) -> None:
+    """A rank reports late what the others need not keep any more."""
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1])
+    trainers[0].capture(2, slot=0)
+    hosts.wait_for_replicas("ab", (1, 2), 2)
+    trainers[1].notify("missed", next=2, step=2, late=False)
+    for trainer in trainers:
+        wait_until(lambda trainer=trainer: trainer.next() == (1, 3), timeout_s=30, what="news of the next capture")
+    trainers[1].capture(2, slot=0)
+    for trainer in trainers:
+        trainer.capture(3, slot=0)
+    wait_for_watermark(trainers, (1, 3))
+    assert all(trainer.watermarks() == [(1, 1), (1, 3)] for trainer in trainers)
 
 
 def test_corrupt_local_slot_is_replaced_from_a_peer(hosts: Hosts) -> None:

@@ -1,0 +1,78 @@
+"""A whole job that is not protected for a while: everybody who looks is told, and training goes on."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster, wait_until
+from hosts import Client
+
+from resilient_run.daemon.ctl import _status_text
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import time
+from resilient_run import Checkpointer
+
+with Checkpointer(x=0) as checkpointer:
+    for step in range(checkpointer.restore(), 100_000):
+        time.sleep(0.1)
+        checkpointer.step(step + 1)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, tmp_path: Path) -> None:
+    host = cluster.host("solo")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    host.launch(["--standalone", "--nproc-per-node", "2"], [str(tmp_path / "script.py")])
+    wait_until(lambda: host.committed_step() >= 2, timeout_s=60, what="a commit", host=host)
+    assert host.launcher is not None
+    (etcd,) = [found for found in psutil.Process(host.launcher.pid).children() if found.name() == "etcd"]
+
+    def job() -> dict[str, object]:
+        client = Client(host.run_dir / "resilientd.sock")
+        answer = client.request("status")
+        client.close()
+        assert all(
+            f"{found['protection']['steps_at_risk']} step(s)" in _status_text(answer) for found in answer["jobs"]
+        )
+        (found,) = answer["jobs"]
+        return dict(found["protection"])
+
+    assert job()["protected"]
+    os.kill(etcd.pid, signal.SIGSTOP)
+    try:
+        wait_until(
+            lambda: "not protected: a failure costs up to" in host.output, timeout_s=60, what="a line", host=host
+        )
+        told = wait_until(lambda: None if (seen := job())["protected"] else seen, timeout_s=60, what="the status")
+        assert "nothing has been committed for" in str(told["reason"])
+    finally:
+        os.kill(etcd.pid, signal.SIGCONT)
+    wait_until(lambda: "protected again at step" in host.output, timeout_s=60, what="the end of it", host=host)
+    assert job()["protected"]
+    kinds = [event["event"] for event in host.events()]
+    assert (kinds[0], kinds[-1]) == ("unprotected", "protected")
+    assert host.events()[0].keys() == {
+        "event",
+        "unix_s",
+        "run_id",
+        "host",
+        "generation",
+        "step",
+        "steps_at_risk",
+        "reason",
+    }
+    assert host.output.count("\nprotected again") + host.output.startswith("protected again") == 1, "one rank tells"
+    assert not host.recoveries()
