@@ -55,11 +55,7 @@ class Job:
         """Return the message of a hang of that severity once the daemon of a host sees it."""
 
         def find() -> str | None:
-            try:
-                # A daemon that was just started has no more than the slots of a job.
-                seen = self.status(host).get("observations", ())
-            except OSError:
-                return None
+            seen = self.status(host)["observations"]
             found = (item["message"] for item in seen if (item["kind"], item["severity"]) == ("hang", severity))
             return next(found, None)
 
@@ -114,6 +110,8 @@ def test_pause_survives_a_daemon(job: Job, reference: Host) -> None:
     assert daemon_pid is not None
     kill(daemon_pid)
     wait_until(lambda: host.daemon_pid() not in (None, daemon_pid), timeout_s=60, what="another daemon", host=host)
+    # It answers, and has more of the job than its slots.
+    wait_until(lambda: host.committed_step() == HELD, timeout_s=60, what="the job", host=host)
     assert "pauses" in job.wait_for_hang("info", host)
     job.end(reference)
     assert host.recoveries() == []
