@@ -274,6 +274,9 @@ def _hang(view: RootView) -> Break | Overlook | None:
     # A rank that hangs makes all the others wait for it: only where one stands out is there somebody to blame.
     blamed = [(host, item) for host, item in hangs if item.rank is not None]
     host, hang = blamed[0] if len(blamed) == 1 else ("", hangs[0][1])
+    if hang.step is not None and view.alive.intersection(view.round.hosts if view.round else ()):
+        # Whoever reported it has not heard of that yet.
+        return None
     same = [
         failure.generation
         for failure in view.history

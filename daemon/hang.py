@@ -5,15 +5,15 @@ may compile or load data, the longer `hang_start_s` holds. What is not watched: 
 every rank once one has detached, because then the steps of the run are done (or a process is gone, which its launcher
 sees).
 
-Steps are not the only sign of life. While a rank of the run pauses (the script says that it does something long) or
-goes on making collectives, time stands still for all ranks, because they may wait for it; but not for a process that is
-stopped or gone. CPU time alone proves little, since a wait may spin: it makes the limit `hang_busy_factor` times as
+Steps are not the only sign of life. That a rank of the run pauses (the script says that it does something long) or
+goes on making collectives is one of all ranks, because they may wait for it; but not of a process that is stopped or
+gone. CPU time alone proves little, since a wait may spin: it makes the limit `hang_busy_factor` times as
 long. Nobody keeps itself alive by what others say of themselves: a host tells others only of its own ranks.
 """
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from .life import CpuMeter
@@ -41,8 +41,8 @@ class _Rank:
         pid: Its process.
         began: The step that it started from.
         step: Its last step, None before the first.
-        since_s: When that was (monotonic), later by what time stood still since.
-        life_s: The same for any sign of life.
+        since_s: When that was (monotonic), later by the time that teaches nothing.
+        life_s: When there was the last sign of its life.
         still_s: When that step was (monotonic), whatever came after it.
         heard_s: When it was last heard to make collectives.
         restoring: It waits for its state.
@@ -239,10 +239,14 @@ class HangDetector:
         self._now.overlooked = overlooked
         if passed_s > _BLIND_S:
             # This process did not run (stopped, starved, suspended), so progress may have gone unheard.
-            self._stand_still(self._now.ranks.values(), passed_s, now_s)
+            for watched in self._now.ranks.values():
+                watched.since_s = min(watched.since_s + passed_s, now_s)
+                watched.life_s = min(watched.life_s + passed_s, now_s)
         elif ALIVE in (self._life(state_of, now_s), elsewhere):
-            going = [watched for watched in self._now.ranks.values() if state_of(watched.pid) not in _STOPPED]
-            self._stand_still(going, passed_s, now_s)
+            for watched in self._now.ranks.values():
+                if state_of(watched.pid) not in _STOPPED:
+                    watched.since_s = min(watched.since_s + passed_s, now_s)
+                    watched.live(now_s)
         late = [rank for rank, watched in self._now.ranks.items() if self._is_late(watched, now_s)]
         if not watches or not late:
             self._now.hang = None
@@ -258,7 +262,7 @@ class HangDetector:
             pauses = (
                 watched.paused_s is not None and now_s - watched.paused_s >= least_s and not watched.is_overdue(now_s)
             )
-            heard = now_s - watched.heard_s < limit_s / 2 < now_s - watched.since_s
+            heard = now_s - watched.heard_s < limit_s / 2 < now_s - watched.still_s
             if (pauses or heard) and state_of(watched.pid) not in _STOPPED:
                 return ALIVE
         return SILENT
@@ -267,12 +271,6 @@ class HangDetector:
         if self._life(state_of, now_s, shared=True):
             return ALIVE
         return BUSY if any(watched.cpu.busy for watched in self._now.ranks.values()) else SILENT
-
-    @staticmethod
-    def _stand_still(ranks: Iterable[_Rank], passed_s: float, now_s: float) -> None:
-        for watched in ranks:
-            watched.since_s = min(watched.since_s + passed_s, now_s)
-            watched.life_s = min(watched.life_s + passed_s, now_s)
 
     def _limit_of(self, watched: _Rank) -> float:
         return self._policy.hang_start_s if watched.step is None else self.limit_s

@@ -8,6 +8,7 @@ from resilient_run.ckpt.errors import DaemonError
 from .commit import MISSED_FOLDER, NEXT_KEY, Agreed, Missed, Tally, parse_held
 from .etcd import Entry
 from .fields import Fields
+from .hang import ALIVE
 from .observation import parse_observations
 from .persist_plan import PUBLISHED_KEY, parse_published
 from .quarantine import Quarantine
@@ -105,6 +106,7 @@ class RootState:
                 round=found.get("rdzv/round"),
                 members=dict(folders["rdzv/members"]),
                 daemons=frozenset(folders["ckpt/hosts"]),
+                alive=frozenset(host for host, value in folders["ckpt/hosts"].items() if value.get("sign") == ALIVE),
                 held=dict(folders["ckpt/held"]),
                 watermark=self.watermark,
                 persisted=found.get(PUBLISHED_KEY, ()),

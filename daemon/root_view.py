@@ -79,6 +79,7 @@ class RootView:
         members: Hosts with a live launcher → the generation that it could join next, 0 while it runs one.
         absent_s: Hosts of the round without a live launcher → for how long the root has seen it so, seconds.
         daemons: Hosts whose daemon is registered.
+        alive: Those of them whose sign of life is that a rank pauses or makes collectives.
         held: Host → rank → pairs that its daemon reported last; the host may be gone.
         watermark: The newest committed pair.
         persisted: Pairs that the persistent tier has published.
@@ -96,6 +97,7 @@ class RootView:
     members: Mapping[str, int] = field(default_factory=dict)
     absent_s: Mapping[str, float] = field(default_factory=dict)
     daemons: frozenset[str] = frozenset()
+    alive: frozenset[str] = frozenset()
     held: Mapping[str, Held] = field(default_factory=dict)
     watermark: Pair | None = None
     persisted: tuple[Pair, ...] = ()

@@ -19,7 +19,7 @@ from resilient_run.daemon.etcd import Etcd, EtcdConfig, EtcdError, EtcdLeaseLost
 from resilient_run.daemon.rounds import CLOSED_TTL_S
 
 from .agreement import Terms, agree
-from .rounds import Closed, Failure, Member, Round, Seat, View, broken
+from .rounds import Closed, Failure, Member, Round, Seat, View, broken, newcomers
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Membership:
         self._view = View(members={}, stores={}, failures={}, done=frozenset())
         self._closed: Closed | None = None
         self._seated = False
+        self._standbys: set[str] = set()
         self._lease_ttl_s = 0.0
         self._lease: Lease | None = None
         self._replaced_s = -math.inf
@@ -220,6 +221,7 @@ class Membership:
         if self._lease is not None:
             self._note_end(self._view)
             self._note_loss(self._view)
+            self._note_standbys(self._view)
         self._on_change()
 
     async def _look_again(self, view: View, after_s: float) -> None:
@@ -257,6 +259,17 @@ class Membership:
             self._announced = view.round.generation
             log.warning("generation %d is broken: %s", view.round.generation, failure.message)
             self._start(self.fail(view.round.generation, replace(failure, unix_s=time.time())), self._tasks)
+
+    def _note_standbys(self, view: View) -> None:
+        """Say of each host that would make the run larger, once, that it cannot."""
+        if not self._seated or view.job is None or view.round is None or view.bound is None:
+            return
+        free = replace(view, committed=None, round=replace(view.round, restore=None))
+        standbys = set(newcomers(free, view.job.max_nodes, time.time()))
+        if new := sorted(standbys - self._standbys):
+            why = f"no number of ranks but {view.bound} can restore what is committed"
+            log.warning("%s: %s waits as a standby", why, ", ".join(new))
+        self._standbys |= standbys
 
     async def _write(self, guards: Mapping[str, int]) -> bool:
         """Set our member key, with a new lease if need be, and tell whether nothing came in between."""

@@ -102,6 +102,10 @@ QUIET: dict[str, tuple[RootView, str]] = {
     "a standby that is not ready": (whole(members={**dict.fromkeys("abc", 0), "d": 3}), "whole"),
     "a hang in an earlier generation": (whole(observations=seen("hang", generation=3)), "whole"),
     "a hang that is only logged": (whole(observations=seen("hang", severity="warn", generation=4)), "whole"),
+    "a hang while another host is alive": (
+        whole(observations=seen("hang", generation=4, step=12), alive=frozenset("b")),
+        "whole",
+    ),
     "a hang in a broken generation": (broken(failure(), observations=seen("hang", generation=4)), "broken"),
     "two failures": (whole(history=(noted(generation=2), noted(generation=3, began_step=9))), "whole"),
     "old failures": (
@@ -253,6 +257,8 @@ def test_hang_at_the_step_of_an_earlier_one_is_noted_once() -> None:
         observations = seen("hang", "b", **{"generation": 4, "rank": 1, "step": 12, **changes})
         view = whole(observations=observations, history=(history,), decisions=decisions)
         assert kinds(decide(view, POLICY, NOW_S)) == [Break], changes
+    stopped = seen("hang", "b", generation=4, rank=1, step=None)
+    assert kinds(decide(whole(observations=stopped, alive=frozenset("a")), POLICY, NOW_S)) == [Break]
 
 
 def test_failure_of_a_hang_says_at_which_step() -> None:
