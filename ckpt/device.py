@@ -90,7 +90,9 @@ class DeviceLeaves:
             self._words = self.device.words(first, last - first)
             self._starts = self.device.upload((self._place + shifts[self._leaf]) // WORD_BYTES)
             self._sizes = self.device.upload(self._size)
+            self._uploaded = self.device.record()
             self._addresses = addresses
+        self.device.hold(self._uploaded)  # the current stream may be another one than it was then
         found = self.device.fingerprint(self._words, self._starts, self._sizes)
         return DeviceCapture(self, {index: leaves[index] for index in self.places}, addresses, found)
 
@@ -183,19 +185,27 @@ class CudaDevice:
         """See `Device`."""
         from .fingerprint import fingerprint_cuda
 
+        for table in (starts, sizes):
+            table.record_stream(torch.cuda.current_stream(self._device))  # it may be freed before the kernel has run
         return fingerprint_cuda(words, starts, sizes, self._weights)
 
     def record(self) -> Event:
         """See `Device`."""
-        return torch.cuda.current_stream(self._device).record_event()
+        moment: Event = torch.cuda.current_stream(self._device).record_event()
+        return moment
 
     def beside(self, after: Event, copy: Callable[[], None]) -> Event:
         """See `Device`."""
         assert isinstance(after, torch.cuda.Event)
         self._side.wait_event(after)
-        with torch.cuda.stream(self._side):
-            copy()
-        return self._side.record_event()
+        try:
+            with torch.cuda.stream(self._side):
+                copy()
+        except BaseException:
+            self._side.synchronize()  # what is on its way already must not arrive after this capture has failed
+            raise
+        moment: Event = self._side.record_event()
+        return moment
 
     def hold(self, until: Event) -> None:
         """See `Device`."""

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_daemon import RUN_ID, SoloDaemon
 from test_capture import _bytes, _newest, tensors
-from thread_device import ThreadDevice
+from thread_device import Stream, ThreadDevice
 
 from resilient_run.ckpt import copying, device
 from resilient_run.ckpt.checkpointer import Checkpointer
@@ -242,6 +242,45 @@ def test_a_step_that_ends_before_the_device_began_is_what_its_stream_sees_then(
         gpu.compute.gate.set()
         assert ckpt.wait(30)
         _held_weight(daemon, 1)
+
+
+def test_the_kernel_waits_for_tables_that_another_stream_uploads(gpu: ThreadDevice, tmp_path: Path) -> None:
+    flat = Flattener([torch.ones(100_000)])
+    plan = CapturePlan(flat)
+    target = _slot(tmp_path, plan)
+    assert _copy(plan, plan.stage(flat), target).changed is None, "and what is compiled at its first call is compiled"
+    first, second = gpu.compute, Stream()
+    first.gate.clear()
+    plan = CapturePlan(flat)
+    plan.stage(flat)
+    gpu.compute = second
+    staged = plan.stage(flat)
+    assert not second.record().come.wait(0.2), "the kernel ran before its tables were there"
+    first.gate.set()
+    assert _copy(plan, staged, target).changed is None
+    gpu.compute = first
+    second.close()
+    target.close()
+
+
+def test_the_stream_that_is_current_waits_for_the_copy(daemon: SoloDaemon, gpu: ThreadDevice) -> None:
+    model = torch.nn.Linear(300, 300, bias=False)
+    optimizer = _Fill(model.parameters(), gpu)
+    first, second = gpu.compute, Stream()
+    with Checkpointer(model=model) as ckpt:
+        ckpt.step(7)
+        assert ckpt.wait(30)
+        gpu.side.gate.clear()
+        optimizer.count = 7
+        optimizer.step()
+        ckpt.step()
+        gpu.compute = second
+        optimizer.step()
+        gpu.side.gate.set()
+        assert ckpt.wait(30)
+        _held_weight(daemon, 8)
+    second.close()
+    gpu.compute = first
 
 
 def _by_a_kernel(gpu: ThreadDevice, weight: torch.Tensor) -> None:

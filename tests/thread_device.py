@@ -57,7 +57,7 @@ class Stream:
 
 
 class ThreadDevice:
-    """A `ckpt.device.Device` that runs `kernel` on the memory of the CPU."""
+    """A `ckpt.device.Device` that runs `kernel` on the memory of the CPU; `compute` is its current stream."""
 
     def __init__(self, kernel: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = fingerprint_cpu) -> None:
         self.kernel = kernel
@@ -71,7 +71,9 @@ class ThreadDevice:
 
     def upload(self, numbers: Tensor) -> Tensor:
         self.uploads += 1
-        return numbers.clone()
+        uploaded = torch.zeros_like(numbers)
+        self.compute.put(lambda: uploaded.copy_(numbers))
+        return uploaded
 
     def fingerprint(self, words: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
         found = torch.zeros(len(starts), 2, dtype=torch.int64)
