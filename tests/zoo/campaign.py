@@ -3,7 +3,9 @@
 import json
 import random
 import shutil
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cluster import Cluster
-from registry import Loop
+from registry import LOOPS, Loop
 
 HERE = Path(__file__).parent
 JOB_TIMEOUT_S = 400.0
@@ -96,6 +98,18 @@ class Zoo:
         self._root = root
         self._etcd_endpoint = etcd_endpoint
         (root / "zoo.toml").write_text(CONFIG)
+        self._references: dict[tuple[str, int], Run] = {}
+        self._lock = threading.Lock()
+
+    def reference(self, loop: Loop, steps: int) -> Run:
+        """Return the undisturbed run of so many steps, made at the first call."""
+        with self._lock:
+            known = self._references.get((loop.name, steps))
+        if known is None:
+            known = self.run(loop, f"{loop.name}.straight", steps=steps, pace_ms=0, reference=True)
+            with self._lock:
+                self._references[loop.name, steps] = known
+        return known
 
     def run(
         self, loop: Loop, name: str, *, steps: int, pace_ms: int, kills: Sequence[Kill] = (), reference: bool = False
@@ -155,9 +169,7 @@ def draw(loop: Loop, reference: Run, *, count: int, seed: str) -> list[Kill]:
         occurrence, span_s = chance.choice(spans[kind, step])
         delay_us = chance.choice([0, int(1e6 * chance.uniform(0, span_s)), int(1e6 * chance.uniform(0, 1.2 * span_s))])
         victim = chance.choice([*range(loop.ranks), "all"]) if loop.ranks > 1 else 0
-        kills.append(
-            Kill(id=len(kills), kind=kind, step=step, occurrence=occurrence, delay_us=delay_us, victim=victim)
-        )
+        kills.append(Kill(id=len(kills), kind=kind, step=step, occurrence=occurrence, delay_us=delay_us, victim=victim))
     return kills
 
 
@@ -263,3 +275,78 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue  # the end of a line that SIGKILL cut
     return entries
+
+
+def run_job(
+    zoo: Zoo, loop: Loop, name: str, *, seed: str, pace_ms: int, count: int | None = None, steps: int | None = None
+) -> dict[str, Any]:
+    """Run one job against the loop's undisturbed run, which is made once, and return what it showed, as JSON."""
+    steps = steps or loop.steps
+    reference = zoo.reference(loop, steps)
+    job = Job(id=name, loop=loop.name, pace_ms=pace_ms, seconds=reference.seconds, exit_code=reference.exit_code)
+    if reference.exit_code:
+        saw = any("saw" in entry for journal in reference.journals for entry in journal)
+        errors = [line for line in reference.output.splitlines() if "Error: " in line]
+        ours = [line.split("]: ")[-1] for line in errors if "resilient_run" in line]
+        if ours and not saw:
+            job.refused = ours[0]
+        else:
+            job.same_end = False
+            job.problems = ["undisturbed: " + (errors[0] if errors else reference.output[-2000:])]
+        return asdict(job)
+    kills = draw(loop, reference, count=count or loop.kills, seed=f"{seed}/{name}")
+    run = zoo.run(loop, name.replace("/", "."), steps=steps, pace_ms=pace_ms, kills=kills)
+    job.seconds, job.exit_code = round(run.seconds, 1), run.exit_code
+    return asdict(judge(job, loop, run, reference, kills))
+
+
+def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per loop that any job was about, in the order of the registry."""
+    rows = []
+    for loop in LOOPS:
+        mine = [job for job in jobs if job["loop"] == loop.name]
+        if not mine:
+            continue
+        kills = [kill for job in mine for kill in job["kills"]]
+        wrong = sum(not kill["equal"] for kill in kills)
+        refused = next((job["refused"] for job in mine if job["refused"]), None)
+        ends = all(job["exit_code"] == 0 for job in mine)
+        if refused:
+            result = "refused"
+        elif wrong:
+            result = "wrong restores"
+        elif not ends:
+            result = "does not end"
+        else:
+            result = "bit-identical" if all(job["same_end"] for job in mine) else "not reproduced"
+        rows.append(
+            {
+                "name": loop.name,
+                "library": loop.library,
+                "version": loop.version,
+                "ranks": loop.ranks,
+                "kills": len(kills),
+                "wrong": wrong,
+                "max_lost": max((kill["lost"] for kill in kills), default=0),
+                "result": result,
+                "message": refused or next((problem for job in mine for problem in job["problems"]), ""),
+            }
+        )
+    return rows
+
+
+def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counts over all jobs: kills, wrong restores, and steps lost, by the pause in each step."""
+    made: dict[str, Any] = {}
+    for pace_ms in sorted({job["pace_ms"] for job in jobs}):
+        kills = [kill for job in jobs if job["pace_ms"] == pace_ms for kill in job["kills"]]
+        lost = sorted(kill["lost"] for kill in kills)
+        made[f"pause of {pace_ms} ms"] = {
+            "kills": len(kills),
+            "wrong": sum(not kill["equal"] for kill in kills),
+            "steps_lost_median": statistics.median(lost) if lost else None,
+            "steps_lost_p90": lost[int(0.9 * len(lost))] if lost else None,
+            "steps_lost_worst": lost[-1] if lost else None,
+            "seconds_median": round(statistics.median(kill["seconds"] for kill in kills), 2) if kills else None,
+        }
+    return made
