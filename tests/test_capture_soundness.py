@@ -105,7 +105,13 @@ class Model(nn.Module):
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
-        sizes = [1, 7, 1000, 20_000, *chance.choices([3, 5_000, 100_000, 600_000, 1_500_000], k=chance.randint(1, 4))]
+        sizes = [
+            1,
+            7,
+            1000,
+            20_000,
+            *chance.choices([3, 5_000, 100_000, 600_000, 1_500_000], [4, 4, 4, 2, 1], k=chance.randint(1, 3)),
+        ]
         self.parts = nn.ParameterList(torch.randn(size) for size in chance.sample(sizes, len(sizes)))
         self.parts.append(torch.randn(()))
         self.parts.append(torch.empty(0))

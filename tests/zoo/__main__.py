@@ -58,6 +58,19 @@ class Report:
         os.replace(fresh, self.path)
 
 
+def write_docs(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Put a row per loop into the table of `path`, in place of those that are there."""
+    about = {loop.name: loop.about for loop in LOOPS}
+    kept = [line for line in path.read_text().splitlines() if not line.startswith("| `")]
+    at = kept.index("|---|---|---|---|---|") + 1
+    kept[at:at] = [
+        f"| `{row['name']}` | {about[row['name']]} | {row['library']} {row['version']} | "
+        f"{row['kills']} / {row['wrong']} | {row['result']} |"
+        for row in rows
+    ]
+    path.write_text("\n".join(kept) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=2000)
@@ -65,6 +78,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--parallel", type=int, default=2, help="jobs at a time")
     parser.add_argument("--loops", nargs="*", metavar="NAME", help="only these")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="docs/loops.md, to write the table of")
     parser.add_argument("--kills-per-job", type=int, help="instead of what each loop has")
     options = parser.parse_args()
     names = {loop.name for loop in LOOPS}
@@ -91,11 +105,17 @@ def main() -> int:
         while report.kills < options.kills:
             before = report.kills
             with ThreadPoolExecutor(options.parallel) as pool:
-                list(pool.map(work, [number] * len(loops), range(len(loops))))
+                try:
+                    list(pool.map(work, [number] * len(loops), range(len(loops))))
+                except KeyboardInterrupt:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
             number += 1
             if report.kills == before and f"{loops[-1].name}/{number}" not in report.jobs:
                 break  # every loop is refused
     jobs = list(report.jobs.values())
+    if options.docs is not None:
+        write_docs(options.docs, table(jobs))
     for row in table(jobs):
         print(
             f"{row['name']:24} {row['library']:14} {row['version']:8} {row['kills']:5} {row['wrong']:5} {row['result']}"

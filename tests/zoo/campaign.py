@@ -1,4 +1,4 @@
-"""Jobs of the zoo: a loop under `resilient-run`, left alone or killed at the moments of a plan, and what that showed."""
+"""Jobs of the zoo: a loop under `resilient-run`, left alone or killed as planned, and what that showed."""
 
 import json
 import random
@@ -30,7 +30,7 @@ quarantine_failures = 100000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """One planned SIGKILL: `delay_us` after the `occurrence`-th time that `kind` begins in `step`, of one rank or all."""
+    """One planned SIGKILL of one rank or all, `delay_us` after the `occurrence`-th time that `kind` begins in `step`."""
 
     id: int
     kind: str
@@ -189,7 +189,7 @@ def judge(job: Job, loop: Loop, run: Run, reference: Run, kills: Sequence[Kill])
             continue  # it came after the end, or another kill before the restore
         job.kills.append(_outcome(loop, job.pace_ms, planned[kill_id], entry, ranks, restores))
     job.problems += [
-        f"rank {number}, step {step}: {', '.join(_differing(leaves, expected)) or 'its loss'} not as undisturbed"
+        f"rank {number}, step {step}: {_some(_differing(leaves, expected)) or 'its loss'} not as undisturbed"
         for number, (rank, straight) in enumerate(zip(ranks, map(_Rank, reference.journals), strict=True))
         for (generation, step), (leaves, loss) in rank.saw.items()
         if (expected := straight.of_step(step)[0]) != leaves or straight.of_step(step)[1] != loss
@@ -197,7 +197,7 @@ def judge(job: Job, loop: Loop, run: Run, reference: Run, kills: Sequence[Kill])
     job.same_end = not job.problems
     if run.exit_code or not all(rank.finished for rank in ranks):
         job.same_end = False
-        tail = "\n".join(run.output.splitlines()[-25:])
+        tail = "\n".join(run.output.splitlines()[-12:])[-1500:]
         job.problems.append(f"exit code {run.exit_code}, finished ranks {[rank.finished for rank in ranks]}: {tail}")
     return job
 
@@ -260,6 +260,10 @@ def _outcome(
         seconds=round(max(r["t"] for r in restores if r is not None) - entry["t"] - kill.delay_us / 1e6, 3),
         leaves=wrong[:5],
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _differing(one: dict[str, str], other: dict[str, str] | None) -> list[str]:

@@ -83,6 +83,13 @@ LOOPS: tuple[Loop, ...] = (
         library="lightning",
     ),
     Loop(
+        name="lightning-closure",
+        about="the same with a closure",
+        script="lightning_loop",
+        arguments=("closure",),
+        library="lightning",
+    ),
+    Loop(
         name="transformers-trainer",
         about="Trainer with a tiny GPT-2, a callback, the data set's start",
         script="transformers_trainer",
@@ -117,7 +124,8 @@ LOOPS: tuple[Loop, ...] = (
     _plain("curriculum", "a batch size that grows, a plain value"),
     _plain("fused", "fused Adam", in_ci=True),
     _plain("foreach", "foreach AdamW with amsgrad"),
-    _plain("capturable", "NAdam, foreach"),
+    _plain("tensor lr", "fused Adam whose learning rate is a tensor, as `capturable` wants it on a GPU"),
+    _plain("nadam", "NAdam, foreach"),
     _plain("nesterov", "SGD with Nesterov's momentum"),
     _plain("muon", "Muon on the matrices"),
     _plain("compiled model", "`torch.compile`, aot_eager"),

@@ -22,13 +22,14 @@ parallel = model if VARIANT == "collective" else DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=local)
 state = {}
 if VARIANT == "local sgd":
-    parallel.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=4), post_localSGD_hook)
+    alone, _ = dist.new_subgroups(group_size=1)
+    parallel.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=4), post_localSGD_hook)
     averager = PeriodicModelAverager(period=4, warmup_steps=4)
     optimizer = PostLocalSGDOptimizer(optimizer, averager)
 if VARIANT == "ema":
     state["ema"] = ExponentialMovingAverage(model.parameters(), decay=0.9)
 if VARIANT == "early stopping":
-    state["bad"] = 0
+    state |= {"best": float("inf"), "bad": 0, "stop": False}
 validation = torch.randn(2000, 32)
 torch.manual_seed(RANK)
 
@@ -43,7 +44,21 @@ checkpointer = Checkpointer(model=model, optimizer=optimizer, **state)
 done = checkpointer.restore()
 if VARIANT == "local sgd":
     parallel._comm_hooks[0][1].iter = done  # what torch's hook counts, and does not keep
-for step in range(done, STEPS):
+for step in range(STEPS if VARIANT == "early stopping" and checkpointer.values["stop"] else done, STEPS):
+    if step % 2 and VARIANT in ("ema", "collective"):
+        at("evaluation")
+        if VARIANT == "ema":
+            with state["ema"].average_parameters():
+                evaluate()
+        else:
+            # All ranks look at the mean of their weights, then go on with their own.
+            mine = [p.detach().clone() for p in model.parameters()]
+            for p in model.parameters():
+                dist.all_reduce(p.data)
+                p.data /= dist.get_world_size()
+            evaluate()
+            for p, own in zip(model.parameters(), mine, strict=True):
+                p.data.copy_(own)
     at("data")
     inputs = torch.randn(32, 32)
     at("forward")
@@ -55,23 +70,14 @@ for step in range(done, STEPS):
     optimizer.step()
     if VARIANT == "ema":
         state["ema"].update()
-    checkpointer.step(step + 1, loss)
-    if step % 2 == 0 and VARIANT != "local sgd":
+    if VARIANT == "early stopping" and step % 2:
         at("evaluation")
-        if VARIANT == "ema":
-            with state["ema"].average_parameters():
-                evaluate()
-        elif VARIANT == "collective":
-            # All ranks look at the mean of their weights, then go on with their own.
-            mine = [p.detach().clone() for p in model.parameters()]
-            for p in model.parameters():
-                dist.all_reduce(p.data, op=dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
-            evaluate()
-            for p, own in zip(model.parameters(), mine, strict=True):
-                p.data.copy_(own)
-        elif VARIANT == "early stopping":
-            stop = torch.tensor(float(evaluate() < 0.0))
-            dist.all_reduce(stop)
-            if stop:
-                break
+        values, error = checkpointer.values, evaluate()
+        dist.all_reduce(error)
+        values["bad"] = 0 if error < 0.95 * values["best"] else values["bad"] + 1
+        values["best"] = min(values["best"], error.item())
+        values["stop"] = values["bad"] >= 3
+    checkpointer.step(step + 1, loss)
+    if VARIANT == "early stopping" and checkpointer.values["stop"]:
+        break
 finish(checkpointer)

@@ -1,4 +1,4 @@
-"""FSDP2 with mixed precision: sharded over two ranks, or replicated over two shards of two; weights are swapped to evaluate."""
+"""FSDP2 with mixed precision, sharded or replicated and sharded; or with averages swapped in to evaluate."""
 
 import sys
 

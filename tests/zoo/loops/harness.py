@@ -1,9 +1,9 @@
 """What a loop of the zoo adds to its own lines: it is judged and killed here, by nothing that the product computes.
 
-A loop calls `at(kind)` where a part of its step begins, and uses this `Checkpointer` in place of the product's. That one
-writes down, in a file of its own for each rank, a hash of everything registered at each call of `step(n)`, before the
-product sees it, and right after `restore()`. The plan of the job says at which moments the process kills itself: by a
-timer of the kernel, which needs no lock of the interpreter.
+A loop calls `at(kind)` where a part of its step begins, and uses this `Checkpointer` in place of the product's, which
+writes down, in a file for each rank, a hash of everything registered at each call of `step(n)`, before the product sees
+it, and right after `restore()`. The plan of the job says at which moments the process kills itself: by a timer of the
+kernel, which needs no lock of the interpreter.
 """
 
 import ctypes

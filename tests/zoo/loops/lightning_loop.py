@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-MANUAL = sys.argv[1] == "manual"
+VARIANT = sys.argv[1]
+MANUAL = VARIANT != "automatic"
 
 
 class Module(L.LightningModule):
@@ -27,13 +28,21 @@ class Module(L.LightningModule):
         at("forward")
         noisy = inputs + 0.1 * torch.randn_like(inputs)
         loss = (self.net(noisy) - inputs.sum(1, keepdim=True)).square().mean()
-        if MANUAL:
+        if VARIANT == "closure":
+            self.optimizers().step(closure=lambda: self.backward_of(loss))
+        elif MANUAL:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             at("backward")
             self.manual_backward(loss)
             at("optimizer")
             optimizer.step()
+        return loss
+
+    def backward_of(self, loss):
+        self.optimizers().zero_grad()
+        at("backward")
+        self.manual_backward(loss)
         return loss
 
     def on_before_backward(self, loss) -> None:
