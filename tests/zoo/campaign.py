@@ -30,7 +30,7 @@ quarantine_failures = 100000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """One planned SIGKILL of one rank or all, `delay_us` after the `occurrence`-th time that `kind` begins in `step`."""
+    """One planned SIGKILL of one rank or all, `delay_us` after `kind` begins in `step` for the `occurrence`-th time."""
 
     id: int
     kind: str
@@ -165,8 +165,10 @@ def draw(loop: Loop, reference: Run, *, count: int, seed: str) -> list[Kill]:
     steps = sorted({step for _, step in spans})[:-1]
     kills = []
     for step in sorted(chance.sample(steps, min(count, len(steps)))):
-        kind = chance.choice([kind for kind in kinds if (kind, step) in spans])
-        occurrence, span_s = chance.choice(spans[kind, step])
+        possible = [kind for kind in kinds if (kind, step) in spans]
+        kind = chance.choice([*possible, "restore"] if kills else possible)
+        # The restore that follows the kill before: it is not in the undisturbed run.
+        occurrence, span_s = (0, 0.02) if kind == "restore" else chance.choice(spans[kind, step])
         delay_us = chance.choice([0, int(1e6 * chance.uniform(0, span_s)), int(1e6 * chance.uniform(0, 1.2 * span_s))])
         victim = chance.choice([*range(loop.ranks), "all"]) if loop.ranks > 1 else 0
         kills.append(Kill(id=len(kills), kind=kind, step=step, occurrence=occurrence, delay_us=delay_us, victim=victim))

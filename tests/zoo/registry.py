@@ -77,14 +77,14 @@ LOOPS: tuple[Loop, ...] = (
     ),
     Loop(
         name="lightning-manual",
-        about="manual optimisation with `self.optimizers()`: a wrapped optimizer",
+        about="manual optimisation; `self.optimizers()`, the wrapper, is what is registered",
         script="lightning_loop",
         arguments=("manual",),
         library="lightning",
     ),
     Loop(
         name="lightning-closure",
-        about="the same with a closure",
+        about="manual optimisation with a closure; `trainer.optimizers[0]` is registered",
         script="lightning_loop",
         arguments=("closure",),
         library="lightning",

@@ -1,4 +1,4 @@
-"""Training loops as people write them, killed in the middle, go on from exactly what `step(n)` saw; see docs/loops.md."""
+"""Training loops as people write them go on from exactly what `step(n)` saw when they are killed; docs/loops.md."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_moments_are_drawn_from_the_seed() -> None:
     assert drawn == draw(loop, run, count=10, seed="a") != draw(loop, run, count=10, seed="b")
     assert [kill.step for kill in drawn] == sorted({kill.step for kill in drawn}), "each at a later step"
     assert len({kill.kind for kill in drawn}) >= 3
-    assert all(kill.delay_us <= 12_001 for kill in drawn)
+    assert all(kill.delay_us <= 12_001 or kill.kind == "restore" for kill in drawn)
 
 
 def test_the_table_of_loops_is_that_of_the_report() -> None:

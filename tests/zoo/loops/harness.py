@@ -25,6 +25,7 @@ import resilient_run
 
 STEPS = int(os.environ.get("ZOO_STEPS", "20"))
 RANK = int(os.environ.get("RANK", "0"))
+GENERATION = int(os.environ.get("RESILIENT_GENERATION", "1"))
 _DIRECTORY = os.environ.get("ZOO_DIR")
 _PACE_S = float(os.environ.get("ZOO_PACE_MS", "0")) / 1e3
 
@@ -100,8 +101,7 @@ class _Journal:
 
     def write(self, **entry: Any) -> None:
         if self._file >= 0:
-            generation = int(os.environ.get("RESILIENT_GENERATION", "1"))
-            line = json.dumps({"generation": generation, "t": time.monotonic(), **entry}, separators=(",", ":"))
+            line = json.dumps({"generation": GENERATION, "t": time.monotonic(), **entry}, separators=(",", ":"))
             os.write(self._file, f"{line}\n".encode())
 
 
@@ -125,12 +125,10 @@ class _Moments:
         if self._armed:
             return
         for kill in _journal.plan:
-            # One that was missed, because its occurrence did not come, is made up for as soon as possible.
-            if kill["step"] < self.step or (kill["step"], kill["kind"], kill["occurrence"]) == (
-                self.step,
-                kind,
-                occurrence,
-            ):
+            here = (self.step, kind, occurrence) == (kill["step"], kill["kind"], kill["occurrence"])
+            missed = kill["step"] < self.step  # its occurrence did not come: as soon as possible
+            again = kind == kill["kind"] == "restore" and GENERATION > 1 and kill is _journal.plan[0]
+            if here or missed or again:
                 self._armed = True
                 _journal.write(armed=kill["id"], kind=kind, step=self.step)
                 _die_in(kill["delay_us"])

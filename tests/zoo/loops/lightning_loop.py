@@ -57,7 +57,7 @@ class Module(L.LightningModule):
 
 class Resilient(L.Callback):
     def on_train_start(self, trainer, module) -> None:
-        optimizer = module.optimizers() if MANUAL else trainer.optimizers[0]
+        optimizer = module.optimizers() if VARIANT == "manual" else trainer.optimizers[0]
         self.checkpointer = Checkpointer(model=module, optimizer=optimizer)
         self.step = self.checkpointer.restore()
         self.skip = self.step % trainer.num_training_batches
