@@ -121,7 +121,7 @@ def main() -> int:
             f"{row['name']:24} {row['library']:14} {row['version']:8} {row['kills']:5} {row['wrong']:5} {row['result']}"
         )
     print(json.dumps(summary(jobs)))
-    return 1 if any(row["result"] not in ("bit-identical", "refused") for row in table(jobs)) else 0
+    return 1 if any(row["result"] not in ("bit-identical", "refused", "not run") for row in table(jobs)) else 0
 
 
 if __name__ == "__main__":

@@ -307,17 +307,17 @@ def run_job(
 
 
 def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per loop that any job was about, in the order of the registry."""
+    """Return a row per loop, in the order of the registry."""
     rows = []
     for loop in LOOPS:
         mine = [job for job in jobs if job["loop"] == loop.name]
-        if not mine:
-            continue
         kills = [kill for job in mine for kill in job["kills"]]
         wrong = sum(not kill["equal"] for kill in kills)
         refused = next((job["refused"] for job in mine if job["refused"]), None)
         ends = all(job["exit_code"] == 0 for job in mine)
-        if refused:
+        if not mine:
+            result = "not run"
+        elif refused:
             result = "refused"
         elif wrong:
             result = "wrong restores"

@@ -49,6 +49,6 @@ for step in range(checkpointer.restore(), STEPS):
     optimizer.zero_grad()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            average[name].lerp_(p, 0.1)
+            average[name].mul_(0.9).add_(p, alpha=0.1)
     checkpointer.step(step + 1, loss)
 finish(checkpointer)

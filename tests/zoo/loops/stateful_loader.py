@@ -29,9 +29,14 @@ loader = StatefulDataLoader(Noisy(), batch_size=16, shuffle=True, num_workers=WO
 
 checkpointer = Checkpointer(model=model, optimizer=optimizer, loader=loader, unjudged=("loader",))
 step = checkpointer.restore()
+generator = torch.get_rng_state() if step else None
 while step < STEPS:
     at("data")
-    for inputs in loader:
+    batches = iter(loader)
+    if generator is not None:
+        torch.set_rng_state(generator)  # going on with an epoch made an iterator, which draws from it
+        generator = None
+    for inputs in batches:
         at("forward")
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()

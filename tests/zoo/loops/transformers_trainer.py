@@ -15,8 +15,13 @@ class Resilient(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_):
         self.checkpointer = Checkpointer(model=model, optimizer=optimizer, scheduler=lr_scheduler)
         state.global_step = data.start = self.checkpointer.restore()
+        self.generator = torch.get_rng_state() if data.start else None
 
     def on_step_begin(self, args, state, control, **_):
+        if self.generator is not None:
+            # The iterator of a DataLoader draws from it when it is made.
+            torch.set_rng_state(self.generator)
+            self.generator = None
         at("forward")
 
     def on_pre_optimizer_step(self, args, state, control, **_):
