@@ -108,10 +108,14 @@ class Host:
 
     def _read(self, stream: Any) -> None:
         for line in stream:
-            if line.startswith("{"):
-                self.lines.append(json.loads(line))
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            if isinstance(entry, dict):
+                self.lines.append(entry)
             else:
-                self.text.append(line)
+                self.text.append(line)  # also what a library prints that only looks like JSON
 
     @property
     def output(self) -> str:
