@@ -123,6 +123,19 @@ def test_plain_checkpoint_is_taken_over(imported: Callable[..., Imported]) -> No
     assert_equal(before, after)
 
 
+def test_objects_in_lists_are_found_by_their_places(imported: Callable[..., Imported]) -> None:
+    before, after = training(), training()
+    train(before)
+    models = {"models": {"one": before["model"].state_dict()}, "optimizers": [before["optimizer"].state_dict()]}
+    found = imported(models)
+    text = load(
+        found, models={"one": after["model"]}, optimizers=[after["optimizer"], None], others=[training()["model"]]
+    )
+    assert text.endswith("it does not have others.0, which begin as the script made them")
+    for name in ("model", "optimizer"):
+        assert_equal({name: before[name]}, {name: after[name]})
+
+
 def test_names_of_torchs_own_helpers_are_understood(imported: Callable[..., Imported]) -> None:
     """The optimizer by parameter names, and a model still inside of DistributedDataParallel."""
     before, after = training(), training()
