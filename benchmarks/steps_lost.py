@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,7 @@ def train(scenario: Scenario, stop: Path) -> None:
     checkpointer = Checkpointer(model=model, optimizer=optimizer)
     first = step = checkpointer.restore()
     began_s, over = time.monotonic(), torch.zeros(1)
+    watermark, commits = checkpointer.watermark, [0]
     while not over:
         step_s = time.monotonic()
         model(torch.randn(16, scenario.width)).square().mean().backward()
@@ -78,11 +80,15 @@ def train(scenario: Scenario, stop: Path) -> None:
         time.sleep(max(0.0, step_s + scenario.least_step_s - time.monotonic()))
         step += 1
         checkpointer.step(step)
+        if checkpointer.watermark != watermark:
+            watermark = checkpointer.watermark
+            commits.append(step - (watermark or (0, 0))[1])
         if step == first + 1:
             say({"rank": dist.get_rank(), "pid": os.getpid()})
     step_s = (time.monotonic() - began_s) / (step - first)
     stats = checkpointer.stats
-    say({"step_s": step_s, "captured": stats.captures / (step - first)})
+    last = {"step_s": step_s, "captured": stats.captures / (step - first), "commit_steps": statistics.median(commits)}
+    say(last)
     checkpointer.close()
     dist.destroy_process_group()
     os._exit(0)
@@ -158,13 +164,14 @@ def main() -> None:
             name,
             f"{1e3 * found['step_s']:.1f}",
             f"{100 * found['captured']:.0f}",
+            f"{found['commit_steps']:.0f}",
             f"{found['summary']:.1f}",
             str(found["worst"]),
             " ".join(map(str, found["lost"])),
         ]
         for name, found in results.items()
     ]
-    header = ["scenario", "step (ms)", "captured (%)", "lost per kill", "worst", "all"]
+    header = ["scenario", "step (ms)", "captured (%)", "steps per commit", "lost per kill", "worst", "all"]
     table(f"{args.kills} kills each", header, rows)
     write_json(
         args.json,

@@ -43,7 +43,7 @@ class Pace:
         """
         self.profile: IdleProfile | None = None
         self.every = 1
-        self._scheme = replication["scheme"]
+        self._scheme: str = replication["scheme"]
         self._link = link
         self._capturer = capturer
         self._lock = threading.Lock()

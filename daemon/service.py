@@ -96,8 +96,8 @@ class DaemonService:
                 self._session(connection).trainer.complete(fields.text("path"), generation, step)
             case "missed":
                 session = self._session(connection)
-                missed = {"next_": fields.integer("next"), "step": fields.integer("step"), "late": fields.flag("late")}
-                session.job.sessions.missed(session.trainer, **missed)
+                numbers = {"next_": fields.integer("next"), "step": fields.integer("step")}
+                session.job.sessions.missed(session.trainer, **numbers, late=fields.flag("late"))
             case "protection":
                 session = self._session(connection)
                 told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
