@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, device_of
+from .device import WORD_BYTES, Device, DeviceCapture, DeviceLeaves, device_of
 from .manifest import encode_tensors, plan_payload
 from .slot import CHUNK_BYTES, chunk_count
 from .slots import MappedSlot
@@ -117,13 +117,14 @@ class CapturePlan:
         ]
         self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
         self._keys = flat.keys
-        by_device: dict[Any, dict[int, tuple[int, int]]] = {}
+        by_device: dict[Device, dict[int, tuple[int, int]]] = {}
         for index in self.live:
             if (device := device_of(_tensor(flat.leaves[index]))) is not None:
                 start = self.layout.offsets[index]
                 by_device.setdefault(device, {})[index] = (start, start + self.specs[index].nbytes)
         self.on_devices = [DeviceLeaves(device, places) for device, places in by_device.items()]
-        self._on_host = [index for index in self.live if not any(index in each.places for each in self.on_devices)]
+        elsewhere = {index for places in by_device.values() for index in places}
+        self._on_host = [index for index in self.live if index not in elsewhere]
         self._staging: dict[int, torch.Tensor] = {}
         self._staging_address = 0
         self.chunks: list[list[_Piece]] = [[] for _ in range(chunk_count(self.layout.payload_bytes))]
