@@ -13,6 +13,7 @@ class TrainerEnv:
     """One worker of one generation of a run, and the socket of the daemon on its host.
 
     Attributes:
+        host: Name of this host in the run, "" where it has only one here.
         store: Address and port of the key-value store that the workers of a generation share, if there is one.
     """
 
@@ -22,6 +23,7 @@ class TrainerEnv:
     rank: int
     local_rank: int
     world_size: int
+    host: str = ""
     store: tuple[str, int] | None = None
 
     @classmethod
@@ -41,6 +43,7 @@ class TrainerEnv:
                 rank=int(environ["RANK"]),
                 local_rank=int(environ["LOCAL_RANK"]),
                 world_size=int(environ["WORLD_SIZE"]),
+                host=environ.get("RESILIENT_HOST", ""),
                 store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if "MASTER_ADDR" in environ else None,
             )
         except (KeyError, ValueError) as error:

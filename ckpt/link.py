@@ -20,11 +20,14 @@ from typing import Any, Final
 
 from .env import TrainerEnv
 from .errors import BY_NAME, CheckpointError, DaemonError, WireError
-from .wire import Message, encode, recv_message
+from .version import FORMATS
+from .wire import Message, dial, encode, recv_message
 
-CONNECT_S: Final = 10.0
-"""How long the first connection may take; a daemon that is being restarted is back by then."""
+CONNECT_S: Final = 600.0
+"""How long the first connection may take; the launcher, which had one, knows that there is a daemon."""
 
+_WARN_S: Final = 10.0
+_DIAL_S: Final = 2.0
 _RETRY_S: Final = 0.2
 _REFUSED_S: Final = 2.0
 _log = logging.getLogger(__name__)
@@ -61,7 +64,9 @@ class Link:
         self._env = env
         self._attach = {
             "op": "attach",
+            **FORMATS,
             "run_id": env.run_id,
+            "host": env.host,
             "rank": env.rank,
             "local_rank": env.local_rank,
             "world_size": env.world_size,
@@ -145,29 +150,28 @@ class Link:
             self._thread.join()
 
     def _connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(_RETRY_S)
-            connection.connect(str(self._env.socket))
-            connection.settimeout(None)
-        except OSError:
-            connection.close()
-            raise
+        connection = dial(self._env.socket, _DIAL_S)
         _close_after_fork(connection)
         return connection
 
     def _connect_patiently(self) -> socket.socket:
-        deadline = time.monotonic() + CONNECT_S
+        began_s = time.monotonic()
+        warned = False
         while True:
             try:
                 return self._connect()
-            except (FileNotFoundError, ConnectionRefusedError, TimeoutError):
-                if time.monotonic() > deadline:
+            except OSError as error:
+                waited_s = time.monotonic() - began_s
+                if waited_s > CONNECT_S:
                     raise
+                if waited_s > _WARN_S and not warned:
+                    warned = True
+                    _log.warning("rank %d waits for the daemon at %s: %s", self._env.rank, self._env.socket, error)
                 self._closed.wait(_RETRY_S)
 
     def _run(self, first: socket.socket) -> None:
         connection: socket.socket | None = first
+        refused = ""
         while connection is not None:
             with connection:
                 try:
@@ -179,7 +183,9 @@ class Link:
                     if not self._first.done():
                         self._first.set_exception(error)
                         break
-                    _log.warning("the daemon refused to attach again: %s; training goes on", error)
+                    if str(error) != refused:
+                        refused = str(error)
+                        _log.warning("the daemon refused to attach again: %s; training goes on, trying again", error)
                     self._closed.wait(_REFUSED_S)
                 with self._lock:
                     self._connection, self._attached = None, False

@@ -31,7 +31,7 @@ MAX_RUN_ID_BYTES: Final = 200
 
 State = Literal["EMPTY", "WRITING", "COMPLETE"]
 
-_MAGIC: Final = b"RRSLOT\x00\x01"
+MAGIC: Final = b"RRSLOT\x00\x01"  # The last byte is the version of the format.
 _STATES: Final[dict[int, State]] = {
     0x59_54_50_4D_45: "EMPTY",
     0x47_4E_49_54_52_57: "WRITING",
@@ -165,7 +165,7 @@ class Slot:
             raise
         finally:
             os.close(descriptor)
-        mapping[: _PREFIX.size] = _PREFIX.pack(_MAGIC, _WORDS["EMPTY"], 0, payload_offset)
+        mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, _WORDS["EMPTY"], 0, payload_offset)
         return cls(path, mapping, payload_offset)
 
     @classmethod
@@ -348,8 +348,8 @@ def _read_prefix(page: bytes, capacity_bytes: int) -> tuple[State, int]:
     if len(page) < HEADER_BYTES:
         raise SlotError(f"file of {len(page)} bytes is too short for a slot")
     magic, word, _, payload_offset = _PREFIX.unpack_from(page)
-    if magic != _MAGIC:
-        raise SlotError(f"not a slot of this format: it begins with {magic.hex()}, not {_MAGIC.hex()}")
+    if magic != MAGIC:
+        raise SlotError(f"not a slot of this format: it begins with {magic.hex()}, not {MAGIC.hex()}")
     if word not in _STATES:
         raise SlotError(f"slot has the unknown state {word:#x}")
     if payload_offset % HEADER_BYTES or not HEADER_BYTES < payload_offset <= capacity_bytes:
@@ -363,7 +363,7 @@ def _pack_header(header: SlotHeader) -> bytes:
         fields = _FIELDS.pack(*(getattr(header, name) for name in _NUMBERS), len(run_id), run_id)
     except struct.error as error:
         raise SlotError(f"slot header out of range: {header}: {error}") from None
-    prefix = _PREFIX.pack(_MAGIC, _WORDS["COMPLETE"], 0, header.payload_offset)
+    prefix = _PREFIX.pack(MAGIC, _WORDS["COMPLETE"], 0, header.payload_offset)
     page = bytearray((prefix + fields).ljust(HEADER_BYTES, b"\0"))
     page[_CHECKSUM_AT] = _header_checksum(page).to_bytes(8, "little")
     return bytes(page)

@@ -1,5 +1,6 @@
 """The two slots of one rank as the trainer writes them: mapping, pinning, and which of them may be overwritten."""
 
+import fcntl
 import os
 from collections.abc import Sequence
 from typing import Any, Final
@@ -38,6 +39,9 @@ class MappedSlot:
             SlotError: It is not a slot.
         """
         self.slot = Slot.open(path, writable=True)
+        # Until `close`, or the end of this process: whoever collects slots sees that this one is in use.
+        self._in_use = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._in_use, fcntl.LOCK_SH)
         self.payload = torch.frombuffer(self.slot.buffer, dtype=torch.uint8)[self.slot.payload_offset :]
         self.address = self.payload.data_ptr()
         self.held = _held(self.slot, env)
@@ -74,6 +78,7 @@ class MappedSlot:
             self._pinned_at = 0
         del self.payload
         self.slot.close()
+        os.close(self._in_use)
 
 
 class SlotPair:

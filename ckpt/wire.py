@@ -7,16 +7,49 @@ Nothing is unpickled.
 
 import asyncio
 import json
+import os
 import socket
 import struct
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from .errors import WireError
 
+VERSION: Final = 1
+"""Of the messages of docs/protocol.md; who speaks another one is refused."""
+
 MAX_FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("3i")
 
 Message = dict[str, Any]
+
+
+def dial(path: Path, timeout_s: float | None = None) -> socket.socket:
+    """Return a blocking connection to the daemon at `path`, which is root's or of this process's own user.
+
+    Raises:
+        OSError: Nobody listens there within `timeout_s`, or somebody else does (PermissionError).
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+        sock.settimeout(None)
+        _, uid = peer(sock)
+        if uid not in {0, os.geteuid()}:
+            # Whoever made the directory first would be told secrets of the run, and where its state goes.
+            raise PermissionError(f"{path} is served by uid {uid}, neither root nor {os.geteuid()}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Return pid and uid of the process at the other end of a unix socket."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def encode(message: Message) -> bytes:

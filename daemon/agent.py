@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,25 +76,34 @@ class Daemon:
         """Serve until SIGTERM, SIGINT, or too long idle; slots stay for the next daemon.
 
         Raises:
-            DaemonError: Another daemon serves this run directory, or a directory is not ours alone.
+            DaemonError: Another daemon serves this run directory or owns the vault, or a directory is not ours alone.
         """
         settings = self._options.settings
-        everybody = os.geteuid() == 0
+        mode = 0o711 if os.geteuid() == 0 else 0o700
         asyncio.get_running_loop().set_default_executor(_started_threads())
         # Needs no thread for each child, as the usual one does.
         asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
-        open_directory(settings.run_dir, mode=0o711 if everybody else 0o700)
-        with holding(settings.lock_path), closing(ServiceManager(os.environ)) as manager:
-            open_directory(settings.shm_dir, mode=0o711 if everybody else 0o700)
+        with ExitStack() as held:
+            open_directory(settings.run_dir, mode=mode)
+            held.enter_context(holding(settings.lock_path))
+            open_directory(settings.shm_dir, mode=mode)
+            held.enter_context(holding(settings.vault_lock_path))
+            manager = held.enter_context(closing(ServiceManager(os.environ)))
+            if manager.is_there:
+                settings.service_path.touch(mode=0o644)
+            else:
+                settings.service_path.unlink(missing_ok=True)
             vault = Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, self._options.memory_limit_bytes))
             jobs = Jobs(vault, self._spawn, disks=[settings.run_dir])
             jobs.scan()
             peers = PeerServer(bind_addr=self._options.peer_addr, find_job=jobs.find, spawn=self._spawn)
-            service = DaemonService(jobs, peers, self._supervisor)
+            service = DaemonService(jobs, peers, self._supervisor, settings.shm_dir)
             async with asyncio.TaskGroup() as self._group:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
-                door = LinkServer(service, self._spawn).listen(settings.socket_path)
+                sockets = (settings.socket_path, settings.vault_socket_path)
+                server = LinkServer(service, self._spawn)
+                doors = [server.listen(path) for path in sockets]
                 self._keep("adopt", jobs.adopt)
                 self._keep("housekeeping", lambda: self._keep_house(jobs, service))
                 log.info("resilientd (pid %d) serves %s, slots in %s", os.getpid(), settings.run_dir, settings.shm_dir)
@@ -103,9 +112,11 @@ class Daemon:
                 await self._stopping.wait()
                 manager.stopping()
                 await jobs.persist()
-                door.close()
+                for door in doors:
+                    door.close()
                 peers.close()
-                settings.socket_path.unlink(missing_ok=True)
+                for path in sockets:
+                    path.unlink(missing_ok=True)
                 for task in self._tasks:
                     task.cancel()
             log.info("resilientd (pid %d) ends", os.getpid())
@@ -138,7 +149,7 @@ class Daemon:
 
 @contextmanager
 def holding(lock_path: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, with our pid in it.
+    """Hold the lock of a run directory or of a vault, with our pid in it; it ends with this process at the latest.
 
     Raises:
         DaemonError: Another process holds it.
@@ -150,7 +161,7 @@ def holding(lock_path: Path) -> Iterator[None]:
         except BlockingIOError:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise DaemonError(
-                f"a daemon with pid {owner} already serves {lock_path.parent}; use it, stop it, or choose another "
+                f"a daemon with pid {owner} already serves {lock_path.parent}: use it, stop it, or choose another "
                 f"--run-dir and --shm-dir"
             ) from None
         os.ftruncate(descriptor, 0)

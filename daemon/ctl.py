@@ -22,9 +22,9 @@ from .ctl_root import root_lines
 from .jobs import Jobs
 from .memory import MemoryBudget
 from .options import directories
-from .settings import Settings, find_settings, listens
+from .settings import Settings, find_settings, server_pid
 from .supervise import task_lines
-from .vault import Vault, open_directory
+from .vault import Vault
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,8 +48,9 @@ def status(settings: Settings, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def gc(settings: Settings, as_json: bool) -> None:
-    """Remove the slots of jobs that no live launcher holds open, also when no daemon runs."""
-    answer = ask(settings, "gc") if listens(settings.socket_path) else _collect_without_daemon(settings)
+    """Remove the slots of jobs that nobody has open, also when no daemon runs."""
+    found = server_pid(settings.address()) is not None
+    answer = ask(settings, "gc") if found else _collect_without_daemon(settings)
     if as_json:
         click.echo(json.dumps(answer))
     else:
@@ -61,8 +62,7 @@ def _collect_without_daemon(settings: Settings) -> dict[str, Any]:
     if not settings.shm_dir.exists():
         return {"removed": [], "freed_bytes": 0}
     try:
-        open_directory(settings.run_dir, mode=0o700)
-        with holding(settings.lock_path):
+        with holding(settings.vault_lock_path):
             jobs = Jobs(Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, None)), asyncio.create_task)
             jobs.scan()
             return asyncio.run(jobs.collect_garbage(lambda uid: True))

@@ -19,18 +19,19 @@ def ask(settings: Settings, op: str, **fields: Any) -> dict[str, Any]:
     Raises:
         click.ClickException: None answers, or it refuses.
     """
+    address = settings.address()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_ANSWER_TIMEOUT_S)
         try:
-            sock.connect(str(settings.socket_path))
+            sock.connect(str(address))
             sock.sendall(wire.encode({"id": 1, "op": op, **fields}))
             answer = wire.recv_message(sock)
         except (OSError, CheckpointError) as error:
             raise click.ClickException(
-                f"no daemon answers at {settings.socket_path}: {error}; is another RESILIENT_RUN_DIR meant?"
+                f"no daemon answers at {address}: {error}; is another RESILIENT_RUN_DIR meant?"
             ) from error
     if answer is None:
-        raise click.ClickException(f"the daemon at {settings.socket_path} closed the connection; see its log")
+        raise click.ClickException(f"the daemon at {address} closed the connection; see its log")
     if not answer.get("ok"):
         raise click.ClickException(str(answer.get("message")))
     return {name: value for name, value in answer.items() if name not in {"id", "ok"}}

@@ -76,7 +76,7 @@ def import_(
 def _refuse_known(settings: Settings, run_id: str, etcd: EtcdConfig | None) -> None:
     """Refuse a run that the daemon of this host, if one answers, or etcd, if it is given, knows already."""
     jobs = []
-    if settings.socket_path.exists():
+    if settings.address().exists():
         try:
             jobs = ask(settings, "status")["jobs"]
         except click.ClickException:

@@ -12,7 +12,7 @@ import psutil
 from resilient_run.ckpt.errors import DaemonError
 
 from .job import Job, describe_slots
-from .record import JobRecord
+from .record import JobKey, JobRecord
 from .slots import JobSlots
 from .spec import JobSpec
 from .vault import Vault
@@ -23,7 +23,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 class Jobs:
-    """Every job of this host by run id, and what dead ones left.
+    """Every job of this host, and what dead ones left.
 
     Args:
         vault: Their slots.
@@ -35,9 +35,9 @@ class Jobs:
         self._vault = vault
         self._disks = tuple(disks)
         self._spawn = spawn
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[JobKey, Job] = {}
         self._tasks: dict[Job, asyncio.Task[None]] = {}
-        self._left: dict[str, tuple[JobSlots, float]] = {}
+        self._left: dict[JobKey, tuple[JobSlots, float]] = {}
         self._changing = asyncio.Lock()
 
     @property
@@ -45,21 +45,24 @@ class Jobs:
         """Tell whether this host has no job and no slots."""
         return not self._jobs and not self._left
 
-    def find(self, run_id: str) -> Job | None:
-        """Return the job of `run_id`, None when it was not opened since this daemon started."""
-        return self._jobs.get(run_id)
+    def find(self, run_id: str, host: str = "") -> Job | None:
+        """Return the job of `run_id` on `host`, "" for its only one; None when it was not opened since we started."""
+        if host:
+            return self._jobs.get((run_id, host))
+        found = [job for key, job in self._jobs.items() if key[0] == run_id]
+        return found[0] if len(found) == 1 else None
 
-    async def find_opened(self, run_id: str, timeout_s: float) -> Job | None:
-        """Return the job of `run_id`, waiting up to `timeout_s` for its launcher to open it; None when none did."""
+    async def find_opened(self, run_id: str, host: str, timeout_s: float) -> Job | None:
+        """Return what `find` does, waiting up to `timeout_s` for its launcher to open it; None when none did."""
         deadline_s = time.monotonic() + timeout_s
-        while (job := self.find(run_id)) is None and time.monotonic() < deadline_s:
+        while (job := self.find(run_id, host)) is None and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
         return job
 
     def scan(self) -> None:
         """Find what an earlier daemon left; `adopt` takes it over."""
         now_s = time.monotonic()
-        self._left = {slots.record.run_id: (slots, now_s) for slots in self._vault.scan()}
+        self._left = {slots.record.key: (slots, now_s) for slots in self._vault.scan()}
 
     async def adopt(self) -> None:
         """Take over and verify what `scan` found; launchers may open these jobs meanwhile."""
@@ -74,7 +77,7 @@ class Jobs:
             DaemonError: Another live launcher holds it open, or the run id is another user's.
         """
         async with self._changing:
-            job = self._jobs.get(spec.run_id)
+            job = self._jobs.get(spec.key)
             if job is not None and job.launcher_pid not in (None, pid) and psutil.pid_exists(job.launcher_pid):
                 raise DaemonError(
                     f"run id {spec.run_id!r} already has a live launcher on host {job.spec.host}: pid "
@@ -91,11 +94,11 @@ class Jobs:
                 launcher_pid=pid,
             )
             slots = self._vault.open(record)
-            self._left.pop(spec.run_id, None)
+            self._left.pop(spec.key, None)
             if job is None or job.spec != spec or job.failure is not None:
                 if job is not None:
                     await self._stop(job)
-                job = self._jobs[spec.run_id] = Job(spec, slots, self._disks)
+                job = self._jobs[spec.key] = Job(spec, slots, self._disks)
                 self._tasks[job] = self._spawn(self._run(job))
             job.open(pid, notify)
             return job
@@ -106,7 +109,7 @@ class Jobs:
         A job with a persistent tier stays until its last step is there, as if its launcher had died.
         """
         async with self._changing:
-            if self._jobs.get(job.spec.run_id) is not job:
+            if self._jobs.get(job.spec.key) is not job:
                 return
             if discard:
                 await self._discard(job)
@@ -117,38 +120,38 @@ class Jobs:
                 return
             await self._stop(job)
             job.slots.update_record(launcher_pid=None)
-            self._left[job.spec.run_id] = (job.slots, time.monotonic())
+            self._left[job.spec.key] = (job.slots, time.monotonic())
 
     async def persist(self) -> None:
         """Let every job that has a persistent tier write its newest committed step there: the daemon is to end."""
         await asyncio.gather(*(job.persist() for job in list(self._jobs.values())))
 
     async def collect(self, orphan_ttl_s: float) -> None:
-        """Remove what nobody has come back for in `orphan_ttl_s`."""
+        """Remove what nobody has come back for in `orphan_ttl_s`, and nobody has open."""
         before_s = time.monotonic() - orphan_ttl_s
         async with self._changing:
             for job in list(self._jobs.values()):
-                if job.launcher_pid is None and job.orphaned_s < before_s:
+                if job.launcher_pid is None and job.orphaned_s < before_s and not job.slots.is_kept:
                     log.info("no launcher came back for run %r; removing its slots", job.spec.run_id)
                     await self._discard(job)
-            for run_id, (slots, since_s) in list(self._left.items()):
-                if since_s < before_s:
-                    log.info("no launcher came back for run %r; removing its slots", run_id)
-                    del self._left[run_id]
+            for key, (slots, since_s) in list(self._left.items()):
+                if since_s < before_s and not slots.is_kept:
+                    log.info("no launcher came back for run %r; removing its slots", slots.record.run_id)
+                    del self._left[key]
                     await self._vault.remove(slots)
 
     async def collect_garbage(self, may_see: Callable[[int], bool]) -> dict[str, Any]:
-        """Remove every job of visible users that no live launcher holds open, and return what was removed."""
+        """Remove every job of visible users that nobody has open, and return what was removed."""
         removed, freed_bytes = [], 0
         async with self._changing:
             for job in list(self._jobs.values()):
-                if job.launcher_pid is None and may_see(job.slots.record.uid):
+                if job.launcher_pid is None and may_see(job.slots.record.uid) and not job.slots.is_kept:
                     removed.append(job.spec.run_id)
                     freed_bytes += await self._discard(job)
-            for run_id, (slots, _) in list(self._left.items()):
-                if not slots.record.is_open and may_see(slots.record.uid):
-                    removed.append(run_id)
-                    del self._left[run_id]
+            for key, (slots, _) in list(self._left.items()):
+                if may_see(slots.record.uid) and not slots.is_kept:
+                    removed.append(slots.record.run_id)
+                    del self._left[key]
                     freed_bytes += await self._vault.remove(slots)
         return {"removed": removed, "freed_bytes": freed_bytes}
 
@@ -169,7 +172,7 @@ class Jobs:
         return await self._vault.remove(job.slots)
 
     async def _stop(self, job: Job) -> None:
-        del self._jobs[job.spec.run_id]
+        del self._jobs[job.spec.key]
         task = self._tasks.pop(job)
         task.cancel()
         await asyncio.wait([task])

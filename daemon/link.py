@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,6 @@ _GUEST_FRAME_BYTES = 1 << 16
 
 _MANNERS = Manners(frame_bytes=_GUEST_FRAME_BYTES, silent_s=None)
 _GUESTS = 512
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Connection:
@@ -104,7 +102,7 @@ class LinkServer:
         return Door(listener, manners=_MANNERS, source_of=_uid, admit=self._admit)
 
     def _admit(self, sock: socket.socket, message: wire.Message) -> None:
-        pid, uid = _credentials(sock)
+        pid, uid = wire.peer(sock)
         if uid not in {0, os.geteuid()} and os.geteuid() != 0:
             log.warning("closing the connection of pid %d: uid %d is not admitted", pid, uid)
             sock.close()
@@ -145,14 +143,8 @@ class LinkServer:
         return _GUEST_FRAME_BYTES
 
 
-def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return the pid and the uid of the process that connected."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
-
-
 def _uid(sock: socket.socket) -> str:
-    return f"uid {_credentials(sock)[1]}"
+    return f"uid {wire.peer(sock)[1]}"
 
 
 async def _answer(connection: Connection, message: wire.Message, service: Service) -> None:

@@ -28,6 +28,11 @@ class ServiceManager:
         for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_s = int(microseconds) / 1e6 if microseconds.isdecimal() and int(microseconds) and for_us else None
 
+    @property
+    def is_there(self) -> bool:
+        """Tell whether a service manager started this process."""
+        return bool(self._address)
+
     def ready(self) -> None:
         """Say that the daemon serves."""
         self._send("READY=1")

@@ -57,7 +57,7 @@ class PeerServer:
 
     Args:
         bind_addr: Address to listen on whatever jobs advertise, None to listen on just what they advertise.
-        find_job: Returns the job of a run id, None when there is none.
+        find_job: Returns the job of a run id and a host of it ("" for the only one), None when there is none.
         spawn: Runs a connection's coroutine as a task that the daemon cancels at its end.
     """
 
@@ -65,7 +65,7 @@ class PeerServer:
         self,
         *,
         bind_addr: str | None,
-        find_job: Callable[[str], PeerJob | None],
+        find_job: Callable[[str, str], PeerJob | None],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
         self._bind_addr = bind_addr
@@ -133,7 +133,7 @@ class PeerServer:
         if fields.text("op") != "hello":
             raise DaemonError("a peer must say hello first")
         run_id, token, host = fields.text("run_id"), fields.text("token"), fields.text("host")
-        job = self._find_job(run_id)
+        job = self._find_job(run_id, fields.optional_text("to"))
         if job is None or job.token is None:
             raise DaemonError(f"host {host} asks for run {run_id!r}, which is not open here")
         if not hmac.compare_digest(job.token.encode(), token.encode()):

@@ -11,7 +11,10 @@ from resilient_run.ckpt.errors import DaemonError
 
 from .fields import Fields
 
-_RECORD_NAME = "job.json"
+RECORD_NAME = "job.json"
+
+JobKey = tuple[str, str]
+"""Run id, and the name of this host in that run: several launchers of a run on one machine are as many hosts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,11 @@ class JobRecord:
     launcher_pid: int | None
 
     @property
+    def key(self) -> JobKey:
+        """Which job this is."""
+        return self.run_id, self.host
+
+    @property
     def is_open(self) -> bool:
         """Tell whether a live launcher holds the job open, as far as anybody wrote down."""
         return self.launcher_pid is not None and psutil.pid_exists(self.launcher_pid)
@@ -48,7 +56,7 @@ class JobRecord:
         Raises:
             DaemonError: There is none, or it is damaged.
         """
-        path = directory / _RECORD_NAME
+        path = directory / RECORD_NAME
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -68,6 +76,6 @@ class JobRecord:
 
     def save(self, directory: Path) -> None:
         """Write the record into `directory`, all or nothing."""
-        path = directory / f"{_RECORD_NAME}.new"
+        path = directory / f"{RECORD_NAME}.new"
         path.write_text(json.dumps(asdict(self)))
-        path.rename(directory / _RECORD_NAME)
+        path.rename(directory / RECORD_NAME)

@@ -20,6 +20,11 @@ CLOSED_TTL_S = 10
 """How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
 
 
+def machine_of(host: str) -> str:
+    """Return the machine of `host`: further launchers of a run on one machine are the hosts `<machine>#1`, `#2`, …."""
+    return host.partition("#")[0]
+
+
 def is_import(pair: Pair | None) -> bool:
     """Tell whether `pair` was imported: it lies in the persistent tier, and no memory ever holds it."""
     return pair is not None and pair[0] == IMPORT_GENERATION
@@ -87,10 +92,25 @@ class Round:
         return range(0) if index is None else self._ranks_at(index)
 
     def keepers(self, replicas: int) -> tuple[tuple[str, ...], ...]:
-        """Return for each host, by group rank, those that must hold the replicas of its ranks, itself first."""
+        """Return for each host, by group rank, those that must hold the replicas of its ranks, itself first.
+
+        Hosts on one machine are lost together, so the placement is of machines, and of theirs each takes its turn.
+        """
         if replicas not in self._keepers:
-            plan = replica_hosts(len(self.hosts), replicas, self.labels or None)
-            self._keepers[replicas] = tuple(tuple(self.hosts[index] for index in keepers) for keepers in plan)
+            seats: dict[str, list[int]] = {}
+            for index, host in enumerate(self.hosts):
+                seats.setdefault(machine_of(host), []).append(index)
+            machines = list(seats.values())
+            labels = [self.labels[places[0]] for places in machines] if self.labels else None
+            plan = replica_hosts(len(machines), replicas, labels)
+            keepers = {
+                index: (index, *(machines[other][number % len(machines[other])] for other in others[1:]))
+                for places, others in zip(machines, plan, strict=True)
+                for number, index in enumerate(places)
+            }
+            self._keepers[replicas] = tuple(
+                tuple(self.hosts[keeper] for keeper in keepers[index]) for index in range(len(self.hosts))
+            )
         return self._keepers[replicas]
 
     def holders(self, rank: int, replicas: int) -> tuple[str, ...]:

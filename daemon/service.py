@@ -2,11 +2,13 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.idle import MAX_SPANS, IdleProfile
 from resilient_run.ckpt.slot import MAX_RUN_ID_BYTES
+from resilient_run.ckpt.version import FORMATS
 
 from .etcd import EtcdConfig
 from .fields import Fields
@@ -41,12 +43,14 @@ class DaemonService:
         jobs: The jobs of this host.
         peers: Listens for peers on the address of each job.
         supervisor: Of the daemon's own tasks.
+        shm_dir: Where the slots are, for whoever starts this daemon again.
     """
 
-    def __init__(self, jobs: Jobs, peers: PeerServer, supervisor: Supervisor) -> None:
+    def __init__(self, jobs: Jobs, peers: PeerServer, supervisor: Supervisor, shm_dir: Path) -> None:
         self._jobs = jobs
         self._peers = peers
         self._supervisor = supervisor
+        self._shm_dir = shm_dir
         self._launchers: dict[Connection, Job] = {}
         self._sessions: dict[Connection, _Session] = {}
 
@@ -151,6 +155,7 @@ class DaemonService:
         return connection not in self._launchers and connection not in self._sessions
 
     async def _open_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
+        _check_version(fields)
         run_id, addr = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.text("addr")
         try:
             etcd = EtcdConfig.from_dict(fields.object("etcd"))
@@ -170,13 +175,14 @@ class DaemonService:
             policy=policy,
         )
         for other, job in list(self._launchers.items()):
-            if job.spec.run_id == run_id and other is not connection and other.pid == connection.pid:
+            if job.spec.key == spec.key and other is not connection and other.pid == connection.pid:
                 # The same launcher has come back before its old connection was seen to break.
                 del self._launchers[other]
                 other.close()
         job = await self._jobs.open(spec, uid=connection.uid, pid=connection.pid, notify=connection.notify)
         self._launchers[connection] = job
-        return {"pid": os.getpid(), "peer_addr": address[0], "peer_port": address[1]}
+        address_fields = {"peer_addr": address[0], "peer_port": address[1]}
+        return {"pid": os.getpid(), "shm_dir": str(self._shm_dir), **address_fields}
 
     async def _close_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
         job, discard = self._launched(connection, fields), fields.flag("discard")
@@ -187,8 +193,10 @@ class DaemonService:
     async def _attach(self, connection: Connection, fields: Fields) -> dict[str, Any]:
         if connection in self._sessions:
             raise DaemonError(f"pid {connection.pid} is attached already; a trainer attaches once per connection")
+        _check_version(fields)
+        run_id, host = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.optional_text("host")
         # Workers and the daemon start at the same time; a worker may be here first.
-        job = await self._jobs.find_opened(fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), _OPEN_TIMEOUT_S)
+        job = await self._jobs.find_opened(run_id, host, _OPEN_TIMEOUT_S)
         if job is None or not connection.may_see(job.slots.record.uid):
             raise DaemonError("attach: field 'run_id' names no job that a launcher holds open here")
         trainer, answer = await job.sessions.attach(fields, connection.notify, connection.close)
@@ -206,6 +214,20 @@ class DaemonService:
         if session is None:
             raise DaemonError("this connection is no trainer's; send attach first")
         return session
+
+
+def _check_version(fields: Fields) -> None:
+    """Check that whoever sent `fields` means the same by messages and slots as this daemon.
+
+    Raises:
+        DaemonError: It does not.
+    """
+    for name, ours in FORMATS.items():
+        if (theirs := fields.optional_text(name) or ours) != ours:
+            raise DaemonError(
+                f"this daemon has version {ours} of the {name} format, resilient-run of the job has {theirs}: install "
+                f"the same resilient-run for both; what is kept of the run stays"
+            )
 
 
 def _check_persist(policy: Policy, run_id: str, uid: int) -> None:

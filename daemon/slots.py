@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotError
-from resilient_run.ckpt.slot import HEADER_BYTES, Slot, SlotHeader
+from resilient_run.ckpt.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
 
 from .commit import Agreed, is_dead
 from .fields import Fields
+from .keeping import is_kept, version_of
 from .memory import MemoryBudget
 from .record import JobRecord
 from .rounds import Pair, Round
@@ -106,6 +108,11 @@ class JobSlots:
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
+    def is_kept(self) -> bool:
+        """Tell whether nobody may collect these slots, though no launcher holds the job open."""
+        return is_kept(self.directory, self.record)
+
+    @property
     def key(self) -> str:
         """Name of the job in the memory budget."""
         return self.directory.name
@@ -150,13 +157,16 @@ class JobSlots:
                 return
             found = []
             for path in sorted(self.directory.glob("*.slot")):
-                match = _SLOT_NAME.fullmatch(path.name)
-                file = await in_thread(self._adopt, path, int(match[1])) if match else None
-                if file is None:
-                    log.error("removing %s, which is not a slot file of this version", path)
+                match, version = _SLOT_NAME.fullmatch(path.name), version_of(path)
+                file = await in_thread(self._adopt, path, int(match[1])) if match and version == MAGIC else None
+                if file is not None:
+                    found.append(file)
+                elif version in (b"", MAGIC):
+                    log.error("removing %s, which is damaged or was never finished", path)
                     path.unlink()
                 else:
-                    found.append(file)
+                    log.error("%s is of another version (%s) and is left alone", path, version.hex())
+                    self.budget.found(self.key, path.stat().st_size)
             # All at once: a caller that was cancelled before this leaves nothing half adopted.
             for file in found:
                 self._files.setdefault(file.rank, []).append(file)
@@ -316,9 +326,8 @@ class JobSlots:
         return [file for file in self._files.get(rank, ()) if file.fits(geometry)]
 
     async def _create(self, rank: int, geometry: Geometry) -> SlotFile:
-        names = {file.slot.path.name for file in self._files.get(rank, ())}
-        name = next(name for i in range(len(names) + 1) if (name := f"rank{rank}.{i}.slot") not in names)
-        path = self.directory / name
+        paths = (self.directory / f"rank{rank}.{i}.slot" for i in itertools.count())
+        path = next(path for path in paths if not path.exists())
         capacity_bytes = -(-geometry.capacity_bytes // HEADER_BYTES) * HEADER_BYTES
         self.budget.allocate(self.key, capacity_bytes)
         try:

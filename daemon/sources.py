@@ -41,7 +41,7 @@ class Sources:
             return None
         peer = self._peers.get(host)
         if peer is None or peer.address != address:
-            hello = {"op": "hello", "run_id": self._run_id, "token": token, "host": self._view.host}
+            hello = {"op": "hello", "run_id": self._run_id, "token": token, "host": self._view.host, "to": host}
             self._peers[host] = Peer(host=host, address=address, hello=hello)
             if peer is not None:
                 await peer.close()

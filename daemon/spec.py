@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .etcd import EtcdConfig
 from .policy import Policy
+from .record import JobKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,3 +30,8 @@ class JobSpec:
     address: tuple[str, int]
     memory_limit_bytes: int | None
     policy: Policy
+
+    @property
+    def key(self) -> JobKey:
+        """Which job this is."""
+        return self.run_id, self.host

@@ -11,7 +11,7 @@ from pathlib import Path
 from resilient_run.ckpt.errors import DaemonError
 
 from .memory import MemoryBudget
-from .record import JobRecord
+from .record import RECORD_NAME, JobKey, JobRecord
 from .slots import JobSlots
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,9 @@ _DIRECTORY_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class Vault:
-    """The slots of every job, below one private tmpfs directory.
+    """The slots of every job, below one private tmpfs directory, which its owner has locked.
+
+    A job is one host of a run: two launchers of a run on one machine have one each.
 
     Args:
         shm_dir: The directory; made by `open_directory`.
@@ -30,47 +32,62 @@ class Vault:
     def __init__(self, shm_dir: Path, budget: MemoryBudget) -> None:
         self._shm_dir = shm_dir
         self.budget = budget
-        self._jobs: dict[str, JobSlots] = {}
+        self._jobs: dict[JobKey, JobSlots] = {}
 
     def scan(self) -> list[JobSlots]:
-        """Return the jobs that an earlier daemon left, not yet adopted; directories without a record are removed."""
+        """Return the jobs that an earlier daemon left, not yet adopted; what cannot be read is left alone."""
         for directory in sorted(self._shm_dir.iterdir()):
             if not _DIRECTORY_NAME.fullmatch(directory.name):
                 continue
             try:
                 record = JobRecord.load(directory)
             except DaemonError as error:
-                log.error("removing %s: %s", directory, error)
-                shutil.rmtree(directory, ignore_errors=True)
+                self._leave(directory, error)
                 continue
-            self._jobs[record.run_id] = JobSlots(directory=directory, record=record, budget=self.budget)
+            self._jobs[record.key] = JobSlots(directory=directory, record=record, budget=self.budget)
         return list(self._jobs.values())
 
     def open(self, record: JobRecord) -> JobSlots:
         """Return the slots of the job that `record` describes, those that exist included; the record is written.
 
         Raises:
-            DaemonError: The run id belongs to another user.
+            DaemonError: The run id belongs to another user, or its slots to another version.
         """
-        slots = self._jobs.get(record.run_id)
+        slots = self._jobs.get(record.key)
+        if any(run_id == record.run_id and job.record.uid != record.uid for (run_id, _), job in self._jobs.items()):
+            raise DaemonError(f"run id {record.run_id!r} is in use by another user on this host; choose another run id")
         if slots is None:
-            directory = self._shm_dir / hashlib.blake2b(record.run_id.encode(), digest_size=16).hexdigest()
-            directory.mkdir(mode=0o700)
+            name = "\0".join(record.key).encode()
+            directory = self._shm_dir / hashlib.blake2b(name, digest_size=16).hexdigest()
+            try:
+                directory.mkdir(mode=0o700)
+            except FileExistsError:
+                raise DaemonError(
+                    f"{directory} has what another version kept of run {record.run_id!r}: go on with that version, or "
+                    f"remove the directory"
+                ) from None
             if record.uid != os.geteuid():
                 os.chown(directory, record.uid, -1)
             record.save(directory)
             slots = JobSlots(directory=directory, record=record, budget=self.budget, adopted=True)
-            self._jobs[record.run_id] = slots
+            self._jobs[record.key] = slots
             return slots
-        if slots.record.uid != record.uid:
-            raise DaemonError(f"run id {record.run_id!r} is in use by another user on this host; choose another run id")
-        slots.update_record(host=record.host, replicas=record.replicas, launcher_pid=record.launcher_pid)
+        slots.update_record(replicas=record.replicas, launcher_pid=record.launcher_pid)
         return slots
 
     async def remove(self, slots: JobSlots) -> int:
         """Remove a job with all its slots and return the bytes freed."""
-        self._jobs.pop(slots.record.run_id, None)
+        self._jobs.pop(slots.record.key, None)
         return await slots.remove()
+
+    def _leave(self, directory: Path, error: DaemonError) -> None:
+        """Count a directory whose record cannot be read, unless it is one that a daemon was about to make."""
+        sizes_bytes = [path.stat().st_size for path in directory.glob("*.slot")]
+        if not sizes_bytes and not (directory / RECORD_NAME).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            return
+        log.error("%s is left alone: %s; remove it when no version needs it", directory, error)
+        self.budget.found(directory.name, sum(sizes_bytes))
 
 
 def open_directory(path: Path, *, mode: int) -> None:

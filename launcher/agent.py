@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.5
 _KILL_WAIT_S = 30
+_DAEMON_S = 600.0
 _PERSISTED_S = 150.0
 
 ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost"})
@@ -73,8 +74,7 @@ class ResilientAgent(LocalElasticAgent):
             publish=self._rdzv.report_recovery,
         )
         self._link = DaemonLink(
-            run_dir=run_config.run_dir,
-            shm_dir=run_config.shm_dir,
+            settings=run_config.settings,
             job=JobRequest(
                 run_id=self._rdzv.get_run_id(),
                 host=self._rdzv.host,
@@ -153,7 +153,7 @@ class ResilientAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
         os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
-        os.environ["RESILIENT_RUN_ID"] = self._rdzv.get_run_id()
+        os.environ["RESILIENT_RUN_ID"], os.environ["RESILIENT_HOST"] = self._rdzv.get_run_id(), self._rdzv.host
         os.environ["RESILIENT_GENERATION"] = str(self._rdzv.generation)
         self._timeline.spawned(
             generation=self._rdzv.generation, ranks={worker.global_rank for worker in worker_group.workers}
@@ -243,8 +243,8 @@ class ResilientAgent(LocalElasticAgent):
                 rank = worker_group.workers[local_rank].global_rank
                 message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
                 self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=self._progress()[0])
-                self._recoverable(message)
                 self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
+                self._recoverable(message)
                 self._timeline.mark("decide")
                 return
 
@@ -268,7 +268,7 @@ class ResilientAgent(LocalElasticAgent):
         self._decided_generation = self._rdzv.generation
         self._decision = False
         try:
-            status = self._link.request("job_status")
+            status = self._link.request("job_status", daemon_within_s=_DAEMON_S)
         except CheckpointError as error:
             log.warning("cannot recover from memory: %s", error)
             return False

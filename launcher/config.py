@@ -13,7 +13,7 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.policy import Policy
-from resilient_run.daemon.settings import find_settings
+from resilient_run.daemon.settings import Settings, find_settings
 
 _SOCKET_PATH_MAX_BYTES = 107
 _UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -58,15 +58,16 @@ class RunConfig:
         """Return the configuration that the values of `options` by parameter name describe.
 
         Raises:
-            click.BadParameter: The run directory does not fit in a socket address.
+            click.BadParameter: A directory does not fit in a socket address.
         """
         settings = find_settings(os.environ, run_dir=params["rr_run_dir"], shm_dir=params["rr_shm_dir"])
-        if len(os.fsencode(settings.socket_path)) > _SOCKET_PATH_MAX_BYTES:
-            raise click.BadParameter(
-                f"{settings.run_dir} is too long for the socket in it: choose a path of at most "
-                f"{_SOCKET_PATH_MAX_BYTES - len(settings.socket_path.name) - 1} bytes",
-                param_hint="--rr-run-dir",
-            )
+        for path, option in ((settings.socket_path, "--rr-run-dir"), (settings.vault_socket_path, "--rr-shm-dir")):
+            if len(os.fsencode(path)) > _SOCKET_PATH_MAX_BYTES:
+                raise click.BadParameter(
+                    f"{path.parent} is too long for the socket in it: choose a path of at most "
+                    f"{_SOCKET_PATH_MAX_BYTES - len(path.name) - 1} bytes",
+                    param_hint=option,
+                )
         return cls(
             run_dir=settings.run_dir,
             shm_dir=settings.shm_dir,
@@ -81,6 +82,11 @@ class RunConfig:
             policy=_with_persist_target(params["rr_config"], params["rr_persist"]),
             allow_injection=params["rr_allow_injection"],
         )
+
+    @property
+    def settings(self) -> Settings:
+        """The daemon's directories."""
+        return Settings(run_dir=self.run_dir, shm_dir=self.shm_dir)
 
     @classmethod
     def from_environ(cls) -> Self:
@@ -98,16 +104,16 @@ def options() -> list[click.Parameter]:
     return [
         click.Option(
             ["--rr-run-dir"],
-            type=click.Path(file_okay=False, path_type=Path),
+            type=click.Path(file_okay=False, readable=False, path_type=Path),
             envvar="RESILIENT_RUN_DIR",
-            help="Directory of the daemon's socket. Default: /run/resilientd when a daemon listens there, else "
+            help="Directory of the daemon's socket. Default: /run/resilientd when the daemon is a service there, else "
             "$XDG_RUNTIME_DIR/resilient-run, else /tmp/resilient-run-<uid>.",
         ),
         click.Option(
             ["--rr-shm-dir"],
-            type=click.Path(file_okay=False, path_type=Path),
+            type=click.Path(file_okay=False, readable=False, path_type=Path),
             envvar="RESILIENT_SHM_DIR",
-            help="tmpfs directory of the checkpoints, for a daemon that this command starts. "
+            help="tmpfs directory of the checkpoints: the daemon that owns it is used, or started. "
             "Default: /dev/shm/resilient-run-<uid>.",
         ),
         click.Option(

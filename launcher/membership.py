@@ -84,7 +84,7 @@ class Membership:
         """The end of the run that this launcher is or was a member of, None while it goes on."""
         return self._closed
 
-    async def register(self, terms: Terms, *, nproc: int, role: str, lease_ttl_s: float) -> None:
+    async def register(self, terms: Terms, host: str, nproc: int, role: str, *, lease_ttl_s: float) -> None:
         """Become a member, ready for nothing yet.
 
         Waits for the end of an earlier run with this id to pass, and for the key of a launcher that was just killed to
@@ -95,7 +95,8 @@ class Membership:
             RendezvousClosedError: The run stays closed.
             EtcdError: etcd cannot be reached or refuses.
         """
-        self._member = replace(self._member, nproc=nproc, role=role)
+        self._member = replace(self._member, host=host, nproc=nproc, role=role)
+        self._key = f"{self._prefix}members/{host}"
         self._lease_ttl_s = lease_ttl_s
         clock = asyncio.get_running_loop().time
         started_s = clock()

@@ -3,7 +3,6 @@
 import atexit
 import logging
 import os
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -28,6 +27,7 @@ from resilient_run.daemon.quarantine import Quarantine
 
 from .address import is_loopback, own_address
 from .agreement import Terms
+from .claim import Claim, machine_name
 from .forming import Announcer, Arrivals, next_round, standby
 from .membership import new_session
 from .patience import Deadline, Patience
@@ -54,10 +54,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         self._run_id = params.run_id
-        self._host = os.environ.get("RESILIENT_HOST_ID") or socket.gethostname()
-        for name, value in (("--rdzv-id", self._run_id), ("RESILIENT_HOST_ID", self._host)):
-            if not value or "/" in value:
-                raise ValueError(f"{name} is {value!r}; it names a key in etcd: it must not be empty or contain '/'")
+        machine = machine_name(self._run_id)
         self._min_nodes, self._max_nodes = params.min_nodes, params.max_nodes
         self._patience = Patience.from_params(params)
         self._etcd_config = EtcdConfig.parse(params.endpoint, params.config)
@@ -74,7 +71,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._round: Round | None = None
         self._store: TCPStore | None = None
         member = Member(
-            host=self._host,
+            host=machine,
             session=self._session,
             nproc=1,
             role="",
@@ -87,6 +84,8 @@ class EtcdRendezvous(RendezvousHandler):
             self._link = RunLink(self._etcd_config, run_id=self._run_id, member=member)
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from error
+        self._claim = Claim(self._run_id, machine, self._link.membership.view.round)
+        self._host = self._claim.host
         # torch does not shut the handler of a launcher down that a signal ends; leaving tells the others at once.
         atexit.register(self.leave)
 
@@ -231,7 +230,10 @@ class EtcdRendezvous(RendezvousHandler):
     def leave(self) -> bool:
         """Give up this host's place, disconnect, and tell whether etcd knows; other hosts go on without it."""
         atexit.unregister(self.leave)
-        return self._link.leave()
+        try:
+            return self._link.leave()
+        finally:
+            self._claim.release()
 
     # How a generation is joined.
 
@@ -358,7 +360,7 @@ class EtcdRendezvous(RendezvousHandler):
         if not self._registered:
             self._link.request(
                 lambda: membership.register(
-                    self._terms, nproc=self._nproc, role=self._role, lease_ttl_s=self._patience.lease_ttl_s
+                    self._terms, self._host, self._nproc, self._role, lease_ttl_s=self._patience.lease_ttl_s
                 ),
                 deadline.at_s,
             )

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.rounds import Round as DaemonRound
+from resilient_run.launcher import claim
 from resilient_run.launcher.rendezvous import EtcdRendezvous
 from resilient_run.launcher.rounds import Round
 
@@ -638,9 +639,34 @@ def test_exception_under_way_makes_a_shutdown_a_failure(launchers: Launchers) ->
     assert closed.reason == "the launcher on host a failed with KeyError"
 
 
-def test_two_live_launchers_on_one_host(launchers: Launchers) -> None:
+def test_launchers_on_one_host_have_names_of_their_own(launchers: Launchers) -> None:
+    """Whoever comes back gets the name that is free, the round's first."""
+
+    def join(*handlers: EtcdRendezvous) -> set[str]:
+        with ThreadPoolExecutor(len(handlers)) as pool:
+            infos = [pool.submit(handler.next_rendezvous) for handler in handlers]
+            assert {info.result(WAIT_S).world_size for info in infos} == {len(handlers)}
+        assert handlers[0].round is not None
+        return {seat.host for seat in handlers[0].round.members}
+
+    first, second, third = (launchers.make("a", (2, 2)) for _ in range(3))
+    assert [handler.host for handler in (first, second, third)] == ["a", "a#1", "a#2"]
+    assert join(first, third) == {"a", "a#2"}
+    second.leave()
+    third.leave()
+    again = launchers.make("a", (2, 2))
+    assert again.host == "a#2"
+    assert join(first, again) == {"a", "a#2"}
+    assert first.generation == 2
+
+
+def test_the_name_of_a_launcher_in_another_namespace_is_refused(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where names cannot be claimed, as between containers of one host name, etcd still has each only once."""
     first = launchers.make("a", (1, 2), last_call_timeout="0.1", lease_ttl="1")
     launchers.joined("a")
+    monkeypatch.setattr(claim, "_address", lambda run_id, host: f"\0another namespace/{run_id}/{host}")
     launchers.make("a", (1, 2), lease_ttl="1")
     message = (
         rf"run id '{launchers.run_id}' already has a live launcher on host a \(pid {os.getpid()} .*RESILIENT_HOST_ID"

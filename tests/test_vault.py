@@ -1,17 +1,20 @@
 """Slots on a real tmpfs: geometry, what may be overwritten, the memory budget, and adoption after SIGKILL."""
 
 import asyncio
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_watermark
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError
-from resilient_run.ckpt.slot import HEADER_BYTES, Slot, plan_layout
+from resilient_run.ckpt.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
 from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.jobs import Jobs
 from resilient_run.daemon.memory import MemoryBudget, default_limit_bytes
 from resilient_run.daemon.record import JobRecord
 from resilient_run.daemon.rounds import Pair, Round
@@ -161,7 +164,7 @@ def test_vault_adopts_what_verifies_and_clears_the_rest(shm_dir: Path, caplog: p
         assert slots.record == record()
         assert slots.held() == {}
         await slots.adopt()
-        assert vault.budget.used_bytes == 5 * CAPACITY
+        assert vault.budget.used_bytes == 5 * CAPACITY + len(b"no slot")
         return slots.held()
 
     paths = asyncio.run(before())
@@ -175,7 +178,8 @@ def test_vault_adopts_what_verifies_and_clears_the_rest(shm_dir: Path, caplog: p
     assert asyncio.run(after()) == {0: {(1, 0)}, 5: {(1, 5)}}
     assert caplog.text.count("is corrupt and was cleared") == 2
     assert [Slot.open(path).state() for path in (paths[1], paths[2], paths[4])] == ["EMPTY", "WRITING", "EMPTY"]
-    assert not paths[3].exists()
+    assert paths[3].read_bytes() == b"no slot"
+    assert "is of another version" in caplog.text
     assert not (shm_dir / ("0" * 32)).exists()
 
 
@@ -196,6 +200,46 @@ def test_run_id_of_another_user_is_refused(shm_dir: Path) -> None:
     vault.open(record())
     with pytest.raises(DaemonError, match="another user"):
         vault.open(record(uid=os.geteuid() + 1))
+
+
+def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Path) -> None:
+    """A trainer has one job's slot mapped, another version wrote in the second, a launcher holds the third open."""
+
+    async def scenario() -> None:
+        vault = open_vault(shm_dir, limit_bytes=1 << 40)
+        files = {}
+        for run_id in ("mapped", "newer", "open", "left"):
+            slots = vault.open(replace(record(run_id), launcher_pid=os.getpid() if run_id == "open" else None))
+            files[run_id] = (await slots.allocate(0, SMALL, committed=None))[0].slot.path
+        with files["newer"].open("r+b") as file:
+            file.write(MAGIC[:-1] + bytes([MAGIC[-1] + 1]))
+        with files["mapped"].open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            jobs = Jobs(open_vault(shm_dir, limit_bytes=1 << 40), asyncio.create_task)
+            jobs.scan()
+            await jobs.collect(orphan_ttl_s=0.0)
+            assert {run_id for run_id, path in files.items() if path.exists()} == {"mapped", "newer", "open"}
+            assert (await jobs.collect_garbage(lambda uid: True))["removed"] == []
+        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == ["mapped"]
+        assert {run_id for run_id, path in files.items() if path.exists()} == {"newer", "open"}
+
+    asyncio.run(scenario())
+
+
+def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(record())
+        await slots.allocate(0, SMALL, committed=None)
+        (slots.directory / "job.json").write_text('{"written": "by a version that is not known yet"}')
+        vault = open_vault(shm_dir)
+        assert vault.scan() == []
+        assert vault.budget.used_bytes == 2 * CAPACITY
+        with pytest.raises(DaemonError, match="another version kept of run 'run': go on with that version"):
+            vault.open(record())
+        assert len(list(slots.directory.glob("*.slot"))) == 2
+
+    asyncio.run(scenario())
+    assert "is left alone" in caplog.text
 
 
 def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:

@@ -94,12 +94,12 @@ def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str
     wait_until(lambda: first.reached(3), timeout_s=60, what="step 3", host=first)
     second = cluster.host("same host, second run")
     second.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "5", "0"], RESILIENT_HOST_ID="a")
-    assert second.wait() == 1
-    assert "already has a live launcher on host a" in second.output
-    assert not second.lines
+    told = "has another launcher on a; this one is host a#1"
+    wait_until(lambda: told in second.output, timeout_s=60, what=told, host=second)
     reached = max(step for _, step, _ in first.steps())
     wait_until(lambda: first.reached(reached + 5), timeout_s=30, what="the first run going on")
     assert first.starts() == 1
+    assert not second.lines
 
 
 def flip_byte(path: Path, offset: int) -> None:
