@@ -156,18 +156,21 @@ def _sum_on_cuda(words, starts, sizes, weights, found):  # type: ignore[no-untyp
     f = cuda.blockIdx.x * _BLOCK_FRAGMENTS + thread // _FRAGMENT_THREADS
     first = second = np.uint64(0)
     if f < starts.size:
-        start, size = starts[f], sizes[f]
+        start, size = np.uint64(starts[f]), sizes[f]
         whole = size // _WORD_BYTES
-        for i in range(thread % _FRAGMENT_THREADS, whole, _FRAGMENT_THREADS):
+        # Unsigned, because numba would ask for each signed index whether it counts from the end.
+        i, end = np.uint64(thread % _FRAGMENT_THREADS), np.uint64(whole)
+        while i < end:
             word = np.uint64(words[start + i])
             first += weights[i] * word
-            second += weights[i + 1] * word
+            second += weights[i + np.uint64(1)] * word
+            i += np.uint64(_FRAGMENT_THREADS)
         if thread % _FRAGMENT_THREADS == 0:
             first += np.uint64(size)
             second += np.uint64(size)
             if size % _WORD_BYTES:
                 mask = (np.uint64(1) << np.uint64(8 * (size % _WORD_BYTES))) - np.uint64(1)
-                word = np.uint64(words[start + whole]) & mask
+                word = np.uint64(words[start + end]) & mask
                 first += weights[whole] * word
                 second += weights[whole + 1] * word
     partial[0, thread] = first
