@@ -135,7 +135,8 @@ class Lead:
     """How many steps after the newest one known to be completed the next capture is to be made.
 
     One, while every rank hears of a commit before its next step. When a rank hears of it too late the lead doubles, and
-    it is halved again after a few commits without that; after more and more of them if that was too early.
+    it is halved again after a few commits without that; after more and more of them if that was too early. News take
+    about as long to the ranks as from them, so the steps that a commit took bound it.
     """
 
     def __init__(self) -> None:
@@ -144,9 +145,10 @@ class Lead:
         self._patience = _FIRST_PATIENCE
         self._kept = 0
 
-    def kept(self) -> None:
-        """Hear that all ranks captured in time."""
+    def kept(self, commit_steps: int) -> None:
+        """Hear that all ranks captured in time, and that so many steps passed until the commit."""
         self._kept += 1
+        self._steps = min(self._steps, 2 * commit_steps + 1)
         if self._kept >= self._patience and self._steps > 1:
             self._steps, self._kept = self._steps // 2, 0
 

@@ -81,7 +81,7 @@ class Committer:
             if move.late:
                 self._lead.missed()
             if move.pair is not None:
-                self._lead.kept()
+                self._lead.kept(move.done - move.pair[1])
                 puts["ckpt/watermark"] = pair_message(move.pair) or {}
                 world_size = self._state.world_size
                 if world_size is not None and self._state.committed != world_size:

@@ -103,7 +103,7 @@ class Run:
         if pair is None and True in found:
             self.lead.missed()
         elif pair is not None:
-            self.lead.kept()
+            self.lead.kept(self.step - pair[1])
         following = self.lead.after(max(self.step, self.agreed.next[1] if pair is None else pair[1]), every=1)
         self.agreed = Agreed(committed=pair or self.agreed.committed, next=(2, following))
         said = self.agreed

@@ -136,13 +136,16 @@ def test_the_next_capture_is_as_far_ahead_as_ranks_need_to_hear_of_it() -> None:
     assert lead.after(7, every=1) == 11
     kept = 0
     while lead.after(0, every=1) > 1:
-        lead.kept()
+        lead.kept(9)
         kept += 1
     assert kept < 64
     lead.missed()
-    for _ in range(8):
-        lead.kept()
+    for _ in range(7):
+        lead.kept(9)
     assert lead.after(0, every=1) == 2, "the lead was shortened too early, and is kept for longer now"
+    lead.missed()
+    lead.kept(0)
+    assert lead.after(0, every=1) == 1, "a commit within a step"
 
 
 def test_reports_survive_their_way_through_etcd() -> None:
