@@ -53,8 +53,8 @@ class Checkpointer:
 
         Args:
             rng: Whether the random number generators of Python, numpy and torch are part of the state.
-            objects: By name, objects with `state_dict` and `load_state_dict`, lists, tuples and dicts of them, and plain
-                values (numbers, strings, tensors, arrays, and containers of them).
+            objects: By name, objects with `state_dict` and `load_state_dict`, lists, tuples and dicts of them, and
+                plain values (numbers, strings, tensors, arrays, and containers of them).
 
         Raises:
             StateError: The state holds something that cannot be captured.
