@@ -58,8 +58,8 @@ class Checkpointer:
 
         Args:
             rng: Whether the random number generators of Python, numpy and torch are part of the state.
-            objects: By name, objects with `state_dict` and `load_state_dict`, and plain values (numbers, strings,
-                tensors, arrays, and containers of them).
+            objects: By name, objects with `state_dict` and `load_state_dict`, lists, tuples and dicts of them, and
+                plain values (numbers, strings, tensors, arrays, and containers of them).
 
         Raises:
             StateError: The state holds something that cannot be captured.
@@ -142,7 +142,8 @@ class Checkpointer:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
         Raises:
-            StateError: The registered objects do not fit (nothing was loaded), or steps were made already.
+            StateError: The registered objects do not fit (nothing was loaded), steps were made already, or an object
+                did not take back exactly what was captured (the state is loaded in part).
             TopologyError: It was made by another world size or device mesh; nothing was loaded.
             RestoreError: No verified copy of it is left.
             SlotError: It is an import, and damaged.
