@@ -21,8 +21,9 @@ from typing import Any
 from report import Summary, parser, table, write_json
 
 from resilient_run.daemon.coordination import Coordinator
+from resilient_run.daemon.digests import HostDigests
 from resilient_run.daemon.etcd import Etcd, EtcdConfig
-from resilient_run.daemon.policy import RootPolicy
+from resilient_run.daemon.policy import Policy
 from resilient_run.daemon.rounds import Round
 from resilient_run.daemon.supervise import Supervisor
 from resilient_run.daemon.view import JobView
@@ -46,6 +47,9 @@ class HeldSteps:
     def held(self) -> dict[int, frozenset[tuple[int, int]]]:
         return dict.fromkeys(self.ranks, self.pairs)
 
+    def find(self, rank: int, pair: tuple[int, int]) -> None:
+        """No slot, so no digests."""
+
     @property
     def record(self) -> "HeldSteps":
         return self
@@ -64,7 +68,9 @@ class SimulatedHost:
         self.seen_s = 0.0
         self.coordinator = Coordinator(
             run_id=RUN_ID,
-            policy=RootPolicy(),
+            policy=Policy(),
+            digests=HostDigests(self.view, self.slots, self._no_peer),  # type: ignore[arg-type]
+            observe=lambda found: None,
             persister=None,
             config=config,
             address=("127.0.0.1", 1 + index),
@@ -74,6 +80,8 @@ class SimulatedHost:
             on_round=self._on_round,
             supervisor=Supervisor(f"host{index}"),
         )
+
+    async def _no_peer(self, host: str) -> None: ...
 
     async def _on_incarnation(self, incarnation: str) -> None: ...
 

@@ -17,6 +17,7 @@ from typing import Final, Literal
 import torch
 
 from .copying import CapturePlan, Copier, Staged, object_name
+from .digests import Digester
 from .env import TrainerEnv
 from .errors import CheckpointError, DaemonError, MemoryBudgetError
 from .link import Link
@@ -47,6 +48,7 @@ class _Job:
     node: Node
     plan: CapturePlan
     staged: Staged
+    trained: frozenset[str]
     phase: _Phase = _Phase.PENDING
     target: MappedSlot | None = None
     hurries: bool = False
@@ -78,6 +80,7 @@ class Capturer:
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
         self._plan: CapturePlan | None = None
+        self._digester: tuple[CapturePlan, Digester] | None = None  # of the capture thread
         self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
         self._on_complete: Callable[[str, Version], None] = lambda path, version: None
         self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
@@ -148,7 +151,7 @@ class Capturer:
             plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
         with self._changed:
             self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
-        job = _Job(step=step, node=flat.node, plan=plan, staged=plan.stage(flat))
+        job = _Job(step=step, node=flat.node, plan=plan, staged=plan.stage(flat), trained=state.trained)
         with self._changed:
             self._job = job
             if self._idle and not self._must_allocate(job):
@@ -328,7 +331,7 @@ class Capturer:
 
     def _ask_slots(self, job: _Job) -> list[str]:
         """Return the paths of slots that the daemon has for captures like `job`."""
-        manifest_bytes = len(encode(job.plan.tensors, job.node))
+        manifest_bytes = len(encode(job.plan.tensors, job.node)) + self._digester_of(job).encoded_bytes
         payload_bytes = job.plan.layout.payload_bytes
         if self._slots.fits(manifest_bytes, payload_bytes):
             first = self._slots.slots[0].slot
@@ -362,8 +365,9 @@ class Capturer:
         target, plan = job.target, job.plan
         assert target is not None
         started_s = time.monotonic()
+        digester = self._digester_of(job)
         manifest = encode(plan.tensors, job.node)
-        if not self._slots.fits(len(manifest), plan.layout.payload_bytes):
+        if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
             with self._changed:
                 self._stale = True
                 self._skip(job)
@@ -381,6 +385,7 @@ class Capturer:
         if copied.changed is not None:
             self._discard(job, copied.changed)
             return
+        payload = target.slot.buffer[target.slot.payload_offset :]
         target.slot.publish(
             run_id=self._env.run_id,
             topology=self._topology,
@@ -389,7 +394,7 @@ class Capturer:
             generation=self._env.generation,
             step=job.step,
             payload_bytes=plan.layout.payload_bytes,
-            manifest=manifest,
+            manifest=digester.extend(manifest, payload, copied.checksums, job.staged.fingerprints),
             checksums=copied.checksums,
         )
         target.held = (self._env.generation, job.step)
@@ -398,6 +403,14 @@ class Capturer:
         self.stats.bytes += plan.layout.payload_bytes
         self.stats.capture_s += time.monotonic() - started_s
         self._advance(job, _Phase.COMPLETE)
+
+    def _digester_of(self, job: _Job) -> Digester:
+        plan = job.plan
+        if self._digester is None or self._digester[0] is not plan:
+            pieces = [(piece.leaf, piece.start) for pieces in plan.chunks for piece in pieces if piece.leaf is not None]
+            digester = Digester(plan.specs, plan.layout, job.node, pieces, rank=self._env.rank, trained=job.trained)
+            self._digester = plan, digester
+        return self._digester[1]
 
     def _discard(self, job: _Job, changed: str) -> None:
         name = object_name(changed)

@@ -177,7 +177,7 @@ class Checkpointer:
             MemoryBudgetError: The first capture does not fit in the memory budget of the host.
             InjectedFault: `resilient-inject` ordered it.
         """
-        self._injected.strike()
+        self._injected.strike(self._state)
         started_s = time.monotonic()
         n = self._step + 1 if n is None else n
         if n <= self._step:

@@ -18,10 +18,10 @@ import torch
 import xxhash
 
 from .device import WORD_BYTES, Device, DeviceCapture, DeviceLeaves, device_of
-from .manifest import encode_tensors, plan_payload
+from .manifest import encode_tensors, leaf_paths, plan_payload
 from .slot import CHUNK_BYTES, chunk_count
 from .slots import MappedSlot
-from .tree import Flattener, Leaf, leaf_paths
+from .tree import Flattener, Leaf
 
 _SMALL_BYTES: Final = 64 << 10
 """Leaves up to this are copied inside `step()`: that takes no longer than a fingerprint and its bookkeeping."""

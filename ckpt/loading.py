@@ -16,9 +16,9 @@ from .errors import SlotError, StateError, TopologyError
 from .exact import put, without_uncastable
 from .fits import check_fits, some
 from .held import held_optimizers, parameters
-from .manifest import Manifest, Node, ShardSpec, TensorSpec
+from .manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from .state import TrainingState, get_rng, set_rng
-from .tree import Flattener, entries, leaf_paths, shard_spec, unflatten
+from .tree import Flattener, entries, shard_spec, unflatten
 from .verify import Comparison, Difference
 
 

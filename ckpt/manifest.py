@@ -189,6 +189,27 @@ def parse(data: bytes, payload_bytes: int) -> Manifest:
     return Manifest(tree=document["tree"], tensors=tuple(tensors), offsets=tuple(offsets))
 
 
+def leaf_paths(node: Node) -> dict[str, int]:
+    """Return the leaf index at each dotted path of the tree of a manifest."""
+    paths: dict[str, int] = {}
+
+    def walk(node: Node, path: str) -> None:
+        if not isinstance(node, list):
+            return
+        if node[0] == "x":
+            paths[path] = node[1]
+            return
+        if node[0] in ("d", "C"):
+            pairs = [(str(key), child) for key, child in zip(node[1], node[2], strict=True)]
+        else:
+            pairs = [(str(index), child) for index, child in enumerate(node[1:])]
+        for key, child in pairs:
+            walk(child, f"{path}.{key}" if path else key)
+
+    walk(node, "")
+    return paths
+
+
 def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int]:
     kind, dtype, device = row["kind"], _string(row["dtype"]), _string(row["device"])
     if kind not in ("torch", "numpy", "bytes"):

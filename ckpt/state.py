@@ -12,8 +12,8 @@ import xxhash
 
 from .errors import StateError
 from .held import held_optimizers, parameters
-from .manifest import Manifest
-from .tree import Flattener, leaf_paths
+from .manifest import Manifest, leaf_paths
+from .tree import Flattener
 
 
 @runtime_checkable
@@ -36,6 +36,7 @@ class TrainingState:
         values: Plain data, captured at each step and replaced by `load`.
         has_rng: Whether the random number generators are part of it.
         optimizers: All torch optimizers that the objects are or hold.
+        trained: Names of the objects that are modules, or are or hold optimizers.
     """
 
     def __init__(self, registered: dict[str, Any], *, rng: bool) -> None:
@@ -55,7 +56,7 @@ class TrainingState:
                     raise StateError(f"{path} is registered twice: give one of the two another name")
                 self.objects[path] = found
         self.has_rng = rng
-        self.optimizers = self._held()
+        self._find_trained()
 
     def replace(self, registered: dict[str, Any]) -> None:
         """Register other objects under names that are registered already.
@@ -75,7 +76,7 @@ class TrainingState:
                 )
             objects |= new
         self.objects |= objects
-        self.optimizers = self._held()
+        self._find_trained()
 
     def flatten(self) -> Flattener:
         """Return the current state, its tensors by reference.
@@ -130,9 +131,12 @@ class TrainingState:
 
         return load(self, manifest, payload)
 
-    def _held(self) -> list[torch.optim.Optimizer]:
-        found = (held for item in self.objects.values() for held in held_optimizers(item))
-        return list({id(optimizer): optimizer for optimizer in found}.values())
+    def _find_trained(self) -> None:
+        held = {name: list(held_optimizers(item)) for name, item in self.objects.items()}
+        self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
+        self.trained = frozenset(
+            name for name, item in self.objects.items() if held[name] or isinstance(item, torch.nn.Module)
+        )
 
     def _check_memory(self, flat: Flattener) -> None:
         """Refuse tensors that could not be brought back as they lie in memory."""

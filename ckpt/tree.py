@@ -325,27 +325,6 @@ def entries(node: Node) -> dict[str, Node]:
     raise SlotError(f"manifest tree is malformed: no dict of names in {str(node)[:80]}")
 
 
-def leaf_paths(node: Node) -> dict[str, int]:
-    """Return the leaf index at each dotted path of a node that `Flattener` made."""
-    paths: dict[str, int] = {}
-
-    def walk(node: Node, path: str) -> None:
-        if not isinstance(node, list):
-            return
-        if node[0] == "x":
-            paths[path] = node[1]
-            return
-        if node[0] in ("d", "C"):
-            pairs = [(str(key), child) for key, child in zip(node[1], node[2], strict=True)]
-        else:
-            pairs = [(str(index), child) for index, child in enumerate(node[1:])]
-        for key, child in pairs:
-            walk(child, f"{path}.{key}" if path else key)
-
-    walk(node, "")
-    return paths
-
-
 def _malformed(node: Node) -> NoReturn:
     raise ValueError(f"unknown node {str(node)[:80]}")
 

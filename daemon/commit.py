@@ -38,9 +38,10 @@ def parse_held(value: Mapping[str, Any]) -> dict[int, frozenset[Pair]]:
         raise DaemonError(f"ckpt/held: {str(value)[:200]} is not a report of replicas: {error!r}") from error
 
 
-def report_held(held: Held) -> dict[str, Any]:
-    """Return the etcd value that `parse_held` reads."""
-    return {"held": {str(rank): sorted(list(pair) for pair in pairs) for rank, pairs in sorted(held.items())}}
+def report_held(held: Held, digests: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the etcd value that `parse_held` reads, with what `digests.parse_claims` reads."""
+    ranks = {str(rank): sorted(list(pair) for pair in pairs) for rank, pairs in sorted(held.items())}
+    return {"held": ranks, "digests": digests}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

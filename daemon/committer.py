@@ -48,6 +48,7 @@ class Committer:
         view: What is known of the job.
         slots: What this host holds.
         state: What the job's keys say; whoever changes it calls the view's `notify` when `due` then says so.
+        agrees: Tells whether ranks that must hold the same bytes do in a pair; else it is not committed.
         also: Returns what else is put when a pair is committed, by key without the prefix.
     """
 
@@ -59,6 +60,7 @@ class Committer:
         view: JobView,
         slots: JobSlots,
         state: RootState,
+        agrees: Callable[[Pair], bool],
         also: Callable[[Pair], Mapping[str, Any]] | None,
     ) -> None:
         self._etcd = etcd
@@ -66,6 +68,7 @@ class Committer:
         self._view = view
         self._slots = slots
         self._state = state
+        self._agrees = agrees
         self._also = also
         self._tried: dict[str, int] = {}
         self._lead = Lead()
@@ -111,6 +114,9 @@ class Committer:
         # Our own replicas and news need no way through etcd to count.
         tally.see(self._view.host, self._slots.held())
         pair = advance(agreed, tally)
+        if pair is not None and not self._agrees(pair):
+            # No newer step is captured meanwhile: either this one is agreed on, or the comparison ends the generation.
+            return None
         generation, following = agreed.next
         here = [] if self._view.missed is None else [self._view.missed]
         missed = [missed for missed in (*here, *self._state.missed) if missed.next == agreed.next]

@@ -12,14 +12,16 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 
 from .commit import NEXT_KEY, report_held
+from .digests import EqualLeaves, HostDigests
 from .election import LEADER_KEY, Election
 from .etcd import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
 from .fields import Fields
 from .leased import LeasedKeys
+from .observation import Observation
 from .operator import make_operator
 from .persist import Persister
 from .persist_plan import REQUEST_KEY
-from .policy import RootPolicy
+from .policy import Policy
 from .quarantine import Quarantine
 from .root import RootAgent
 from .root_state import DECISIONS_KEY
@@ -45,6 +47,8 @@ class Coordinator:
     Args:
         run_id: The job.
         policy: How the root answers failures.
+        digests: By which ranks are compared.
+        observe: Takes in what way they differ, on the root.
         config: How to reach etcd.
         address: Where peers reach this host's daemon.
         view: Written from what etcd says.
@@ -64,7 +68,9 @@ class Coordinator:
         self,
         *,
         run_id: str,
-        policy: RootPolicy,
+        policy: Policy,
+        digests: HostDigests,
+        observe: Callable[[Mapping[str, Observation]], None],
         config: EtcdConfig,
         address: tuple[str, int],
         view: JobView,
@@ -78,6 +84,8 @@ class Coordinator:
         self.discard = False
         self._run_id = run_id
         self._policy = policy
+        self._digests = digests
+        self._observe = observe
         self._prefix = f"/resilient-run/{run_id}/"
         self.leased = LeasedKeys(self._prefix, view, lambda: self._lease)
         self._config = config
@@ -110,6 +118,7 @@ class Coordinator:
                     "follow rounds": partial(self._follow, etcd, "rdzv/", self._rendezvous),
                     "follow commits": partial(self._follow, etcd, "ckpt/watermark", self._watermark),
                     "follow hosts": partial(self._follow, etcd, "ckpt/hosts/", self._hosts),
+                    "follow comparison": partial(self._follow, etcd, "ckpt/equal/", self._equal),
                     "register": partial(self._register, etcd),
                     "report": partial(self._report, etcd),
                     "leased keys": partial(self.leased.run, etcd),
@@ -204,6 +213,18 @@ class Coordinator:
         self._view.addresses, self._view.every_elsewhere, self._view.signs = addresses, every, signs
         self._view.notify()
 
+    async def _equal(self, changes: Mapping[str, Entry | None]) -> None:
+        equal = self._digests.equal = self._digests.equal or {}
+        for key, entry in changes.items():
+            structure = key.removeprefix("ckpt/equal/")
+            equal.pop(structure, None)
+            try:
+                if entry is not None:
+                    equal[structure] = EqualLeaves.parse(key, entry.value)
+            except DaemonError as error:
+                log.error("%s counts as nothing: %s", key, error)
+        self._view.notify()
+
     async def _root(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)
         leader, decisions = self._entries.get(LEADER_KEY), self._entries.get(DECISIONS_KEY)
@@ -273,8 +294,11 @@ class Coordinator:
         if written:
             self._reported, self._reported_revision = report, written
 
+    def _held(self) -> dict[str, Any]:
+        return report_held(self._slots.held(), self._digests.report())
+
     def _report_due(self) -> dict[str, Any] | None:
-        report = report_held(self._slots.held())
+        report = self._held()
         return None if report == self._reported else report
 
     async def _lead(self, etcd: Etcd, requests: asyncio.TaskGroup) -> None:
@@ -286,8 +310,11 @@ class Coordinator:
                 etcd,
                 view=self._view,
                 slots=self._slots,
-                policy=self._policy,
-                operator=make_operator(self._policy, self._slots.record.uid),
+                policy=self._policy.root,
+                corruption=self._policy.detect.corruption,
+                digests=self._digests,
+                observe=self._observe,
+                operator=make_operator(self._policy.root, self._slots.record.uid),
                 group=requests,
                 supervisor=self._supervisor,
                 also_commit=None if self._persister is None else self._persister.requested_with,

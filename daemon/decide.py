@@ -19,8 +19,8 @@ HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu"})
 
 _SOFTWARE = frozenset({"worker_exit", "hang", "restart"})
 _HARDWARE = frozenset({"host_lost", "unhealthy"})
-_BLAMED = frozenset({"worker_exit", "hang", "host_lost", "unhealthy"})
-_LOOPING = frozenset({"worker_exit", "hang"})
+_BLAMED = frozenset({"worker_exit", "hang", "host_lost", "unhealthy", "corruption"})
+_LOOPING = frozenset({"worker_exit", "hang", "corruption"})
 _ABSENT_S = 10.0
 """How long a launcher may be away before it is replaced, unless others found it lost: etcd may have been away."""
 
@@ -95,8 +95,8 @@ class Decision:
     reason: str
 
 
-def decide(view: RootView, policy: RootPolicy, now_unix_s: float) -> Decision:
-    """Decide what the root does about `view` at `now_unix_s` by its own clock.
+def decide(view: RootView, policy: RootPolicy, now_unix_s: float, *, corruption: str = "warn") -> Decision:
+    """Decide what the root does about `view` at `now_unix_s` by its own clock, and about corruption as configured.
 
     The same view gives the same decision, and the view that follows from carrying it out gives none.
     """
@@ -107,6 +107,9 @@ def decide(view: RootView, policy: RootPolicy, now_unix_s: float) -> Decision:
     view = replace(view, history=view.history + tuple(note.failure for note in notes))
     if (stop := _crash_loop(view, policy)) is not None:
         return _decision((*notes, stop))
+    corrupted = _corruption(view)
+    if corrupted is not None and corruption == "stop":
+        return _decision((*notes, Stop(reason=corrupted.reason)))
     quarantines = _quarantines(view, policy, now_unix_s)
     added = {action.host: action.quarantine for action in quarantines}
     view = replace(view, quarantines={**view.quarantines, **added})
@@ -123,7 +126,7 @@ def decide(view: RootView, policy: RootPolicy, now_unix_s: float) -> Decision:
     if view.failure is None:
         if fall_back is not None:
             actions.append(Break(kind="memory_lost", host="", rank=None, reason=fall_back.reason))
-        elif (breaking := _unhealthy(view, spare) or _hang(view)) is not None:
+        elif (breaking := corrupted or _unhealthy(view, spare) or _hang(view)) is not None:
             actions.append(breaking)
     if (request := _replacement(view, avoided, spare)) is not None:
         actions.append(request)
@@ -154,6 +157,8 @@ def _notes(view: RootView, now_unix_s: float) -> list[Note]:
 def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
     """Return whose fault `failure` is, and from where training will be restored (Gemini, 6.6.2)."""
     where = "the beginning" if view.watermark is None else f"step {view.watermark[1]}"
+    if failure.kind == "corruption":
+        return "hardware failure", f"all hosts go back to {where}, on which all ranks agreed"
     if failure.kind in _SOFTWARE:
         return "software failure", f"the same hosts go on at {where} from their own memory"
     if failure.kind not in _HARDWARE:
@@ -255,6 +260,16 @@ def _unhealthy(view: RootView, spare: list[str]) -> Break | None:
         if _disables(observation) and host in view.round and spare:
             reason = f"host {host} is unhealthy ({observation.message}): {spare[0]} takes its place"
             return Break(kind="unhealthy", host=host, rank=None, reason=reason)
+    return None
+
+
+def _corruption(view: RootView) -> Break | None:
+    """Return the way back to the newest step on which all ranks agreed: nothing was committed since."""
+    assert view.round is not None
+    for _, item in view.observed():
+        if (item.kind, item.severity, item.generation) == ("corruption", "fail", view.generation):
+            host = next((host for host in view.round.hosts if item.rank in view.round.ranks(host)), "")
+            return Break(kind="corruption", host=host, rank=item.rank, reason=f"corruption: {item.message}")
     return None
 
 

@@ -46,6 +46,14 @@ class Corruption:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BitFlip:
+    """Which bit: of the tensor `leaf` of a registered module or optimizer (any when empty), as `seed` draws it."""
+
+    leaf: str = setting("")
+    seed: int = setting(0, low=0, high=MAX_INTEGER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Silence:
     """Whose lease is not kept alive, and for how long."""
 
@@ -119,6 +127,12 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="stop-rank", scope=Scope.RANK, what="SIGSTOP a rank's trainer", parameters=Pause),
         Kind(name="hang-rank", scope=Scope.RANK, what="block a rank inside Checkpointer.step()", parameters=Pause),
         Kind(name="raise", scope=Scope.RANK, what="raise InjectedFault in a rank's next Checkpointer.step()"),
+        Kind(
+            name="flip-bit",
+            scope=Scope.RANK,
+            what="flip a bit of a rank's parameters or optimizer state before its next Checkpointer.step()",
+            parameters=BitFlip,
+        ),
         Kind(
             name="corrupt-replica",
             scope=Scope.REPLICA,

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -126,6 +126,17 @@ class Peer:
                     download.landed(self.host, part)
                 except SlotError as error:
                     raise SlotError(f"host {self.host} sent something else than rank {rank} {pair}: {error}") from error
+
+    async def digests(self, rank: int, pair: Pair, leaves: Sequence[int]) -> wire.Message | None:
+        """Return the peer's digests of its own `rank` at `pair` and the names of some, None when it has none any more.
+
+        Raises:
+            PeerError: No valid answer.
+        """
+        async with self._questions.use() as sock:
+            await _send(sock, {**_request("digests", rank, pair), "leaves": list(leaves)})
+            answer = await _receive_answer(sock)
+        return answer if answer["ok"] else None
 
     async def close(self) -> None:
         """Close the connections once nobody uses them any more."""

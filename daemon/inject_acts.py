@@ -128,6 +128,7 @@ LOCAL: Mapping[str, Callable[[Scene, Order], tuple[str, Blow]]] = {
     "kill-rank": _kill_rank,
     "hang-rank": _tell_rank,
     "raise": _tell_rank,
+    "flip-bit": _tell_rank,
     "corrupt-replica": _corrupt_replica,
     "kill-launcher": _kill_launcher,
     "kill-daemon": _kill_daemon,

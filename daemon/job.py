@@ -11,6 +11,7 @@ from typing import Any
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
 
 from .coordination import Coordinator
+from .digests import HostDigests
 from .etcd import Etcd, EtcdError
 from .inject import Injector
 from .inject_acts import Scene
@@ -67,9 +68,12 @@ class Job:
                 run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots, supervisor=supervisor
             )
             tier_source = TierSource(tier, self.view, self._persister.refuse)
+        self._digests = HostDigests(self.view, slots, lambda host: self._replicator.peer(host))
         self._coordinator = Coordinator(
             run_id=spec.run_id,
-            policy=spec.policy.root,
+            policy=spec.policy,
+            digests=self._digests,
+            observe=lambda found: self._observer.update("corruption", found),
             config=spec.etcd,
             address=spec.address,
             view=self.view,
@@ -169,6 +173,10 @@ class Job:
         """Fetch what `host` offers, if it is ours to keep."""
         if self.failure is None:
             self._replicator.offered(host, offer)
+
+    def digests(self, rank: int, pair: Pair, wanted: Sequence[int]) -> dict[str, Any] | None:
+        """Return the digests of the own `rank` at `pair` and the names of the `wanted`, None when they are gone."""
+        return self._digests.answer(rank, pair, wanted)
 
     def pacer(self, rank: int, pair: Pair) -> Pacer | None:
         """Return what says when `pair` of `rank` may leave, None when that is at once: only new captures are paced."""

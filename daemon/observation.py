@@ -8,7 +8,7 @@ from resilient_run.ckpt.errors import DaemonError
 
 from .fields import Fields
 
-KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow")
+KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow", "corruption")
 SEVERITIES = ("info", "warn", "fail")
 """From harmless to "the root must act"."""
 

@@ -5,11 +5,12 @@ import errno
 import hmac
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from resilient_run.ckpt import wire
+from resilient_run.ckpt.digests import MAX_DIGESTS
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.slot import SlotHeader
 
@@ -47,6 +48,9 @@ class PeerJob(Protocol):
 
     def offered(self, host: str, offer: Offer) -> None:
         """Fetch what `host` offers, if it is ours to keep."""
+
+    def digests(self, rank: int, pair: Pair, wanted: Sequence[int]) -> dict[str, Any] | None:
+        """Return the digests of the own `rank` at `pair` and the names of the `wanted`, None when they are gone."""
 
     def pacer(self, rank: int, pair: Pair) -> Pacer | None:
         """Return what says when `pair` of `rank` may leave, None when that is at once."""
@@ -148,6 +152,12 @@ class PeerServer:
             job.offered(host, Offer.parse(fields))
             return
         request_id = fields.integer("id")
+        if op == "digests":
+            known = job.digests(rank, pair, fields.integers("leaves", high=MAX_DIGESTS))
+            answer = {"ok": True, **known} if known else {"ok": False, "error": "SlotError", "message": "they are gone"}
+            writer.write(wire.encode({"id": request_id, **answer}))
+            await writer.drain()
+            return
         file = await job.find(rank, pair)
         header = None if file is None else _header_of(file, pair)
         if file is None or header is None:
@@ -161,7 +171,7 @@ class PeerServer:
             size_bytes = fields.integer("size", low=1, high=min(RANGE_BYTES, header.used_bytes - offset))
             await _send_range(file, request_id, offset, size_bytes, writer, job.pacer(rank, pair), pair[1])
         else:
-            raise DaemonError(f"host {host}: field 'op' must be offer, get or have, got {message['op']!r}")
+            raise DaemonError(f"host {host}: field 'op' must be offer, get, have or digests, got {message['op']!r}")
         await writer.drain()
 
 

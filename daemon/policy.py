@@ -88,6 +88,8 @@ class DetectPolicy:
         gpu_nvlink_warn_errors: NVLink errors that a GPU should not have during the job.
         peer_unreachable_s: How long the daemon of a placement peer may be silent while etcd has it registered.
         replication_lag_steps: Steps that commits may be behind training.
+        corruption: What it leads to that ranks differ in bytes that they had in common: an observation, the end of the
+            run, or the way back to the newest step on which all agreed.
     """
 
     hang_action: str = setting("restart", choices=("restart", "log"))
@@ -114,6 +116,7 @@ class DetectPolicy:
     gpu_nvlink_fail_errors: int = setting(0, low=0)
     peer_unreachable_s: float = setting(15.0, low=0)
     replication_lag_steps: int = setting(50, low=0)
+    corruption: str = setting("warn", choices=("warn", "stop", "rollback"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from resilient_run.ckpt.errors import MemoryBudgetError, RestoreError, SlotError
 from resilient_run.ckpt.slot import SlotHeader
 
 from .exchange import Deliveries
-from .fetch import Pace, PeerError
+from .fetch import Pace, Peer, PeerError
 from .handover import hand_over
 from .holders import Holders
 from .loans import Loans
@@ -194,6 +194,10 @@ class Replicator:
         if task.cancelled():
             raise RestoreError(f"rank {rank}: its generation ended during the restore; another one has begun")
         return task.result()
+
+    async def peer(self, host: str) -> Peer | None:
+        """Return the daemon of `host`, None while its address or the job's secret is not known."""
+        return await self._sources.peer(host)
 
     async def ask(self, host: str) -> None:
         """Return once the daemon of `host` has answered.

@@ -9,8 +9,11 @@ from contextlib import aclosing
 from typing import Any
 
 from .committer import Committer
+from .comparison import Comparer
 from .decide import Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
+from .digests import HostDigests
 from .etcd import Etcd, EtcdUnavailable
+from .observation import Observation
 from .operator import Operator, Request
 from .policy import RootPolicy
 from .root_state import COMMITTED_KEY, DECISIONS_KEY, FAILURES_KEY, RootState
@@ -41,6 +44,9 @@ class RootAgent:
         view: What this host knows of the job.
         slots: What it holds of it.
         policy: How failures are answered.
+        corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
+        digests: By which they are compared.
+        observe: Takes in what way they differ.
         operator: Asked for replacements.
         group: Runs the requests to it.
         supervisor: Of the job's tasks.
@@ -55,6 +61,9 @@ class RootAgent:
         view: JobView,
         slots: JobSlots,
         policy: RootPolicy,
+        corruption: str,
+        digests: HostDigests,
+        observe: Callable[[Mapping[str, Observation]], None],
         operator: Operator,
         group: asyncio.TaskGroup,
         supervisor: Supervisor,
@@ -72,13 +81,32 @@ class RootAgent:
         self._news = asyncio.Event()
         self._over_in: int | None = None
         self._absent_since_s: dict[str, float] = {}
-        self._committer = Committer(etcd, self._prefix, view=view, slots=slots, state=self._state, also=also_commit)
+        self._corruption = corruption
+        self._comparer = Comparer(
+            etcd,
+            self._prefix,
+            view=view,
+            tally=self._state.claims,
+            digests=digests,
+            action=corruption,
+            observe=observe,
+        )
+        self._committer = Committer(
+            etcd,
+            self._prefix,
+            view=view,
+            slots=slots,
+            state=self._state,
+            agrees=self._comparer.agrees,
+            also=also_commit,
+        )
 
     async def run(self) -> None:
         """Be the root until cancelled; requests to the operator live on."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._mirror())
             group.create_task(self._supervisor.keep("commit", self._committer.run, essential=True))
+            group.create_task(self._supervisor.keep("compare", self._comparer.run, essential=True))
             group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
 
     async def _mirror(self) -> None:
@@ -91,6 +119,7 @@ class RootAgent:
                     shown = (f"{key}: {cause}" for key, cause in sorted(ignored.items()))
                     log.error("etcd keys that count as nothing: %s", "; ".join(shown) or "none any more")
                 self._news.set()
+                self._comparer.wake()
                 if self._committer.due() is not None:
                     self._view.notify()
 
@@ -122,7 +151,7 @@ class RootAgent:
             self._over_in = seen.generation
         if seen.generation == self._over_in:
             return Decision(actions=(), reason="the run is over")
-        return decide(seen.with_absent(self._absent_s(seen)), self._policy, now_unix_s)
+        return decide(seen.with_absent(self._absent_s(seen)), self._policy, now_unix_s, corruption=self._corruption)
 
     def _absent_s(self, seen: RootView) -> dict[str, float]:
         now_s = time.monotonic()

@@ -6,6 +6,8 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 
 from .commit import MISSED_FOLDER, NEXT_KEY, Agreed, Missed, Tally, parse_held
+from .comparison import ClaimTally
+from .digests import parse_claims
 from .etcd import Entry
 from .fields import Fields
 from .hang import ALIVE
@@ -29,6 +31,7 @@ class RootState:
 
     Attributes:
         tally: How many replicas of each pair the hosts of the round hold, None before the first round.
+        claims: What the hosts report of the digests of their ranks' captures.
         ignored: Key → why it counts as nothing.
     """
 
@@ -41,6 +44,7 @@ class RootState:
         self._parsed: dict[str, Any] = {}
         self._folders: dict[str, dict[str, Any]] = {folder: {} for folder in _FOLDERS}
         self._view: RootView | None = None
+        self.claims = ClaimTally()
 
     def apply(self, changes: Mapping[str, Entry | None]) -> None:
         """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more.
@@ -61,6 +65,7 @@ class RootState:
                 self._put(self._folders[folder], name, key, entry, _FOLDERS[folder])
             if folder == "ckpt/held":
                 self._count(name)
+                self._compare(name, entry)
         if "rdzv/round" in changes:
             self._count_anew()
 
@@ -136,6 +141,14 @@ class RootState:
     def _count(self, host: str) -> None:
         if self.tally is not None and host != self._host:
             self.tally.see(host, self._folders["ckpt/held"].get(host, {}))
+
+    def _compare(self, host: str, entry: Entry | None) -> None:
+        try:
+            if host != self._host:
+                self.claims.see(host, {} if entry is None else parse_claims(entry.value))
+        except DaemonError as error:
+            self.claims.see(host, {})
+            self.ignored[f"ckpt/held/{host}"] = str(error)
 
     def _count_anew(self) -> None:
         round_: Round | None = self._parsed.get("rdzv/round")

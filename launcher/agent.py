@@ -31,7 +31,7 @@ _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
 
-ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost"})
+ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost", "corruption"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
 
 

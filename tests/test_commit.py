@@ -150,8 +150,10 @@ def test_the_next_capture_is_as_far_ahead_as_ranks_need_to_hear_of_it() -> None:
 
 def test_reports_survive_their_way_through_etcd() -> None:
     held = {0: frozenset({(1, 4), (1, 5)}), 12: frozenset({(2, 1)})}
-    assert report_held(held) == {"held": {"0": [[1, 4], [1, 5]], "12": [[2, 1]]}}
-    assert parse_held(report_held(held)) == held
+    digests = {"0": [[1, 5, "0123", "", ""]]}
+    report = report_held(held, digests)
+    assert report == {"held": {"0": [[1, 4], [1, 5]], "12": [[2, 1]]}, "digests": digests}
+    assert parse_held(report) == held
     odd = [{"held": {"0": [[number, 1]]}} for number in (float("inf"), 1.5, True, "7", -1, None)]
     for value in ({}, {"held": []}, {"held": {"x": []}}, {"held": {"0": [[1]]}}, {"held": {"0": [["a", 1]]}}, *odd):
         with pytest.raises(DaemonError, match="not a report"):

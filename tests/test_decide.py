@@ -106,6 +106,11 @@ QUIET: dict[str, tuple[RootView, str]] = {
         whole(observations=seen("hang", generation=4, step=12), alive=frozenset("b")),
         "whole",
     ),
+    "corruption that is only reported": (
+        whole(observations=seen("corruption", severity="warn", generation=4)),
+        "whole",
+    ),
+    "corruption in an earlier generation": (whole(observations=seen("corruption", generation=3)), "whole"),
     "a hang in a broken generation": (broken(failure(), observations=seen("hang", generation=4)), "broken"),
     "two failures": (whole(history=(noted(generation=2), noted(generation=3, began_step=9))), "whole"),
     "old failures": (
@@ -489,3 +494,15 @@ def test_what_is_malformed_counts_as_nothing_and_is_named() -> None:
     state.apply({key: Entry(value=value, revision=1) for key, value in values.items()})
     assert list(state.ignored) == list(values)
     assert decide(state.view, POLICY, NOW_S).actions == ()
+
+
+@pytest.mark.parametrize(("rank", "host"), [(1, "b"), (None, "")])
+def test_corruption_breaks_the_generation_or_ends_the_run(rank: int | None, host: str) -> None:
+    """The rank that the majority names is blamed, on whichever host the root is that reports it."""
+    view = whole(observations=seen("corruption", generation=4, rank=rank))
+    (action,) = decide(view, POLICY, NOW_S, corruption="rollback").actions
+    assert action == Break(kind="corruption", host=host, rank=rank, reason="corruption: corruption of a")
+    (action,) = decide(view, POLICY, NOW_S, corruption="stop").actions
+    assert action == Stop(reason="corruption: corruption of a")
+    thrice = tuple(noted("corruption", "b", generation, began_step=generation) for generation in (1, 2, 3))
+    assert PutInQuarantine in kinds(decide(whole(history=thrice), POLICY, NOW_S))

@@ -22,10 +22,11 @@ from resilient_run.ckpt.manifest import (
     TensorSpec,
     encode,
     encode_tensors,
+    leaf_paths,
     parse,
     plan_payload,
 )
-from resilient_run.ckpt.tree import Flattener, leaf_paths, unflatten
+from resilient_run.ckpt.tree import Flattener, unflatten
 
 KEYS = st.recursive(
     st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),

@@ -1,0 +1,207 @@
+"""Whole jobs with flipped bits of live tensors: each is found and named, and training goes on as configured."""
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from click.testing import CliRunner
+from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, wait_until
+
+from resilient_run.daemon.digests import EqualLeaves
+from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.observation import Observation, parse_observations
+from resilient_run.launcher.inject import resilient_inject
+
+pytestmark = pytest.mark.slow
+
+T = TypeVar("T")
+STRIKE = 12
+GPT = [str(EXAMPLE), "--steps", "40", "--seed", "7", "--json", *TINY]
+REPLICAS = str(Path(__file__).parent / "replica_trainer.py")
+
+
+class Job:
+    """One job of several hosts, its keys in etcd, and the fault that strikes it."""
+
+    def __init__(self, root: Path, endpoint: str) -> None:
+        self.cluster, self.endpoint, self.config = Cluster(root), endpoint, root / "rr.toml"
+        self.run_id = root.name
+        self.hosts: list[Host] = []
+
+    def launch(self, script: Sequence[str], *, hosts: int, nproc: int, corruption: str) -> None:
+        self.config.write_text(f'[detect]\ncorruption = "{corruption}"\n')
+        arguments = ["--nnodes", str(hosts), "--nproc-per-node", str(nproc), "--rdzv-backend", "etcd-v3"]
+        arguments += ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id, "--local-addr", "127.0.0.1"]
+        arguments += ["--rr-config", str(self.config), "--rr-allow-injection"]
+        self.hosts = [self.cluster.host(name) for name in "abcd"[:hosts]]
+        for host in self.hosts:
+            host.launch(arguments, script)
+
+    def flip(self, rank: int, leaf: str, *, seed: int = 5, at_step: int = STRIKE) -> int:
+        """Flip a bit and return the last step before."""
+        command = ["fault", "flip-bit", "--rank", str(rank), "--at-step", str(at_step), "--json", "--timeout", "120"]
+        command += ["-p", f"leaf={leaf}", "-p", f"seed={seed}", "--run-id", self.run_id]
+        wait_until(lambda: self.keys("rdzv/round"), timeout_s=120, what="a round", host=self.hosts[0], pause_s=0.1)
+        done = CliRunner().invoke(resilient_inject, [*command, "--rdzv-endpoint", self.endpoint])
+        assert done.exit_code == 0, done.output
+        return int(json.loads(done.stdout)["step"])
+
+    def keys(self, name: str) -> dict[str, Entry]:
+        """Return what etcd has below a key of the run."""
+        prefix = f"/resilient-run/{self.run_id}/"
+
+        async def read(etcd: Etcd) -> dict[str, Entry]:
+            async with aclosing(etcd.follow(prefix + name)) as states:
+                entries = await anext(states)
+            return {key.removeprefix(prefix): entry for key, entry in entries.items()}
+
+        return self._etcd(read)
+
+    def corruptions(self) -> list[Observation]:
+        """Return what corruption a host reports now."""
+        found = [item for entry in self.keys("obs/").values() for item in parse_observations(entry.value)]
+        return [item for item in found if item.kind == "corruption"]
+
+    def wait(self) -> list[int]:
+        return [host.wait(240) for host in self.hosts]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(host.output for host in self.hosts)
+
+    def _etcd(self, work: Callable[[Etcd], Awaitable[T]]) -> T:
+        async def run() -> T:
+            etcd = await Etcd.connect(EtcdConfig(endpoints=(self.endpoint,)))
+            try:
+                return await work(etcd)
+            finally:
+                await etcd.close()
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def job(tmp_path: Path, etcd_endpoint: str) -> Iterator[Job]:
+    made = Job(tmp_path, etcd_endpoint)
+    yield made
+    made.cluster.close()
+
+
+def undisturbed(root: Path, script: Sequence[str], nproc: int) -> Host:
+    """Return a host on which `script` has run to its end without a fault."""
+    cluster = Cluster(root)
+    host = cluster.host("reference")
+    host.launch(["--standalone", "--nproc-per-node", str(nproc)], script)
+    try:
+        assert host.wait(240) == 0, host.output
+    finally:
+        cluster.close()
+    return host
+
+
+def recovery(job: Job) -> dict[str, Any]:
+    events = [event for host in job.hosts for event in host.recoveries()]
+    assert {event["generation"] for event in events} == {2}, events
+    return events[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nproc", "leaf"),
+    [(1, 2, "model.blocks.1.mlp.0.weight"), (2, 1, "optimizer.state.3.exp_avg_sq")],
+    ids=["one host", "two hosts"],
+)
+def test_training_goes_back_to_the_step_on_which_all_agreed(
+    job: Job, tmp_path_factory: pytest.TempPathFactory, hosts: int, nproc: int, leaf: str
+) -> None:
+    """A parameter and a moment of Adam: neither is committed, and the run ends as if nothing had happened."""
+    job.launch(GPT, hosts=hosts, nproc=nproc, corruption="rollback")
+    struck = job.flip(1, leaf)
+    assert job.wait() == [0] * hosts, job.output
+    event = recovery(job)
+    assert event["kind"] == "corruption", event
+    assert f"rank 0 and rank 1 differ, and no majority says which is right, in {leaf}" in event["cause"]
+    found = re.search(r"corruption: step (\d+):", event["cause"])
+    assert found is not None, event
+    assert STRIKE <= struck < int(found[1]), event
+    assert_same_training(job.hosts, undisturbed(tmp_path_factory.mktemp("undisturbed"), GPT, 2))
+
+
+def test_the_majority_names_the_rank(job: Job) -> None:
+    """With "warn" training goes on; a difference that is known does not hide the next one."""
+    script = [str(EXAMPLE), "--steps", "100000", "--seed", "7", "--json", *TINY]
+    job.launch(script, hosts=1, nproc=3, corruption="warn")
+    job.flip(2, "model.blocks.0.norm_mlp.weight")
+    (first,) = wait_until(job.corruptions, timeout_s=60, what="the observation", host=job.hosts[0], pause_s=0.1)
+    assert (first.severity, first.rank, first.generation) == ("warn", 2, 1)
+    assert "rank 2 differs from ranks 0, 1 in model.blocks.0.norm_mlp.weight, which" in first.message, first
+    job.flip(0, "optimizer.state.0.exp_avg", at_step=0)
+    wait_until(
+        lambda: any(
+            "rank 0 differs from ranks 1, 2 in optimizer.state.0.exp_avg" in item.message for item in job.corruptions()
+        ),
+        timeout_s=60,
+        what="the second observation",
+        host=job.hosts[0],
+        pause_s=0.1,
+    )
+    assert not job.hosts[0].recoveries()
+
+
+def test_every_tensor_that_replicas_have_is_compared(job: Job) -> None:
+    """Frozen weights, averages, normalization, the second optimizer and a counter, one after the other."""
+    job.launch([REPLICAS, "mixed", "1000000", "0"], hosts=1, nproc=2, corruption="warn")
+    leaves = ["model.0.weight", "average.module.4.weight", "model.1.weight", "critic_optimizer.state.0.momentum_buffer"]
+    for number, leaf in enumerate([*leaves, "generator.state.3.step"]):
+        job.flip(number % 2, leaf, at_step=25)
+        wait_until(
+            lambda leaf=leaf: any(f" {leaf}," in item.message for item in job.corruptions()),
+            timeout_s=60,
+            what=lambda leaf=leaf: f"the observation of {leaf}; there are {job.corruptions()}",
+            host=job.hosts[0],
+            pause_s=0.1,
+        )
+    assert not job.hosts[0].recoveries()
+
+
+def test_a_run_may_end_with_a_corruption(job: Job) -> None:
+    job.launch(GPT, hosts=1, nproc=2, corruption="stop")
+    job.flip(0, "model.head.weight")
+    assert job.wait() == [1], job.output
+    assert "rank 0 and rank 1 differ, and no majority says which is right, in model.head.weight" in job.output
+    assert not job.hosts[0].recoveries()
+
+
+def test_replicas_of_shards_are_compared(job: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Hybrid sharding over 2 x 2 ranks: rank 3 is compared with rank 1, which holds the same shards."""
+    script = [REPLICAS, "hybrid", "60"]
+    job.launch(script, hosts=2, nproc=2, corruption="rollback")
+    job.flip(3, "model.0.weight")
+    assert job.wait() == [0, 0], job.output
+    event = recovery(job)
+    assert "rank 1 and rank 3 differ, and no majority says which is right, in model.0.weight," in event["cause"], event
+    assert_same_training(job.hosts, undisturbed(tmp_path_factory.mktemp("undisturbed"), script, 4))
+
+
+@pytest.mark.parametrize("script", [[*GPT, "--fsdp"], [REPLICAS, "mixed", "60", "16"]], ids=["fsdp", "mixed"])
+def test_what_ranks_may_differ_in_is_no_corruption(job: Job, script: list[str]) -> None:
+    """And what they hold in common is learned beside it."""
+    job.launch(script, hosts=1, nproc=2, corruption="rollback")
+    equal: dict[str, Entry] = {}
+
+    def over() -> bool:
+        equal.update(job.keys("ckpt/equal/"))
+        assert not job.corruptions()
+        assert job.hosts[0].launcher is not None
+        return job.hosts[0].launcher.poll() is not None
+
+    wait_until(over, timeout_s=240, what="the end", host=job.hosts[0], pause_s=0.2)
+    assert job.wait() == [0], job.output
+    assert not job.hosts[0].recoveries()
+    apart = [int((~EqualLeaves.parse(key, entry.value).mask).sum()) for key, entry in equal.items()]
+    # Running mean and variance of the model and of its average; the two tensors of `alone`, and Adam's moments of them.
+    assert apart == ([] if "--fsdp" in script else [2 + 2 + 2 + 4]), equal
