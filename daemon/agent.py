@@ -80,9 +80,11 @@ class Daemon:
         """
         settings = self._options.settings
         everybody = os.geteuid() == 0
-        asyncio.get_running_loop().set_default_executor(_started_threads())
+        loop, watcher = asyncio.get_running_loop(), asyncio.PidfdChildWatcher()
+        loop.set_default_executor(_started_threads())
         # Needs no thread for each child, as the usual one does.
-        asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
+        watcher.attach_loop(loop)
+        asyncio.set_child_watcher(watcher)
         open_directory(settings.run_dir, mode=0o711 if everybody else 0o700)
         with holding(settings.lock_path), closing(ServiceManager(os.environ)) as manager:
             open_directory(settings.shm_dir, mode=0o711 if everybody else 0o700)
