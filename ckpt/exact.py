@@ -1,6 +1,7 @@
 """Putting exact values where an optimizer's `load_state_dict` made others of them: torch casts what it loads."""
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,24 @@ def _castable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _castable(item) for key, item in value.items() if not isinstance(item, str | bytes | np.ndarray)}
     return value
+
+
+@contextlib.contextmanager
+def sharing_kept(item: Any) -> Iterator[None]:
+    """Let optimizers in `item` that have one `state` or one list of groups between them have one again afterwards.
+
+    A wrapper such as Lightning's begins with the attributes of the optimizer inside; loading replaces only its own.
+    """
+    shared = [
+        (one, other, name, vars(one)[name])
+        for one, other in itertools.combinations(held_optimizers(item), 2)
+        for name in ("state", "param_groups")
+        if name in vars(one) and vars(one)[name] is vars(other).get(name)
+    ]
+    yield
+    for one, other, name, before in shared:
+        loaded = vars(other)[name] if vars(one)[name] is before else vars(one)[name]
+        vars(one)[name] = vars(other)[name] = loaded
 
 
 def put(item: Any, wanted: Any) -> None:

@@ -317,6 +317,21 @@ def test_lightning() -> None:
     check(lambda params: fabric._FabricOptimizer(Masters(params), SingleDeviceStrategy()), torch.bfloat16)
 
 
+class Borrowing(Optimizer):
+    """Begins with the attributes of the optimizer inside, as Lightning's does, so that both have one state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.__dict__ = {**vars(optimizer), "inside": optimizer}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+def test_a_wrapper_and_its_optimizer_still_have_one_state() -> None:
+    check(lambda params: Borrowing(Masters(params)), torch.bfloat16)
+    check(lambda params: Borrowing(torch.optim.Adam(params, fused=True)))
+
+
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
 def test_schedule_free(name: str) -> None:
     schedulefree = pytest.importorskip("schedulefree")
