@@ -34,18 +34,19 @@ def _castable(value: Any) -> Any:
 def sharing_kept(item: Any) -> Iterator[None]:
     """Let optimizers in `item` that have one `state` or one list of groups between them have one again afterwards.
 
-    A wrapper such as Lightning's begins with the attributes of the optimizer inside; loading replaces only its own.
+    A wrapper such as Lightning's shows the state of the optimizer inside as its own; loading gives it one of its own.
     """
     shared = [
-        (one, other, name, vars(one)[name])
+        (one, other, name, before)
         for one, other in itertools.combinations(held_optimizers(item), 2)
         for name in ("state", "param_groups")
-        if name in vars(one) and vars(one)[name] is vars(other).get(name)
+        if (before := getattr(one, name, None)) is not None and before is getattr(other, name, None)
     ]
     yield
     for one, other, name, before in shared:
-        loaded = vars(other)[name] if vars(one)[name] is before else vars(one)[name]
-        vars(one)[name] = vars(other)[name] = loaded
+        loaded = getattr(other if getattr(one, name) is before else one, name)
+        for optimizer in (one, other):
+            setattr(optimizer, name, loaded)
 
 
 def put(item: Any, wanted: Any) -> None:

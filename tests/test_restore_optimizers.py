@@ -318,7 +318,7 @@ def test_lightning() -> None:
 
 
 class Borrowing(Optimizer):
-    """Begins with the attributes of the optimizer inside, as Lightning's does, so that both have one state."""
+    """Begins with the attributes of the optimizer inside, so that both have one state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.__dict__ = {**vars(optimizer), "inside": optimizer}
@@ -327,9 +327,23 @@ class Borrowing(Optimizer):
         return self.inside.step(closure)
 
 
-def test_a_wrapper_and_its_optimizer_still_have_one_state() -> None:
-    check(lambda params: Borrowing(Masters(params)), torch.bfloat16)
-    check(lambda params: Borrowing(torch.optim.Adam(params, fused=True)))
+class Showing(Optimizer):
+    """Has nothing of its own and shows what the optimizer inside has, as Lightning's wrapper does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.inside = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", [Borrowing, Showing])
+def test_a_wrapper_and_its_optimizer_still_have_one_state(wrapper: Callable[[Optimizer], Optimizer]) -> None:
+    check(lambda params: wrapper(Masters(params)), torch.bfloat16)
+    check(lambda params: wrapper(torch.optim.Adam(params, fused=True)))
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
