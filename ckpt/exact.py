@@ -1,6 +1,7 @@
 """Putting exact values where an optimizer's `load_state_dict` made others of them: torch casts what it loads."""
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,25 @@ def _castable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _castable(item) for key, item in value.items() if not isinstance(item, str | bytes | np.ndarray)}
     return value
+
+
+@contextlib.contextmanager
+def sharing_kept(item: Any) -> Iterator[None]:
+    """Let optimizers in `item` that have one `state` or one list of groups between them have one again afterwards.
+
+    A wrapper such as Lightning's shows the state of the optimizer inside as its own; loading gives it one of its own.
+    """
+    shared = [
+        (one, other, name, before)
+        for one, other in itertools.combinations(held_optimizers(item), 2)
+        for name in ("state", "param_groups")
+        if (before := getattr(one, name, None)) is not None and before is getattr(other, name, None)
+    ]
+    yield
+    for one, other, name, before in shared:
+        loaded = getattr(other if getattr(one, name) is before else one, name)
+        for optimizer in (one, other):
+            setattr(optimizer, name, loaded)
 
 
 def put(item: Any, wanted: Any) -> None:

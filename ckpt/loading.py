@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .errors import SlotError, StateError, TopologyError
-from .exact import put, without_uncastable
+from .exact import put, sharing_kept, without_uncastable
 from .fits import check_fits, some
 from .held import held_optimizers, parameters
 from .manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
@@ -42,7 +42,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     states |= {name: unflatten(node, loader.own) for name, node in objects.items() if name not in modules}
     trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
     for name, loaded in states.items():
-        with _loading(f"{name}: load_state_dict()"):
+        with _loading(f"{name}: load_state_dict()"), sharing_kept(state.objects[name]):
             state.objects[name].load_state_dict(without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
     state.values.update(values)
     warnings = _check(state, manifest, payload, states)

@@ -80,9 +80,11 @@ class Daemon:
         """
         settings = self._options.settings
         mode = 0o711 if os.geteuid() == 0 else 0o700
-        asyncio.get_running_loop().set_default_executor(_started_threads())
+        loop, watcher = asyncio.get_running_loop(), asyncio.PidfdChildWatcher()
+        loop.set_default_executor(_started_threads())
         # Needs no thread for each child, as the usual one does.
-        asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
+        watcher.attach_loop(loop)
+        asyncio.set_child_watcher(watcher)
         with ExitStack() as held:
             open_directory(settings.run_dir, mode=mode)
             held.enter_context(holding(settings.lock_path))

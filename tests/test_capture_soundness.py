@@ -245,11 +245,12 @@ class Case:
         self.checkpointer.step(n)
         moment, ways, writers = chance.choice(MOMENTS), [], []
         if chance.random() < 0.2:
-            # Nobody writes: then the capture must be there, unless the daemon keeps the slots.
-            if not daemon.frozen and self.checkpointer.wait(30):
+            # Nobody writes: then the capture must be there, unless the one before was not committed in time.
+            if not daemon.frozen and self.checkpointer.wait(10):
                 self.counts["undisturbed and captured"] += 1
             else:
-                self.counts["undisturbed"] += not daemon.frozen
+                committed = daemon.watermark == max(daemon._complete.get(0, ()), default=None)
+                self.counts["undisturbed"] += committed and not daemon.frozen
             moment = "none"
         else:
             for _ in range(chance.choice([1, 1, 1, 5])):

@@ -147,7 +147,7 @@ def test_tests_use_the_installed_package() -> None:
 
 def test_files_stay_short() -> None:
     lengths = {path: len(path.read_text().splitlines()) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-    too_long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > 400}
+    too_long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > 600}
     assert not too_long
 
 

@@ -317,6 +317,35 @@ def test_lightning() -> None:
     check(lambda params: fabric._FabricOptimizer(Masters(params), SingleDeviceStrategy()), torch.bfloat16)
 
 
+class Borrowing(Optimizer):
+    """Begins with the attributes of the optimizer inside, so that both have one state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.__dict__ = {**vars(optimizer), "inside": optimizer}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+class Showing(Optimizer):
+    """Has nothing of its own and shows what the optimizer inside has, as Lightning's wrapper does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.inside = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", [Borrowing, Showing])
+def test_a_wrapper_and_its_optimizer_still_have_one_state(wrapper: Callable[[Optimizer], Optimizer]) -> None:
+    check(lambda params: wrapper(Masters(params)), torch.bfloat16)
+    check(lambda params: wrapper(torch.optim.Adam(params, fused=True)))
+
+
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
 def test_schedule_free(name: str) -> None:
     schedulefree = pytest.importorskip("schedulefree")

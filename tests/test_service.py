@@ -141,7 +141,7 @@ def test_a_service_keeps_its_job_over_stop_start_and_upgrade(
     train_to(gate.step + 1, gate, [host], service.socket_path)
     kill(host.pids()[0])
     gate.open(STEPS)
-    assert host.wait() == 0, host.output
+    assert host.wait(300) == 0, host.output
     assert recovered(host) == 2
     assert {event["steps_lost"] for event in host.recoveries()} <= {0, 1}
     assert_undisturbed([host])
@@ -157,6 +157,6 @@ def test_a_launcher_does_not_take_the_place_of_a_service_that_is_down(
     service.stop()
     host: Host = cluster.host("a")
     host.launch(["--standalone", "--nproc-per-node", "1"], gate.script, RESILIENT_RUN_DIR=str(service.run_dir))
-    assert host.wait() == 1
+    assert host.wait(300) == 1
     assert "it is a service: start it" in host.output
     assert not service.socket_path.exists()

@@ -86,7 +86,7 @@ def test_two_launchers_of_one_run_on_one_host(halves: list[Half], tmp_path: Path
     assert right.launcher is not None
     assert vault.jobs()[run_id, right_name]["launcher_pid"] == right.launcher.pid
     gate.open(STEPS)
-    assert [half.wait() for half in halves] == [0, 0], left.output + right.output
+    assert [half.wait(300) for half in halves] == [0, 0], left.output + right.output
     assert_undisturbed(halves)
     sources = {source for half in halves for event in half.recoveries() for source in event["sources"]}
     assert sources == {"local"}

@@ -88,7 +88,7 @@ def test_two_logins_share_the_daemon_of_their_vault(
     assert vault.owner not in (None, owner)
     gate.open(STEPS)
     for login in logins:
-        assert login.wait() == 0, login.output
+        assert login.wait(300) == 0, login.output
         assert recovered(login) == 2
         assert {event["steps_lost"] for event in login.recoveries()} <= {0, 1}
         assert_undisturbed([login])
@@ -108,7 +108,7 @@ def test_a_second_daemon_does_not_touch_a_vault_that_has_an_owner(
     assert f"a daemon with pid {owner} already serves {vault.path}" in done.stderr
     assert vault.slots() == slots
     gate.open(STEPS)
-    assert logins[0].wait() == 0, logins[0].output
+    assert logins[0].wait(300) == 0, logins[0].output
 
 
 def test_slots_that_a_trainer_has_mapped_are_no_garbage(
@@ -133,6 +133,6 @@ def test_slots_that_a_trainer_has_mapped_are_no_garbage(
     login.launcher.send_signal(signal.SIGCONT)
     kill(login.pids()[0])
     gate.open(STEPS)
-    assert login.wait() == 0, login.output
+    assert login.wait(300) == 0, login.output
     assert recovered(login) == 1
     assert {event["steps_lost"] for event in login.recoveries()} <= {0, 1}

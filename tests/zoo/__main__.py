@@ -42,13 +42,14 @@ class Report:
     def add(self, job: dict[str, Any]) -> None:
         with self._lock:
             self.jobs[job["id"]] = job
-            self._write()
+            self.write()
 
     @property
     def kills(self) -> int:
         return sum(len(job["kills"]) for job in list(self.jobs.values()))
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Put all of it into the file at once."""
         jobs = [self.jobs[name] for name in sorted(self.jobs)]
         header = {"seed": self.seed, "summary": summary(jobs), "loops": table(jobs)}
         lines = ",\n".join(json.dumps(job, separators=(",", ":")) for job in jobs)
@@ -113,6 +114,7 @@ def main() -> int:
             number += 1
             if report.kills == before and f"{loops[-1].name}/{number}" not in report.jobs:
                 break  # every loop is refused
+    report.write()
     jobs = list(report.jobs.values())
     if options.docs is not None:
         write_docs(options.docs, table(jobs))

@@ -199,8 +199,11 @@ def judge(job: Job, loop: Loop, run: Run, reference: Run, kills: Sequence[Kill])
     job.same_end = not job.problems
     if run.exit_code or not all(rank.finished for rank in ranks):
         job.same_end = False
-        tail = "\n".join(run.output.splitlines()[-12:])[-1500:]
-        job.problems.append(f"exit code {run.exit_code}, finished ranks {[rank.finished for rank in ranks]}: {tail}")
+        errors = [line for line in run.output.splitlines() if "Error: " in line]
+        cause = errors[-1] if errors else "\n".join(run.output.splitlines()[-12:])
+        job.problems.append(
+            f"exit code {run.exit_code}, finished ranks {[rank.finished for rank in ranks]}: {cause[-1500:]}"
+        )
     return job
 
 
