@@ -116,6 +116,7 @@ class Comparer:
         self._action = action
         self._observe = observe
         self._news = asyncio.Event()
+        self._complete: Pair = (0, 0)
         self._begin(0)
 
     def wake(self) -> None:
@@ -128,6 +129,9 @@ class Comparer:
         Until they do nothing newer is captured. So a pair that is refused is never left alone: either the next look
         changes what must be equal, and it is committed after all, or it is reported, and its generation ends.
         """
+        if pair != self._complete:
+            self._complete = pair
+            self.wake()
         if self._action == "warn":
             return True
         if not pair[0] == self._generation == self._view.generation:
@@ -188,7 +192,8 @@ class Comparer:
         for structure in self._untold & self._lessons.keys():
             await self._publish(structure, self._lessons[structure])
         for pair, structure in self._tally.differing(self._masks):
-            if pair[0] == self._generation:
+            # Before all ranks have captured it there may be no majority yet.
+            if pair[0] == self._generation and pair <= self._complete:
                 await self._judge(pair, structure)
         committed = self._view.watermark
         if committed is None or committed[0] != self._generation or committed == self._learned:
