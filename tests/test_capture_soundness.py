@@ -240,17 +240,17 @@ class Case:
         """Make one step as a script would, then let the drawn writers loose."""
         chance, daemon = self.chance, self.daemon
         daemon.frozen = chance.random() < 0.3
+        undisturbed = chance.random() < 0.2
+        if undisturbed:
+            self._settle()
         daemon.saw[n] = snapshot({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
         daemon.saw.pop(n - 10, None)
         self.checkpointer.step(n)
         moment, ways, writers = chance.choice(MOMENTS), [], []
-        if chance.random() < 0.2:
-            # Nobody writes: then the capture must be there, unless the one before was not committed in time.
-            if not daemon.frozen and self.checkpointer.wait(10):
-                self.counts["undisturbed and captured"] += 1
-            else:
-                committed = daemon.watermark == max(daemon._complete.get(0, ()), default=None)
-                self.counts["undisturbed"] += committed and not daemon.frozen
+        if undisturbed:
+            # Nobody writes, and what was captured before is committed: then this capture must be there.
+            captured = self.checkpointer.wait(30)
+            self.counts["undisturbed and captured" if captured else "undisturbed"] += 1
             moment = "none"
         else:
             for _ in range(chance.choice([1, 1, 1, 5])):
@@ -269,6 +269,19 @@ class Case:
         if chance.random() < 0.8:
             self.model.grow_gradients()
             self.optimizer.step()
+
+    def _settle(self) -> None:
+        """Wait until the newest capture is committed, and the checkpointer knows that."""
+        capturer = self.checkpointer._capturer
+        assert capturer is not None
+        self.daemon.frozen = False
+        until = time.monotonic() + 30
+        while capturer._slots._taken >= capturer._slots.next:
+            newest = max(self.daemon._complete.get(0, ()), default=None)
+            if newest is not None and newest != self.daemon.watermark:
+                self.daemon.commit(*newest)
+            time.sleep(1e-3)
+            assert time.monotonic() < until, "a capture is never complete"
 
     def _write(self, n: int, moment: str, writers: list[tuple[Callable[..., None], torch.Tensor]]) -> None:
         def write() -> None:

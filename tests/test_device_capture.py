@@ -27,6 +27,9 @@ from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.ckpt.slots import MappedSlot
 from resilient_run.ckpt.tree import Flattener
 
+# Optimizers here only move what is captured; their own state does not matter.
+pytestmark = pytest.mark.filterwarnings("ignore:.*no registered object holds it")
+
 
 @pytest.fixture
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
