@@ -180,6 +180,6 @@ def _sum_on_cuda(words, starts, sizes, weights, found):  # type: ignore[no-untyp
         f = cuda.blockIdx.x * _BLOCK_FRAGMENTS + thread // _LANES
         if f < starts.size:
             total = np.uint64(0)
-            for i in range(_FRAGMENT_THREADS):
-                total += partial[thread % _LANES, thread // _LANES * _FRAGMENT_THREADS + i]
+            for part in range(_FRAGMENT_THREADS):
+                total += partial[thread % _LANES, thread // _LANES * _FRAGMENT_THREADS + part]
             found[f, thread % _LANES] = total
