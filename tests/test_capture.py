@@ -395,9 +395,10 @@ class _HeldCopier(Copier):
 
 
 def _hold(ckpt: Checkpointer) -> _HeldCopier:
-    """Let the captures of `ckpt` wait from now on."""
+    """Let the captures of `ckpt` wait from now on; the one before is committed by then."""
     assert ckpt.wait(30)
     assert ckpt._capturer is not None
+    assert ckpt._capturer.wait_decided(30)
     held = ckpt._capturer._copier = _HeldCopier()
     return held
 
