@@ -30,6 +30,7 @@ from .wire import Message
 
 _ALLOCATE_S: Final = 300.0
 _GROW_S: Final = 5.0
+_REFUSED_S: Final = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +78,7 @@ class Capturer:
         self._preferred_offset = 0
         self._stale = True  # the slots must be asked for, again after each attachment
         self._refused: CapturePlan | None = None
+        self._refused_s = 0.0
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
         self._plan: CapturePlan | None = None
@@ -142,16 +144,25 @@ class Capturer:
         self._raise_failure()
         with self._changed:
             self._newest = step
+            if self._refused is not None and time.monotonic() - self._refused_s > _REFUSED_S:
+                self._refused = None  # there may be room by now
             if self._slots.slots and not self._slots.wants(step):
                 self._pass(step)
                 return
-        flat = state.flatten()
-        plan = self._plan  # the capture thread takes it away when a capture is discarded
-        if plan is None or not plan.matches(flat):
-            plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
-        with self._changed:
-            self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
-        job = _Job(step=step, node=flat.node, plan=plan, staged=plan.stage(flat), trained=state.trained)
+        try:
+            flat = state.flatten()
+            plan = self._plan  # the capture thread takes it away when a capture is discarded
+            if plan is None or not plan.matches(flat):
+                plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
+            staged = plan.stage(flat)
+        except BaseException:
+            # The script may catch it and go on: then the other ranks must not wait for this capture.
+            with self._changed:
+                self._pass(step)
+            raise
+        job = _Job(step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained)
         with self._changed:
             self._job = job
             if self._idle and not self._must_allocate(job):
@@ -262,7 +273,8 @@ class Capturer:
             except Exception:  # noqa: BLE001 - the boundary of this thread: training goes on without the capture
                 _log.exception("the capture of step %d failed", job.step)
                 with self._changed:
-                    self._refused = job.plan if action == "allocate" else self._refused
+                    if action == "allocate":
+                        self._refused, self._refused_s = job.plan, time.monotonic()
                     self._skip(job)
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
@@ -353,7 +365,7 @@ class Capturer:
 
     def _refuse(self, job: _Job, error: CheckpointError | OSError) -> None:
         with self._changed:
-            self._refused = job.plan
+            self._refused, self._refused_s = job.plan, time.monotonic()
             if not self._slots.slots:
                 self._failure = error if isinstance(error, CheckpointError) else DaemonError(str(error))
             self._changed.notify_all()

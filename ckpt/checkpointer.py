@@ -34,6 +34,9 @@ from .wire import Message
 _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
 
+_open: dict[int, "Checkpointer"] = {}
+"""The one that is open in the process with a pid; a fork has its parent's, which says nothing."""
+
 
 class Checkpointer:
     """Keeps the training state of this rank in the memory of its hosts, after every step, behind training.
@@ -227,6 +230,8 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return
         self._hook.remove()
+        if _open.get(self._pid) is self:
+            del _open[self._pid]
         if self._pulse is not None:
             self._pulse.close()
         if self._exchange is not None:
@@ -246,6 +251,11 @@ class Checkpointer:
         self.close()
 
     def _attach(self, env: TrainerEnv) -> None:
+        if os.getpid() in _open:
+            raise StateError(
+                "this process has a Checkpointer already, and two would write the same slots: "
+                "register everything with one, or close() the first"
+            )
         self._topology = self._state.topology(env.world_size)
         capturer = Capturer(env, topology=self._topology)
         link = Link(
@@ -277,6 +287,7 @@ class Checkpointer:
         self._capturer = capturer
         self._exchange = self._begin_exchange(env, link, answer)
         capturer.start(link, on_complete=None if self._exchange is None else self._exchange.offer)
+        _open[self._pid] = self
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
         atexit.register(self.close)
 

@@ -160,7 +160,8 @@ class CapturePlan:
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in self.devices]
         tensors = {index: _tensor(flat.leaves[index]) for index in self.live}
         captures = [each.fingerprint(tensors) for each in self.on_devices]
-        live = {index: tensors[index] for index in self._on_host}
+        # Aliases of their own keep the memory there, whatever the tensors themselves are made to refer to.
+        live = {index: tensors[index].detach() for index in self._on_host}
         addresses = {index: leaf.data_ptr() for index, leaf in live.items()}
         views = {index: _memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
         fingerprints = [

@@ -474,6 +474,8 @@ def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCapt
         train(ckpt)
         assert ckpt.wait(30)
         daemon.wait_for("complete", step=1)
+        assert ckpt._capturer is not None
+        assert ckpt._capturer.wait_decided(30)
         daemon.stop()
         for _ in range(5):
             train(ckpt)

