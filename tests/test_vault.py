@@ -13,6 +13,7 @@ from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_wat
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError
 from resilient_run.ckpt.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
+from resilient_run.daemon.commit import Agreed
 from resilient_run.daemon.etcd import EtcdConfig
 from resilient_run.daemon.jobs import Jobs
 from resilient_run.daemon.memory import MemoryBudget, default_limit_bytes
@@ -59,8 +60,14 @@ def fill(file: SlotFile, pair: Pair, *, run_id: str = "run") -> None:
     file.pair, file.busy = pair, False
 
 
+def said(committed: Pair | None) -> Agreed:
+    """Return that `committed` is, and that every step after it is captured."""
+    generation, step = committed or (1, 0)
+    return Agreed(committed=committed, next=(generation, step + 1))
+
+
 async def place(slots: JobSlots, pair: Pair, committed: Pair | None, geometry: Geometry = SMALL) -> SlotFile | None:
-    file = await slots.place(3, geometry, committed=committed)
+    file = await slots.place(3, geometry, agreed=said(committed))
     if file is not None:
         fill(file, pair)
     return file
@@ -86,7 +93,7 @@ def test_allocation_that_was_cancelled_leaves_neither_file_nor_budget(shm_dir: P
 
     async def scenario() -> None:
         slots = open_vault(shm_dir, limit_bytes=2 * -(-CAPACITY // HEADER_BYTES) * HEADER_BYTES).open(record())
-        fetch = asyncio.create_task(slots.place(3, SMALL, committed=None))
+        fetch = asyncio.create_task(slots.place(3, SMALL, agreed=said(None)))
         for _ in range(turns):
             await asyncio.sleep(0)
         assert not fetch.done()
@@ -103,7 +110,7 @@ def test_allocation_that_was_cancelled_leaves_neither_file_nor_budget(shm_dir: P
 def test_slot_that_is_being_received_is_nobody_else_s(shm_dir: Path) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())
-        files = [await slots.place(3, SMALL, committed=None) for _ in range(3)]
+        files = [await slots.place(3, SMALL, agreed=said(None)) for _ in range(3)]
         assert files[0] is not files[1]
         assert files[2] is None
         assert {file.slot.state() for file in slots.files()} == {"WRITING"}
@@ -120,17 +127,17 @@ def test_watermark_survives_a_change_of_geometry(shm_dir: Path) -> None:
         slots = vault.open(record())
         await place(slots, (1, 1), None)
         kept = await place(slots, (1, 2), (1, 1))
-        lent = await slots.allocate(3, LARGE, committed=(1, 2))
+        lent = await slots.allocate(3, LARGE, agreed=said((1, 2)))
         assert len(lent) == 2
         assert kept not in lent
         assert slots.held() == {3: {(1, 2)}}
-        assert await slots.allocate(3, LARGE, committed=(1, 2)) == lent
-        slots.trim({3}, (1, 2))
+        assert await slots.allocate(3, LARGE, agreed=said((1, 2))) == lent
+        slots.trim({3}, said((1, 2)))
         assert len(list(slots.files())) == 3
         fill(lent[0], (2, 3))
-        slots.trim({3}, (2, 3))
+        slots.trim({3}, said((2, 3)))
         assert [file.slot.path for file in slots.files()] == [file.slot.path for file in lent]
-        slots.trim({}, (2, 3))
+        slots.trim({}, said((2, 3)))
         assert list(shm_dir.glob("*/*.slot")) == []
         assert vault.budget.used_bytes == 0
 
@@ -152,7 +159,7 @@ def test_round_clears_what_it_did_not_restore(shm_dir: Path) -> None:
 def test_vault_adopts_what_verifies_and_clears_the_rest(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def before() -> list[Path]:
         slots = open_vault(shm_dir).open(record())
-        files = [await slots.place(rank, SMALL, committed=None) for rank in range(6)]
+        files = [await slots.place(rank, SMALL, agreed=said(None)) for rank in range(6)]
         for step, file in enumerate(files):
             assert file is not None
             fill(file, (1, step))
@@ -186,7 +193,7 @@ def test_vault_adopts_what_verifies_and_clears_the_rest(shm_dir: Path, caplog: p
 def test_files_are_private_and_allocated_in_full(shm_dir: Path) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())
-        for file in await slots.allocate(0, SMALL, committed=None):
+        for file in await slots.allocate(0, SMALL, agreed=said(None)):
             stat = file.slot.path.stat()
             assert stat.st_mode & 0o777 == 0o600
             assert stat.st_blocks * 512 >= stat.st_size == CAPACITY
@@ -210,7 +217,7 @@ def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Pa
         files = {}
         for run_id in ("mapped", "newer", "open", "left"):
             slots = vault.open(replace(record(run_id), launcher_pid=os.getpid() if run_id == "open" else None))
-            files[run_id] = (await slots.allocate(0, SMALL, committed=None))[0].slot.path
+            files[run_id] = (await slots.allocate(0, SMALL, agreed=said(None)))[0].slot.path
         with files["newer"].open("r+b") as file:
             file.write(MAGIC[:-1] + bytes([MAGIC[-1] + 1]))
         with files["mapped"].open("rb") as held:
@@ -229,7 +236,7 @@ def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Pa
 def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())
-        await slots.allocate(0, SMALL, committed=None)
+        await slots.allocate(0, SMALL, agreed=said(None))
         (slots.directory / "job.json").write_text('{"written": "by a version that is not known yet"}')
         vault = open_vault(shm_dir)
         assert vault.scan() == []
