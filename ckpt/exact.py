@@ -44,6 +44,8 @@ def sharing_kept(item: Any) -> Iterator[None]:
     ]
     yield
     for one, other, name, before in shared:
+        if getattr(one, name) is getattr(other, name):
+            continue
         loaded = getattr(other if getattr(one, name) is before else one, name)
         for optimizer in (one, other):
             setattr(optimizer, name, loaded)

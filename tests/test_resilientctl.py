@@ -135,7 +135,8 @@ def test_status_shows_jobs_slots_and_watermark(hosts: Hosts) -> None:
 def test_status_without_a_daemon_says_so(hosts: Hosts) -> None:
     answer = ctl(hosts, "status")
     assert answer.returncode == 1
-    assert f"no daemon answers at {hosts['a'].socket_path}" in answer.stderr
+    assert "no daemon answers at " in answer.stderr
+    assert "is another RESILIENT_RUN_DIR meant?" in answer.stderr
 
 
 def test_gc_removes_what_no_launcher_holds_open(hosts: Hosts) -> None:
