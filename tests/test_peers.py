@@ -145,6 +145,8 @@ def test_offers_by_others_than_the_owner_are_ignored(hosts: Hosts) -> None:
         "used_bytes": 1 << 20,
         "payload_offset": 8192,
         "patience_s": 0,
+        "watermark": {"generation": 1, "step": 1},
+        "next": {"generation": 1, "step": 2},
     }
     with dial(peer_address(hosts, "a"), hello(hosts, host="c"), offer, have()) as sock:
         assert wire.recv_message(sock) is not None
