@@ -71,7 +71,7 @@ def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_commits_that_keep_up_say_nothing(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     assert run.ckpt.protected == Protection(steps_at_risk=0, seconds_at_risk=0.0, reason="")
     for _ in range(20):
-        run.commit_after(2, step_s=0.5)
+        run.commit_after(1, step_s=0.5)
         assert run.ckpt.protected
     run.commit_after(9, step_s=0.01)
     assert not run.ckpt.protected, "at this moment"
