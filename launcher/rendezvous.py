@@ -389,7 +389,8 @@ class EtcdRendezvous(RendezvousHandler):
         return formed is not None and formed.rank_of(self._host, self._session) is not None
 
     def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
-        return Failure(host=self._host, kind=kind, unix_s=time.time(), message=message, **worker)
+        began_step = None if self.round is None else (self.round.restore or {"step": 0})["step"]
+        return Failure(host=self._host, kind=kind, began_step=began_step, unix_s=time.time(), message=message, **worker)
 
 
 def _line(error: Exception) -> str:

@@ -118,20 +118,24 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why a generation is broken. `host` is where it happened; rank, pid and exit code are known for worker exits."""
+    """Why a generation is broken. `host` is where it happened; rank, pid and exit code are known for worker exits.
+
+    `began_step` is the step that the generation started from: the root may see the failure after the next has begun.
+    """
 
     host: str
     kind: str
     rank: int | None = None
     pid: int | None = None
     exitcode: int | None = None
+    began_step: int | None = None
     unix_s: float
     message: str
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Self:
         """Return the failure of `rdzv/failure/<generation>`."""
-        numbers = {name: value.get(name) for name in ("rank", "pid", "exitcode")}
+        numbers = {name: value.get(name) for name in ("rank", "pid", "exitcode", "began_step")}
         return cls(
             host=_get(value, "host", str),
             kind=_get(value, "kind", str),
