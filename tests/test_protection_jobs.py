@@ -50,17 +50,25 @@ def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, 
         (found,) = answer["jobs"]
         return dict(found["protection"])
 
-    assert job()["protected"]
+    # Commits may be late while the job begins on a busy machine; then it says so too.
+    wait_until(lambda: job()["protected"], timeout_s=60, what="protection", host=host)
+    before = host.output.count("protected again at step")
     os.kill(etcd.pid, signal.SIGSTOP)
     try:
         wait_until(
-            lambda: "not protected: a failure costs up to" in host.output, timeout_s=60, what="a line", host=host
+            lambda: "nothing has been committed for" in host.output,
+            timeout_s=60,
+            what="a line that says why",
+            host=host,
         )
-        told = wait_until(lambda: None if (seen := job())["protected"] else seen, timeout_s=60, what="the status")
-        assert "nothing has been committed for" in str(told["reason"])
+        wait_until(
+            lambda: "nothing has been committed for" in str(job()["reason"]), timeout_s=60, what="the status", host=host
+        )
     finally:
         os.kill(etcd.pid, signal.SIGCONT)
-    wait_until(lambda: "protected again at step" in host.output, timeout_s=60, what="the end of it", host=host)
+    wait_until(
+        lambda: host.output.count("protected again at step") > before, timeout_s=120, what="the end of it", host=host
+    )
     assert job()["protected"]
     kinds = [event["event"] for event in host.events()]
     assert (kinds[0], kinds[-1]) == ("unprotected", "protected")
@@ -74,5 +82,5 @@ def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, 
         "steps_at_risk",
         "reason",
     }
-    assert host.output.count("\nprotected again") + host.output.startswith("protected again") == 1, "one rank tells"
+    assert host.output.count("protected again at step") == before + 1, "one rank tells"
     assert not host.recoveries()
