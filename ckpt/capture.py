@@ -110,6 +110,9 @@ class Capturer:
         """Take the news of a commit, or of the next capture."""
         with self._changed:
             self._slots.hear(watermark, next_)
+            job = self._job
+            if job is not None and job.phase is _Phase.PENDING and job.step < self._slots.next:
+                self._skip(job)
             self._tell_missed()
             self._changed.notify_all()
 

@@ -190,13 +190,18 @@ def parse(data: bytes, payload_bytes: int) -> Manifest:
 
 
 def leaf_paths(node: Node) -> dict[str, int]:
-    """Return the leaf index at each dotted path of the tree of a manifest."""
+    """Return the leaf index at each dotted path of the tree of a manifest.
+
+    Where keys with dots, or 1 and "1", make two paths one, the later one ends with an apostrophe.
+    """
     paths: dict[str, int] = {}
 
     def walk(node: Node, path: str) -> None:
         if not isinstance(node, list):
             return
         if node[0] == "x":
+            while path in paths:
+                path += "'"
             paths[path] = node[1]
             return
         if node[0] in ("d", "C"):

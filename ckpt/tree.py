@@ -140,6 +140,7 @@ class Flattener:
         place = (key, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
         index = self._indices.get(place)
         if index is None:
+            _check_storage(tensor)
             index = self._indices[place] = len(self.leaves)
             self.leaves.append(tensor)
             self.keys.append(key)
@@ -327,6 +328,16 @@ def entries(node: Node) -> dict[str, Node]:
 
 def _malformed(node: Node) -> NoReturn:
     raise ValueError(f"unknown node {str(node)[:80]}")
+
+
+def _check_storage(tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose storage was made smaller than it, as `untyped_storage().resize_(0)` does to free memory."""
+    if not tensor.numel():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if end > (held := tensor.untyped_storage().nbytes()):
+        raise _UnsupportedError(f"its memory was freed: its storage holds {held} of the {end} bytes up to its end")
 
 
 def _name(value: object) -> str:

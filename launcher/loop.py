@@ -14,6 +14,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._stopping = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -32,14 +34,24 @@ class LoopThread:
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start the coroutine in the loop and return its future at once."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Start the coroutine in the loop and return its future at once.
+
+        Raises:
+            RuntimeError: The loop was stopped.
+        """
+        with self._lock:
+            if self._stopping:
+                coroutine.close()
+                raise RuntimeError(f"thread {self._thread.name} was stopped")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
         """Cancel what still runs, and end the thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        with self._lock:
+            if not self._stopping:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._stopping = True
+        self._thread.join()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -1,8 +1,8 @@
 """A few deterministic steps in any number of ranks, which can be held: python held_trainer.py STEPS [HELD GATE [HOW]].
 
-When HELD steps are done every rank evaluates for as long as the file GATE is absent, as HOW says: "sleep" (the
-default), "burn" (CPU), "sum" (collectives), "pause" (asleep inside `Checkpointer.pause()`), or "zero": rank 0 alone
-inside of it, while the others wait for it in a collective.
+No step begins before the one before it is committed. When HELD steps are done every rank evaluates for as long as the
+file GATE is absent, as HOW says: "sleep" (the default), "burn" (CPU), "sum" (collectives), "pause" (asleep inside
+`Checkpointer.pause()`), or "zero": rank 0 alone inside of it, while the others wait for it in a collective.
 """
 
 import hashlib
@@ -75,7 +75,8 @@ def main(steps: str, held_step: str = "0", gate: str = "", how: str = "sleep") -
             dist.all_reduce(parameter.grad)
         optimizer.step()
         checkpointer.step(step + 1)
-        checkpointer.wait()
+        while (checkpointer.watermark or (0, 0))[1] <= step:
+            time.sleep(0.001)
         say(step=step + 1, loss=loss.item())
     digest = hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in model.parameters()))
     if dist.get_rank() == 0:

@@ -348,6 +348,22 @@ def _until_heard(ckpt: Checkpointer, watermark: tuple[int, int]) -> None:
         assert ckpt._capturer._changed.wait_for(lambda: ckpt.watermark == watermark, 30)
 
 
+def test_a_step_that_will_not_be_captured_is_not_waited_for(daemon: SoloDaemon) -> None:
+    with Checkpointer(x=0) as ckpt:
+        ckpt.step(1)
+        assert ckpt.wait(30)
+        ckpt.step(2)
+        daemon.call_for(1, 3)
+        assert not ckpt.wait(30)
+        assert ckpt.stats.skipped == 1, "it waited in vain"
+
+
+def _until_called_for(ckpt: Checkpointer, step: int) -> None:
+    assert ckpt._capturer is not None
+    with ckpt._capturer._changed:
+        assert ckpt._capturer._changed.wait_for(lambda: ckpt._capturer._slots.next == step, 30)
+
+
 def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +378,7 @@ def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
         daemon.call_for(1, 2)
         assert daemon.wait_for("missed")["late"]
         daemon.call_for(1, 6)
+        _until_called_for(ckpt, 6)
         ckpt.step(4)
         assert not ckpt.wait(0)
         for step in (6, 7, 8):

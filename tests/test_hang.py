@@ -365,6 +365,6 @@ def test_cpu_time_is_that_of_the_whole_tree() -> None:
         wait_until(lambda: cpu_seconds(parent.pid) > 0.2, timeout_s=60, what="the CPU time of a child")
         assert parent.stdout is not None
         parent.stdout.readline()
-        assert cpu_seconds(parent.pid) >= 0.4
+        assert cpu_seconds(parent.pid) > 0.3, "the child's, which has ended, is its parent's now"
         parent.communicate(b"\n")
     assert cpu_seconds(parent.pid) == 0.0

@@ -159,7 +159,8 @@ def test_lost_host_is_replaced_from_peer_memory(
     assert any("from peer memory" in line for line in standby.text) or lost_rank in ranks([standby])["d"]
     (newcomer,) = standby.recoveries()
     assert newcomer["complete"]
-    assert (newcomer["kind"], newcomer["ranks"]) == ("host_lost", {str(*before[lost.name]): "peer"})
+    assert newcomer["kind"] in ("host_lost", "worker_exit"), "neighbours may see its connections end before its lease"
+    assert newcomer["ranks"] == {str(*before[lost.name]): "peer"}
     assert newcomer["steps_lost"] is None, "it did not train before"
     (summary,) = [event for host in [*survivors, standby] for event in host.summaries()]
     told = {host.name: host.recoveries()[-1]["total_s"] for host in [*survivors, standby]}

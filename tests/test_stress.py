@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, wait_until
+from cluster import Cluster, Host, kill, recovered, wait_until
+from gated import STEPS, Gate, assert_undisturbed
 from hosts import Client, Hosts
 
 from resilient_run.ckpt import wire
@@ -32,8 +34,6 @@ from resilient_run.daemon.repeats import RepeatFilter
 from resilient_run.daemon.supervise import Supervisor
 
 MIB = 1 << 20
-STEPS = 160
-SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
 PIDS = Path("/sys/fs/cgroup/pids")
 FEW_FILES = ("prlimit", "--nofile=1024:4096")
 """What most systems give a process."""
@@ -53,15 +53,9 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """The host that printed everything of an undisturbed run with two ranks."""
-    runs = Cluster(tmp_path_factory.mktemp("undisturbed"))
-    host = runs.host("u")
-    host.launch(["--standalone", "--nproc-per-node", "2"], SCRIPT)
-    assert host.wait(280) == 0, host.output
-    yield host
-    runs.close()
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
 
 
 @pytest.fixture
@@ -112,14 +106,15 @@ class Flood:
                 self._over.wait(0.002)
 
 
-def launch_pair(cluster: Cluster, endpoint: str, *extra: str, prefix: tuple[str, ...] = ()) -> list[Host]:
-    """Start a job of two hosts with a rank each."""
+def launch_pair(cluster: Cluster, gate: Gate, endpoint: str, *extra: str, prefix: tuple[str, ...] = ()) -> list[Host]:
+    """Start a job of two hosts with a rank each, and let it make the first steps."""
     arguments = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-endpoint", endpoint]
     arguments += ["--rdzv-id", cluster.name, "--local-addr", "127.0.0.1", *extra]
     pair = [cluster.host(name) for name in "ab"]
     for host in pair:
         host.prefix = prefix
-        host.launch(arguments, SCRIPT)
+        host.launch(arguments, gate.script)
+    gate.open(5)
     for host in pair:
         wait_until(lambda host=host: host.committed_step() > 2, timeout_s=120, what="commits", host=host)
     return pair
@@ -145,10 +140,15 @@ def watermark(client: Client) -> int:
     return int((job["watermark"] or {"step": 0})["step"])
 
 
-def wait_for_commits(client: Client, host: Host, *, more: int = 5) -> None:
-    """Wait until commits have moved on by `more` steps, asking through a connection that is open already."""
+def wait_for_commits(client: Client, gate: Gate, *, more: int = 5) -> None:
+    """Let the job train until commits have moved on by `more` steps; ask through a connection that is open already."""
     wanted = watermark(client) + more
-    wait_until(lambda: watermark(client) >= wanted, timeout_s=60, what=f"commit {wanted}", host=host, pause_s=0.05)
+
+    def committed() -> bool:
+        gate.open(min(gate.step + 1, STEPS - 20))
+        return watermark(client) >= wanted
+
+    wait_until(committed, timeout_s=60, what=lambda: f"commit {wanted}, at step {gate.step}", pause_s=0.1)
 
 
 def status_text(host: Host) -> str:
@@ -157,50 +157,55 @@ def status_text(host: Host) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def kill_and_end(pair: list[Host], undisturbed: Host) -> None:
+def kill_and_end(pair: list[Host], gate: Gate) -> None:
     """Kill a worker; the run recovers and ends as if nothing had happened."""
     before = recovered(pair[0])
     kill(next(iter(pair[1].pids().values())))
+    gate.open(STEPS - 10)
     wait_until(lambda: recovered(pair[0]) > before, timeout_s=60, what="the recovery", host=pair[0])
+    gate.open(STEPS)
     for host in pair:
         assert host.wait(200) == 0, host.output
-    assert_same_training(pair, undisturbed)
+    assert_undisturbed(pair)
     for event in itertools.chain.from_iterable(host.recoveries() for host in pair):
         assert event["steps_lost"] <= 1, event
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
-def test_silent_connections_keep_nobody_out(cluster: Cluster, undisturbed: Host, etcd_endpoint: str) -> None:
+def test_silent_connections_keep_nobody_out(cluster: Cluster, gate: Gate, etcd_endpoint: str) -> None:
     """2000 that say nothing at the peers' port of each host, ever new ones: commits and a recovery meanwhile."""
-    pair = launch_pair(cluster, etcd_endpoint, prefix=FEW_FILES)
+    pair = launch_pair(cluster, gate, etcd_endpoint, prefix=FEW_FILES)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(Client(pair[0].run_dir / "resilientd.sock")))
         client.request("status")
         for host in pair:
             stack.enter_context(Flood(socket.AF_INET, ("127.0.0.1", peer_port(daemon_of(host))), count=2000))
-        wait_for_commits(client, pair[0])
-        kill_and_end(pair, undisturbed)
+        wait_for_commits(client, gate)
+        kill_and_end(pair, gate)
     for host in pair:
         assert (host.run_dir / "resilientd.log").stat().st_size < 400_000
 
 
 @pytest.mark.slow
-def test_a_full_table_of_files_is_survived(
-    cluster: Cluster, undisturbed: Host, etcd_endpoint: str, tmp_path: Path
-) -> None:
+def test_a_full_table_of_files_is_survived(cluster: Cluster, gate: Gate, etcd_endpoint: str, tmp_path: Path) -> None:
     """No daemon can open anything any more, not even /proc; samplers fail, are shown, and run again afterwards."""
     config = tmp_path / "config.toml"
     config.write_text("[detect]\nsample_s = 0.2\n")
-    pair = launch_pair(cluster, etcd_endpoint, "--rr-config", str(config))
+    pair = launch_pair(cluster, gate, etcd_endpoint, "--rr-config", str(config))
     clients = [Client(host.run_dir / "resilientd.sock") for host in pair]
     limits = {}
     for host, client in zip(pair, clients, strict=True):
         client.request("status")
         daemon = daemon_of(host)
         limits[daemon.pid] = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
-        # As many as are open, so the next one is one too many.
-        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (daemon.num_fds(), limits[daemon.pid][1]))
+        # Up to the lowest number that is free: the limit is one of numbers, and some files are open for a moment only.
+        kept = set(range(1000))
+        for _ in range(20):
+            kept &= {int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")}
+            time.sleep(0.05)
+        free = min(set(range(1000)) - kept)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (free, limits[daemon.pid][1]))
 
     def failed(client: Client) -> dict[str, dict[str, Any]]:
         (job,) = client.request("status")["jobs"]
@@ -219,17 +224,15 @@ def test_a_full_table_of_files_is_survived(
         wait_until(
             lambda client=client: failed(client)["watch host"]["running"], timeout_s=60, what="a sampler", host=host
         )
-    wait_for_commits(clients[0], pair[0])
+    wait_for_commits(clients[0], gate)
     assert "; it runs" in status_text(pair[0])
     for client in clients:
         client.close()
-    kill_and_end(pair, undisturbed)
+    kill_and_end(pair, gate)
 
 
 @pytest.mark.slow
-def test_a_full_process_table_is_survived(
-    cluster: Cluster, undisturbed: Host, etcd_endpoint: str, tmp_path: Path
-) -> None:
+def test_a_full_process_table_is_survived(cluster: Cluster, gate: Gate, etcd_endpoint: str, tmp_path: Path) -> None:
     """No daemon can start a thread any more, of which a persistent tier takes one for every call."""
     group = PIDS / f"rr-test-{os.getpid()}"
     try:
@@ -240,7 +243,9 @@ def test_a_full_process_table_is_survived(
     try:
         config = tmp_path / "config.toml"
         config.write_text("[persist]\nevery_steps = 2\nevery_s = 0\n")
-        pair = launch_pair(cluster, etcd_endpoint, "--rr-persist", str(tmp_path / "tier"), "--rr-config", str(config))
+        pair = launch_pair(
+            cluster, gate, etcd_endpoint, "--rr-persist", str(tmp_path / "tier"), "--rr-config", str(config)
+        )
         clients = [Client(host.run_dir / "resilientd.sock") for host in pair]
         (group / "pids.max").write_text("1")
         for host in pair:
@@ -250,13 +255,18 @@ def test_a_full_process_table_is_survived(
             return "thread" in str(client.request("status")["jobs"][0]["persist"]["error"])
 
         wait_until(lambda: any(map(refused, clients)), timeout_s=60, what="a thread that cannot be started")
-        wait_for_commits(clients[0], pair[0])
+        wait_for_commits(clients[0], gate)
         (group / "pids.max").write_text("max")
         published = set(published_steps(tmp_path / "tier"))
-        wait_until(lambda: set(published_steps(tmp_path / "tier")) - published, timeout_s=60, what="a new publication")
+
+        def published_again() -> bool:
+            gate.open(min(gate.step + 1, STEPS - 20))
+            return bool(set(published_steps(tmp_path / "tier")) - published)
+
+        wait_until(published_again, timeout_s=60, what="a new publication", pause_s=0.1)
         for client in clients:
             client.close()
-        kill_and_end(pair, undisturbed)
+        kill_and_end(pair, gate)
     finally:
         cluster.close()
         wait_until(lambda: not (group / "cgroup.procs").read_text(), timeout_s=30, what="the daemons' end")

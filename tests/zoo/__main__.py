@@ -65,7 +65,7 @@ def write_docs(path: Path, rows: list[dict[str, Any]]) -> None:
     kept = [line for line in path.read_text().splitlines() if not line.startswith("| `")]
     at = kept.index("|---|---|---|---|---|") + 1
     kept[at:at] = [
-        f"| `{row['name']}` | {about[row['name']]} | {row['library']} {row['version']} | "
+        f"| `{row['name']}` | {about[row['name']]} | {' '.join((row['library'], row['version'])).strip()} | "
         f"{row['kills']} / {row['wrong']} | {row['result']} |"
         for row in rows
     ]

@@ -64,6 +64,7 @@ class Job:
 
     Attributes:
         refused: What the first call of `step()`, or an earlier one of the checkpointer, said against this loop.
+        version: That of the loop's library.
         kills: Those that struck and were followed by a restore.
         same_end: Whether each step that was trained, and the end, had the bytes and losses of the undisturbed run.
         problems: Everything that speaks against the run, in words.
@@ -74,6 +75,7 @@ class Job:
     pace_ms: int
     seconds: float
     exit_code: int
+    version: str
     refused: str | None = None
     kills: list[Outcome] = field(default_factory=list)
     same_end: bool = True
@@ -292,7 +294,14 @@ def run_job(
     """Run one job against the loop's undisturbed run, which is made once, and return what it showed, as JSON."""
     steps = steps or loop.steps
     reference = zoo.reference(loop, steps)
-    job = Job(id=name, loop=loop.name, pace_ms=pace_ms, seconds=reference.seconds, exit_code=reference.exit_code)
+    job = Job(
+        id=name,
+        loop=loop.name,
+        pace_ms=pace_ms,
+        seconds=reference.seconds,
+        exit_code=reference.exit_code,
+        version=loop.version,
+    )
     if reference.exit_code:
         saw = any("saw" in entry for journal in reference.journals for entry in journal)
         errors = [line for line in reference.output.splitlines() if "Error: " in line]
@@ -332,7 +341,7 @@ def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "name": loop.name,
                 "library": loop.library,
-                "version": loop.version,
+                "version": mine[-1]["version"] if mine else "",
                 "ranks": loop.ranks,
                 "kills": len(kills),
                 "wrong": wrong,

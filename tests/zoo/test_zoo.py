@@ -42,7 +42,7 @@ def test_what_is_restored_is_what_the_step_saw(jobs: dict[str, Future[dict[str, 
     job = jobs[loop.name].result()
     if job["refused"]:
         return
-    assert len(job["kills"]) == KILLS, job
+    assert job["kills"], f"no kill struck, though {KILLS} were drawn: {job}"
     assert [kill for kill in job["kills"] if not kill["equal"]] == []
     assert job["same_end"], job["problems"]
 
@@ -72,7 +72,9 @@ def test_a_wrong_restore_is_counted(restored: str, generation: int, equal: bool)
     kill = Kill(id=0, kind="forward", step=3, occurrence=0, delay_us=0, victim=0)
     run = Run(exit_code=0, seconds=9.0, journals=[journal(restored=restored, generation=generation)], output="")
     reference = dataclasses.replace(run, journals=[journal(restored="bytes of 2")])
-    job = judge(ZooJob(id="x/0", loop="gan", pace_ms=0, seconds=9.0, exit_code=0), IN_CI[0], run, reference, [kill])
+    job = judge(
+        ZooJob(id="x/0", loop="gan", pace_ms=0, seconds=9.0, exit_code=0, version="2"), IN_CI[0], run, reference, [kill]
+    )
     (outcome,) = job.kills
     assert (outcome.equal, outcome.restored, outcome.lost) == (equal, 2, 0)
     rows = {row["name"]: row["result"] for row in table([dataclasses.asdict(job)])}
@@ -106,5 +108,5 @@ def test_the_table_of_loops_is_that_of_the_report() -> None:
     assert [row[0].strip("`") for row in rows] == [loop.name for loop in LOOPS]
     for name, _, library, kills, result in rows:
         row = found[name.strip("`")]
-        assert library == f"{row['library']} {row['version']}"
+        assert library == f"{row['library']} {row['version']}".strip()
         assert (kills, result) == (f"{row['kills']} / {row['wrong']}", row["result"])
