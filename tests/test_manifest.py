@@ -5,6 +5,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,11 @@ def test_a_tensor_that_occurs_twice_is_one_leaf_and_one_object() -> None:
     assert tree["a"] is tree["b"][0]
 
 
+def test_leaves_with_one_dotted_path_keep_one_each() -> None:
+    flat = Flattener({"a.b": torch.zeros(1), "a": {"b": torch.zeros(2)}, 1: torch.zeros(3), "1": torch.zeros(4)})
+    assert leaf_paths(flat.node) == {"a.b": 0, "a.b'": 1, "1": 2, "1'": 3}
+
+
 def test_tensors_that_differ_only_in_how_they_see_the_memory_are_two_leaves() -> None:
     z = torch.randn(2, 2, dtype=torch.complex64)
     assert len(Flattener([z, z.conj(), z.T, z.view(4)]).leaves) == 4
@@ -183,6 +189,15 @@ def test_what_is_unsupported_is_named_with_its_path(value: Any, name: str) -> No
     assert str(caught.value).startswith("optimizer.state.3.foo.1: ")
     assert name in str(caught.value)
     assert "state_dict()" in str(caught.value)
+
+
+@pytest.mark.parametrize("view", [torch.Tensor.flatten, lambda tensor: tensor.T[:, 3:]], ids=["whole", "strided"])
+def test_a_tensor_whose_memory_was_freed_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As frameworks free what they can gather again; behind the end of the storage nothing may be mapped."""
+    tensor = view(torch.zeros(512, 512))
+    tensor.untyped_storage().resize_(1 << 19)
+    with pytest.raises(StateError, match="its storage holds 524288 of the 1048576 bytes"):
+        Flattener({"model": {"weight": tensor}})
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
