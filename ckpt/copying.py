@@ -7,10 +7,12 @@ fingerprints differ, and the capture is given up. Leaves on a GPU have fingerpri
 """
 
 import ctypes
+import errno
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -219,8 +221,8 @@ class Copier:
         """Prepare the copy functions."""
         # Large copies run without the interpreter lock. Small ones keep it: giving it up and taking it again would
         # cost more than the copy, and up to a switch interval when the training thread runs Python.
-        self._copy_large = _memmove(ctypes.CDLL(None))
-        self._copy_small = _memmove(ctypes.PyDLL(None))
+        self._copy_large, self._write_large = _functions(ctypes.CDLL(None, use_errno=True))
+        self._copy_small, self._write_small = _functions(ctypes.PyDLL(None, use_errno=True))
 
     def copy(
         self,
@@ -263,7 +265,7 @@ class Copier:
         payload = target.slot.buffer[target.slot.payload_offset : target.slot.payload_offset + size]
         checksums = np.zeros(len(plan.chunks), dtype=np.uint64)
         moved = [capture.begin(target.payload) for capture in staged.captures]
-        changed = self._copy_live(plan, staged, target.address, payload, checksums, hurries, on_released)
+        changed = self._copy_live(plan, staged, target, payload, checksums, hurries, on_released)
         changed = next((leaf for leaf in moved if leaf is not None), changed)
         for _, ready in staged.ready:
             ready.synchronize()
@@ -287,7 +289,7 @@ class Copier:
         self,
         plan: CapturePlan,
         staged: Staged,
-        target: int,
+        target: MappedSlot,
         payload: memoryview,
         checksums: npt.NDArray[np.uint64],
         hurries: Callable[[], bool],
@@ -307,10 +309,9 @@ class Copier:
                 if piece.leaf is None or changed is not None:
                     continue
                 fingerprint, address = next(expected), staged.addresses[piece.leaf]
-                if staged.live[piece.leaf].data_ptr() != address:
-                    changed = piece.leaf  # its memory may be gone
+                if staged.live[piece.leaf].data_ptr() != address or not self._write(piece, address, target):
+                    changed = piece.leaf
                     continue
-                self._move(target + piece.start, address + piece.offset, piece.end - piece.start)
                 # While it is in the processor's cache, unless training waits.
                 if hurries():
                     put_off.append((chunk, piece, fingerprint))
@@ -320,6 +321,19 @@ class Copier:
         if changed is None:
             changed = next((piece.leaf for chunk, piece, digest in put_off if differs(chunk, piece, digest)), None)
         return changed
+
+    def _write(self, piece: _Piece, address: int, target: MappedSlot) -> bool:
+        """Copy a piece of the live leaf at `address`; False when there is no such memory any more.
+
+        The system copies it, because a storage may be resized at any moment: reading what is unmapped then is an error
+        for the system, but the end of a process that does it by itself.
+        """
+        size, place = piece.end - piece.start, target.slot.payload_offset + piece.start
+        write = self._write_large if size > _SMALL_BYTES else self._write_small
+        written = write(target.descriptor, address + piece.offset, size, place)
+        if written < 0 and (number := ctypes.get_errno()) != errno.EFAULT:
+            raise OSError(number, os.strerror(number), str(target.slot.path))
+        return bool(written == size)
 
     def _move(self, target: int, source: int, size: int) -> None:
         (self._copy_large if size > _SMALL_BYTES else self._copy_small)(target, source, size)
@@ -345,11 +359,14 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address))
 
 
-def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], Any]:
-    function = library.memmove
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    function.restype = None
-    return function
+def _functions(library: ctypes.CDLL) -> tuple[Callable[[int, int, int], None], Callable[[int, int, int, int], int]]:
+    """Return C's `memmove` and `pwrite`."""
+    copy, write = library.memmove, library.pwrite
+    copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    copy.restype = None
+    write.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+    write.restype = ctypes.c_ssize_t
+    return copy, write
 
 
 def _is_cuda(leaf: Leaf) -> bool:

@@ -25,6 +25,7 @@ class MappedSlot:
 
     Attributes:
         slot: The slot.
+        descriptor: Its open file.
         payload: Its payload area, uint8.
         address: Where the payload begins in this process.
         held: Generation and step of what it holds complete, or None.
@@ -39,9 +40,9 @@ class MappedSlot:
             SlotError: It is not a slot.
         """
         self.slot = Slot.open(path, writable=True)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         # Until `close`, or the end of this process: whoever collects slots sees that this one is in use.
-        self._in_use = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._in_use, fcntl.LOCK_SH)
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
         self.payload = torch.frombuffer(self.slot.buffer, dtype=torch.uint8)[self.slot.payload_offset :]
         self.address = self.payload.data_ptr()
         self.held = _held(self.slot, env)
@@ -78,7 +79,7 @@ class MappedSlot:
             self._pinned_at = 0
         del self.payload
         self.slot.close()
-        os.close(self._in_use)
+        os.close(self.descriptor)
 
 
 class SlotPair:

@@ -1,6 +1,7 @@
 """Captures behind training: they equal a synchronous copy, are never torn, and training never waits for a commit."""
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -505,6 +506,24 @@ def _hold_again(ckpt: Checkpointer) -> _HeldCopier:
     assert ckpt._capturer is not None
     held = ckpt._capturer._copier = _HeldCopier()
     return held
+
+
+def test_memory_that_is_gone_behind_a_capture_is_found_out(
+    daemon: SoloDaemon, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its address is what it was, but whoever reads there is killed."""
+    table = torch.from_file(str(tmp_path / "table"), shared=True, size=1 << 20)
+    with Checkpointer(table=table) as ckpt:
+        ckpt.step()
+        held = _hold(ckpt)
+        ckpt.step()
+        assert held.began.wait(30)
+        os.truncate(tmp_path / "table", 1 << 20)
+        held.go.set()
+        assert not ckpt.wait(30)
+        assert "table changed" in caplog.text
+        assert (ckpt.stats.skipped, ckpt.stats.discarded) == (1, 1)
+        assert _newest(daemon)[0] == 1
 
 
 def test_what_changes_and_changes_back_is_what_the_step_saw(daemon: SoloDaemon) -> None:
