@@ -36,6 +36,7 @@ for step in range(checkpointer.restore(), STEPS):
                 p.copy_(average[name])
             for part in validation.split(100):
                 model(part)
+            model.reshard()  # the outermost parameters stay whole after a forward pass
             for name, p in model.named_parameters():
                 p.copy_(before[name])
     at("data")
