@@ -104,7 +104,7 @@ def main() -> int:
 
         number = 0
         while report.kills < options.kills:
-            before = report.kills
+            before, jobs_before = report.kills, len(report.jobs)
             with ThreadPoolExecutor(options.parallel) as pool:
                 try:
                     list(pool.map(work, [number] * len(loops), range(len(loops))))
@@ -112,7 +112,7 @@ def main() -> int:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
             number += 1
-            if report.kills == before and f"{loops[-1].name}/{number}" not in report.jobs:
+            if report.kills == before and len(report.jobs) > jobs_before:
                 break  # every loop is refused
     report.write()
     jobs = list(report.jobs.values())
