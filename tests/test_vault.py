@@ -233,6 +233,25 @@ def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Pa
     asyncio.run(scenario())
 
 
+def test_garbage_is_nothing_of_a_run_that_has_another_launcher_here(shm_dir: Path) -> None:
+    """Two launchers of a run share a machine, so nobody has a copy of what the one that was killed has left."""
+
+    async def scenario() -> None:
+        vault = open_vault(shm_dir)
+        for host, launcher_pid in (("a", os.getpid()), ("a#1", None)):
+            vault.open(replace(record(), host=host, launcher_pid=launcher_pid))
+        jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
+        jobs.scan()
+        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == []
+        for slots in open_vault(shm_dir).scan():
+            slots.update_record(launcher_pid=None)
+        jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
+        jobs.scan()
+        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == ["run", "run"]
+
+    asyncio.run(scenario())
+
+
 def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())
