@@ -1,6 +1,7 @@
 """Slots on a real tmpfs: geometry, what may be overwritten, the memory budget, and adoption after SIGKILL."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -250,6 +251,19 @@ def test_garbage_is_nothing_of_a_run_that_has_another_launcher_here(shm_dir: Pat
         assert (await jobs.collect_garbage(lambda uid: True))["removed"] == ["run", "run"]
 
     asyncio.run(scenario())
+
+
+def test_job_that_does_not_fit_is_refused_until_there_is_room(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    vault = open_vault(shm_dir)
+    with monkeypatch.context() as patched:
+        patched.setattr(JobRecord, "save", full)
+        for _ in range(2):
+            with pytest.raises(DaemonError, match=r"cannot keep anything of run 'run' in .*No space left.*make room"):
+                vault.open(record())
+    assert vault.open(record()).record == record()
 
 
 def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
