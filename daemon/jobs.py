@@ -141,15 +141,21 @@ class Jobs:
                     await self._vault.remove(slots)
 
     async def collect_garbage(self, may_see: Callable[[int], bool]) -> dict[str, Any]:
-        """Remove every job of visible users that nobody has open, and return what was removed."""
+        """Remove every job of visible users that nobody has open, and return what was removed.
+
+        While a launcher of its run lives on this machine it stays: the run may have no other copy of these slots.
+        """
         removed, freed_bytes = [], 0
         async with self._changing:
+            found = [job.slots for job in self._jobs.values()] + [slots for slots, _ in self._left.values()]
+            alive = {slots.record.run_id for slots in found if slots.record.is_open}
+            gone = {slots.record.key for slots in found if slots.record.run_id not in alive and not slots.is_kept}
             for job in list(self._jobs.values()):
-                if job.launcher_pid is None and may_see(job.slots.record.uid) and not job.slots.is_kept:
+                if job.launcher_pid is None and may_see(job.slots.record.uid) and job.spec.key in gone:
                     removed.append(job.spec.run_id)
                     freed_bytes += await self._discard(job)
             for key, (slots, _) in list(self._left.items()):
-                if may_see(slots.record.uid) and not slots.is_kept:
+                if may_see(slots.record.uid) and key in gone:
                     removed.append(slots.record.run_id)
                     del self._left[key]
                     freed_bytes += await self._vault.remove(slots)

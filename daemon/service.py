@@ -94,7 +94,8 @@ class DaemonService:
             case "connected":
                 self._session(connection).trainer.connected(fields.integers("ranks"))
             case "restored":
-                self._session(connection).trainer.restored(fields.integer("step"), fields.number("seconds"))
+                session = self._session(connection)
+                session.job.sessions.restored(session.trainer, fields.integer("step"), fields.number("seconds"))
             case "complete":
                 generation, step = fields.pair()
                 self._session(connection).trainer.complete(fields.text("path"), generation, step)

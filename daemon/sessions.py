@@ -43,7 +43,7 @@ class Sessions:
         hang: Hears what every trainer does.
 
     Attributes:
-        last_steps: Newest step that each rank announced.
+        last_steps: Newest step that each rank announced to this daemon, or else what it restored.
         refusals: Generation → why the state that it restores does not fit the script.
     """
 
@@ -164,6 +164,11 @@ class Sessions:
                 "idle": None if idle is None else idle.to_message(),
             },
         }
+
+    def restored(self, trainer: Trainer, step: int, seconds: float) -> None:
+        """Hear that `trainer` has its state back."""
+        self.last_steps.setdefault(trainer.rank, step)
+        trainer.restored(step, seconds)
 
     def progress(self, trainer: Trainer, step: int) -> None:
         """Hear that `trainer` has done an optimizer step."""

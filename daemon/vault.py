@@ -51,7 +51,7 @@ class Vault:
         """Return the slots of the job that `record` describes, those that exist included; the record is written.
 
         Raises:
-            DaemonError: The run id belongs to another user, or its slots to another version.
+            DaemonError: The run id belongs to another user, or its slots to another version, or the tmpfs is full.
         """
         slots = self._jobs.get(record.key)
         if any(run_id == record.run_id and job.record.uid != record.uid for (run_id, _), job in self._jobs.items()):
@@ -68,7 +68,14 @@ class Vault:
                 ) from None
             if record.uid != os.geteuid():
                 os.chown(directory, record.uid, -1)
-            record.save(directory)
+            try:
+                record.save(directory)
+            except OSError as error:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise DaemonError(
+                    f"cannot keep anything of run {record.run_id!r} in {self._shm_dir}: {error}; make room in the "
+                    f"tmpfs, or choose another (--rr-shm-dir)"
+                ) from error
             slots = JobSlots(directory=directory, record=record, budget=self.budget, adopted=True)
             self._jobs[record.key] = slots
             return slots

@@ -21,7 +21,7 @@ from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
 from .rendezvous import EtcdRendezvous
 from .rounds import Failure
-from .timeline import Timeline
+from .timeline import Timeline, newest_step
 from .warm import WorkerStarter
 
 log = logging.getLogger(__name__)
@@ -308,13 +308,14 @@ class ResilientAgent(LocalElasticAgent):
         """Tell whether this host learned of `failure` from others, not from a worker of its own that exited."""
         return failure.host != self._rdzv.host or failure.kind != "worker_exit"
 
-    def _progress(self) -> tuple[int, float]:
-        """Return the newest step that a local rank announced, 0 when none did, and how long there was none since."""
+    def _progress(self) -> tuple[int | None, float]:
+        """Return the newest step of this host's ranks, None when nobody knows, and how long there was none since."""
         try:
             status = self._link.request("job_status", answer_within_s=2.0)
         except CheckpointError:
-            return 0, 0.0
-        return max(status["last_steps"].values(), default=0), status["idle_s"] or 0.0
+            return None, 0.0
+        ranks = {worker.global_rank for worker in self._worker_group.workers}
+        return newest_step(status["last_steps"], ranks), status["idle_s"] or 0.0
 
     def _settle(self) -> None:
         """Give captures that are complete but not yet committed their chance before the next round fixes its step."""

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,11 @@ class Timeline:
         self._recovery: _Recovery | None = None
         self._summed_up = 0
 
-    def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int) -> None:
-        """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first."""
+    def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None) -> None:
+        """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first.
+
+        `last_step` is the newest that was completed before it, None when nobody knows.
+        """
         with self._lock:
             if self._recovery is not None:
                 self._report(self._recovery, complete=False)
@@ -181,6 +184,11 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         if self._events_path is not None:
             _append(self._events_path, event)
+
+
+def newest_step(last_steps: Mapping[str, int], ranks: Collection[int]) -> int | None:
+    """Return the newest step that the daemon has heard of, None unless it has of all `ranks` since it was started."""
+    return max(last_steps.values(), default=0) if {str(rank) for rank in ranks} <= last_steps.keys() else None
 
 
 def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

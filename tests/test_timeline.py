@@ -10,7 +10,7 @@ import pytest
 from resilient_run.daemon.etcd import Entry
 from resilient_run.daemon.goodput import PHASES
 from resilient_run.launcher.rounds import View
-from resilient_run.launcher.timeline import Timeline
+from resilient_run.launcher.timeline import Timeline, newest_step
 
 
 def event(name: str, rank: int, generation: int = 2, **fields: Any) -> dict[str, Any]:
@@ -44,6 +44,20 @@ def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.Log
     (line,) = caplog.messages
     assert "rank 1 was killed by SIGKILL" in line
     assert "step 7 from local memory, 1 step(s) lost" in line
+
+
+def test_what_nobody_knows_is_not_said_to_be_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A daemon that was restarted a moment before has not heard yet how far the ranks are."""
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    unknown: tuple[dict[str, int], ...] = {}, {"0": 8}
+    for heard in unknown:
+        timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=newest_step(heard, {0, 1}))
+        recover(timeline, ranks={0, 1}, restored_step=7)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=newest_step({"0": 8, "1": 9}, {0, 1}))
+    recover(timeline, ranks={0, 1}, restored_step=7)
+    assert [json.loads(line)["steps_lost"] for line in path.read_text().splitlines()] == [None, None, 2]
+    assert ["lost" in line for line in caplog.messages] == [False, False, True]
 
 
 def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Slots on a real tmpfs: geometry, what may be overwritten, the memory budget, and adoption after SIGKILL."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -231,6 +232,38 @@ def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Pa
         assert {run_id for run_id, path in files.items() if path.exists()} == {"newer", "open"}
 
     asyncio.run(scenario())
+
+
+def test_garbage_is_nothing_of_a_run_that_has_another_launcher_here(shm_dir: Path) -> None:
+    """Two launchers of a run share a machine, so nobody has a copy of what the one that was killed has left."""
+
+    async def scenario() -> None:
+        vault = open_vault(shm_dir)
+        for host, launcher_pid in (("a", os.getpid()), ("a#1", None)):
+            vault.open(replace(record(), host=host, launcher_pid=launcher_pid))
+        jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
+        jobs.scan()
+        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == []
+        for slots in open_vault(shm_dir).scan():
+            slots.update_record(launcher_pid=None)
+        jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
+        jobs.scan()
+        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == ["run", "run"]
+
+    asyncio.run(scenario())
+
+
+def test_job_that_does_not_fit_is_refused_until_there_is_room(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    vault = open_vault(shm_dir)
+    with monkeypatch.context() as patched:
+        patched.setattr(JobRecord, "save", full)
+        for _ in range(2):
+            with pytest.raises(DaemonError, match=r"cannot keep anything of run 'run' in .*No space left.*make room"):
+                vault.open(record())
+    assert vault.open(record()).record == record()
 
 
 def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
