@@ -377,6 +377,36 @@ def test_steps_count_up(daemon: SoloDaemon) -> None:
         daemon.wait_for("progress", step=11)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
+def test_steps_in_any_mode_of_torch_are_captured(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, mode: Callable[[], Any]
+) -> None:
+    model = torch.nn.Linear(200, 200)
+    with Checkpointer(model=model, table=np.arange(5)) as ckpt:
+        with mode():
+            ckpt.step()
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert ckpt.stats.discarded == 0
+    _restart(monkeypatch, daemon)
+    again = torch.nn.Linear(200, 200)
+    with Checkpointer(model=again, table=np.zeros(5)) as ckpt:
+        assert ckpt.restore() == 2
+        assert np.array_equal(ckpt.values["table"], np.arange(5))
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(again.bias, model.bias)
+
+
+def test_a_step_is_any_integer_and_nothing_else(daemon: SoloDaemon) -> None:
+    with Checkpointer(model=torch.nn.Linear(2, 3)) as ckpt:
+        with pytest.raises(TypeError):
+            ckpt.step(0.5)  # type: ignore[arg-type]
+        ckpt.step(np.int64(1))  # type: ignore[arg-type]
+        ckpt.step(torch.tensor(2))  # type: ignore[arg-type]
+        assert ckpt.wait(30)
+    daemon.wait_for("progress", step=2)
+
+
 def test_unsupported_state_is_refused_at_once(daemon: SoloDaemon) -> None:
     with pytest.raises(StateError, match=r"values\.bad\.0: values of type builtins\.set"):
         Checkpointer(bad=[{1}])
