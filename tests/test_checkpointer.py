@@ -233,6 +233,37 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, momentum: float
+) -> None:
+    def make(order: int) -> tuple[torch.nn.Module, Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+        return model, torch.optim.SGD(list(model.parameters())[::order], momentum=momentum)
+
+    model, optimizer = make(1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    model, optimizer = make(-1)
+    before = model[0].weight.detach().clone()
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        if not momentum:
+            # Without a state of their own the parameters of a group may have any order.
+            assert ckpt.restore() == 1
+            return
+        with pytest.raises(StateError, match=r"nothing was loaded: optimizer: parameter 0 of group 0 is model\.0\."):
+            ckpt.restore()
+    assert torch.equal(model[0].weight, before)
+    _restart(monkeypatch, daemon, generation=3)
+    model, optimizer = make(1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        assert ckpt.restore() == 1
+
+
 def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 3)
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
