@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import operator
 import os
 import time
 import warnings
@@ -175,6 +176,7 @@ class Checkpointer:
         """Say that `n` steps are completed (default: one more than before), and begin to capture the state.
 
         Raises:
+            TypeError: `n` is no integer.
             ValueError: `n` is not greater than before.
             StateError: There is a checkpoint and `restore()` was not called, or the state cannot be captured.
             MemoryBudgetError: The first capture does not fit in the memory budget of the host.
@@ -182,7 +184,7 @@ class Checkpointer:
         """
         self._injected.strike(self._state)
         started_s = time.monotonic()
-        n = self._step + 1 if n is None else n
+        n = self._step + 1 if n is None else operator.index(n)
         if n <= self._step:
             raise ValueError(f"step({n}) after step({self._step}): completed steps must increase")
         if self._plan is not None and not self._restored:

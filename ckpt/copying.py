@@ -130,7 +130,9 @@ class CapturePlan:
         self._staging: dict[int, torch.Tensor] = {}
         self._staging_address = 0
         self.chunks: list[list[_Piece]] = [[] for _ in range(chunk_count(self.layout.payload_bytes))]
-        self._cut()
+        # Later steps write to its memory as well, in whatever mode this one is.
+        with torch.inference_mode(False):
+            self._cut()
         ends = [
             min(end, self.layout.payload_bytes)
             for end in range(CHUNK_BYTES, CHUNK_BYTES * (len(self.chunks) + 1), CHUNK_BYTES)
@@ -196,7 +198,7 @@ class CapturePlan:
             staged.append((staging_bytes - start, run))
             # As aligned as the payload, so that every leaf can be viewed as its dtype.
             staging_bytes += -(-(ends[run[-1]] - start) // 64) * 64
-        buffer = torch.zeros(staging_bytes, dtype=torch.uint8, pin_memory=bool(self.devices))
+        buffer = torch.zeros(staging_bytes, dtype=torch.uint8, device="cpu", pin_memory=bool(self.devices))
         self._staging_address = buffer.data_ptr()
         for shift, run in staged:
             for index in run:

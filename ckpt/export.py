@@ -112,7 +112,7 @@ def read(slot: Slot, *, own: bool = False) -> Any:
     tree = unflatten(manifest.tree, leaf)
     if (
         not isinstance(tree, dict)
-        or tree.keys() != {"objects", "values", "rng"}
+        or tree.keys() - {"order"} != {"objects", "values", "rng"}
         or not isinstance(tree["objects"], dict)
     ):
         raise SlotError(f"{slot.path} does not hold the state of a Checkpointer")

@@ -1,10 +1,11 @@
 """Which torch optimizers an object holds, whatever its class, and which one trains parameters behind our back."""
 
+import operator
 import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final
 
@@ -55,6 +56,79 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the tensors that `optimizer` updates, none of a wrapper that has no groups of its own."""
     groups = getattr(optimizer, "param_groups", None) or []
     return [tensor for group in groups for tensor in group["params"]]
+
+
+class ParameterOrder:
+    """By their names in registered modules, the parameters of registered optimizers, in the order of their states.
+
+    An optimizer's `state_dict()` knows its parameters by their position alone.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._known: dict[str, list[list[torch.Tensor]]] = {}
+        self._names: dict[str, list[list[str | None]]] = {}
+
+    def names(
+        self, optimizers: dict[str, list[Optimizer]], modules: dict[str, torch.nn.Module]
+    ) -> dict[str, list[list[str | None]]]:
+        """Return the names of each group's parameters, by the name of the object; None for those of no module."""
+        groups = {
+            name: [group["params"] for held in several for group in getattr(held, "param_groups", None) or []]
+            for name, several in optimizers.items()
+        }
+        if not _are_same(groups, self._known):
+            named = {id(parameter): key for key, parameter in reversed(list(_named(modules)))}
+            self._names = {
+                name: [[named.get(id(parameter)) for parameter in group] for group in several]
+                for name, several in groups.items()
+            }
+            self._known = {name: [list(group) for group in several] for name, several in groups.items()}
+        return self._names
+
+
+def order_differences(
+    name: str, saved: Any, optimizers: list[Optimizer], modules: dict[str, torch.nn.Module], *, has_state: bool
+) -> Iterator[str]:
+    """Yield which parameters have another place than in `saved`, which `ParameterOrder.names` made of object `name`.
+
+    Args:
+        name: Of the object that is or holds `optimizers`.
+        saved: The names in each group of the checkpoint.
+        optimizers: Those that the object holds now.
+        modules: The registered modules.
+        has_state: Whether the checkpoint has a state for parameters: without one only their groups matter.
+    """
+    known = {key: id(parameter) for key, parameter in _named(modules)}
+    named = {place: key for key, place in reversed(known.items())}
+    groups = [group["params"] for held in optimizers for group in getattr(held, "param_groups", None) or []]
+    for index, (before, now) in enumerate(zip(saved, groups, strict=False)):
+        members = {id(parameter) for parameter in now}
+        for position, (key, parameter) in enumerate(zip(before, now, strict=False)):
+            if key in known and (known[key] != id(parameter) if has_state else known[key] not in members):
+                is_now = named.get(id(parameter), "another tensor")
+                yield (
+                    f"{name}: parameter {position} of group {index} is {key} in the checkpoint, {is_now} in the "
+                    "optimizer, which must get them in the same order each time (a set has none)"
+                )
+                return
+
+
+def _named(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters(remove_duplicate=False):
+            yield f"{name}.{key}", parameter
+
+
+def _are_same(one: dict[str, list[list[torch.Tensor]]], other: dict[str, list[list[torch.Tensor]]]) -> bool:
+    return one.keys() == other.keys() and all(
+        len(groups) == len(other[name])
+        and all(
+            len(group) == len(known) and all(map(operator.is_, group, known))
+            for group, known in zip(groups, other[name], strict=True)
+        )
+        for name, groups in one.items()
+    )
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -15,7 +15,7 @@ import torch
 from .errors import SlotError, StateError, TopologyError
 from .exact import put, sharing_kept, without_uncastable
 from .fits import check_fits, some
-from .held import held_optimizers, parameters
+from .held import held_optimizers, order_differences, parameters
 from .manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from .state import TrainingState, get_rng, set_rng
 from .tree import Flattener, entries, shard_spec, unflatten
@@ -27,11 +27,13 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     current = state.flatten()
     loader = _Loader(manifest, payload, current)
     saved = entries(manifest.tree)
-    if saved.keys() != {"objects", "values", "rng"}:
+    # An older version did not write down the order of parameters.
+    if saved.keys() - {"order"} != {"objects", "values", "rng"}:
         raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
     objects, now = entries(saved["objects"]), entries(entries(current.node)["objects"])
     check_fits(state.objects, objects, now, manifest.tensors, current.specs())
-    modules = {name: item for name, item in state.objects.items() if isinstance(item, torch.nn.Module)}
+    modules = state.modules
+    _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
     loader.keep(current, [(objects[name], now[name]) for name in modules])
     values = unflatten(saved["values"], loader.own)
     if not isinstance(values, dict):
@@ -58,6 +60,28 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
             set_rng(rng)
         _check_rng(saved["rng"], manifest, payload)
     return warnings
+
+
+def _check_order(state: TrainingState, saved: dict[str, Node], objects: dict[str, Node]) -> None:
+    """Refuse optimizers that have their parameters in another order: each would go on with the state of another one."""
+    differences = [
+        difference
+        for name, optimizers in state.held.items()
+        if name in saved
+        for difference in order_differences(
+            name,
+            unflatten(saved[name], _no_leaf),
+            optimizers,
+            state.modules,
+            has_state=bool(leaf_paths(objects[name])),
+        )
+    ]
+    if differences:
+        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
+
+
+def _no_leaf(index: int) -> Any:
+    raise ValueError(f"leaf {index} among names")
 
 
 def _check(state: TrainingState, manifest: Manifest, payload: torch.Tensor, states: dict[str, Any]) -> list[str]:

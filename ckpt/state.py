@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from .errors import StateError
-from .held import held_optimizers, parameters
+from .held import ParameterOrder, held_optimizers, parameters
 from .manifest import Manifest, leaf_paths
 from .tree import Flattener
 
@@ -35,7 +35,9 @@ class TrainingState:
             the module inside, so that names have no prefix.
         values: Plain data, captured at each step and replaced by `load`.
         has_rng: Whether the random number generators are part of it.
-        optimizers: All torch optimizers that the objects are or hold.
+        modules: Those of the objects that are modules, by name.
+        held: The torch optimizers that an object is or holds, by its name, if there are any.
+        optimizers: All of them.
         trained: Names of the objects that are modules, or are or hold optimizers.
     """
 
@@ -56,6 +58,7 @@ class TrainingState:
                     raise StateError(f"{path} is registered twice: give one of the two another name")
                 self.objects[path] = found
         self.has_rng = rng
+        self._order = ParameterOrder()
         self._find_trained()
 
     def replace(self, registered: dict[str, Any]) -> None:
@@ -87,7 +90,8 @@ class TrainingState:
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         rng = get_rng() if self.has_rng else None
         try:
-            flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
+            tree = {"objects": objects, "values": self.values, "rng": rng}
+            flat = Flattener({**tree, "order": self._order.names(self.held, self.modules)})
             if flat.sharing or flat.repeating:
                 self._check_memory(flat)
         except StateError as error:
@@ -132,11 +136,11 @@ class TrainingState:
         return load(self, manifest, payload)
 
     def _find_trained(self) -> None:
-        held = {name: list(held_optimizers(item)) for name, item in self.objects.items()}
+        held = {name: held_optimizers(item) for name, item in self.objects.items()}
+        self.held = {name: several for name, several in held.items() if several}
+        self.modules = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
         self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
-        self.trained = frozenset(
-            name for name, item in self.objects.items() if held[name] or isinstance(item, torch.nn.Module)
-        )
+        self.trained = frozenset([*self.held, *self.modules])
 
     def _check_memory(self, flat: Flattener) -> None:
         """Refuse tensors that could not be brought back as they lie in memory."""

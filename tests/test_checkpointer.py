@@ -233,6 +233,37 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, momentum: float
+) -> None:
+    def make(order: int) -> tuple[torch.nn.Module, Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+        return model, torch.optim.SGD(list(model.parameters())[::order], momentum=momentum)
+
+    model, optimizer = make(1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        assert ckpt.wait(30)
+    _restart(monkeypatch, daemon)
+    model, optimizer = make(-1)
+    before = model[0].weight.detach().clone()
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        if not momentum:
+            # Without a state of their own the parameters of a group may have any order.
+            assert ckpt.restore() == 1
+            return
+        with pytest.raises(StateError, match=r"nothing was loaded: optimizer: parameter 0 of group 0 is model\.0\."):
+            ckpt.restore()
+    assert torch.equal(model[0].weight, before)
+    _restart(monkeypatch, daemon, generation=3)
+    model, optimizer = make(1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        assert ckpt.restore() == 1
+
+
 def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 3)
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
@@ -375,6 +406,36 @@ def test_steps_count_up(daemon: SoloDaemon) -> None:
         with pytest.raises(StateError, match="before the first step"):
             ckpt.restore()
         daemon.wait_for("progress", step=11)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
+def test_steps_in_any_mode_of_torch_are_captured(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, mode: Callable[[], Any]
+) -> None:
+    model = torch.nn.Linear(200, 200)
+    with Checkpointer(model=model, table=np.arange(5)) as ckpt:
+        with mode():
+            ckpt.step()
+        ckpt.step()
+        assert ckpt.wait(30)
+        assert ckpt.stats.discarded == 0
+    _restart(monkeypatch, daemon)
+    again = torch.nn.Linear(200, 200)
+    with Checkpointer(model=again, table=np.zeros(5)) as ckpt:
+        assert ckpt.restore() == 2
+        assert np.array_equal(ckpt.values["table"], np.arange(5))
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(again.bias, model.bias)
+
+
+def test_a_step_is_any_integer_and_nothing_else(daemon: SoloDaemon) -> None:
+    with Checkpointer(model=torch.nn.Linear(2, 3)) as ckpt:
+        with pytest.raises(TypeError):
+            ckpt.step(0.5)  # type: ignore[arg-type]
+        ckpt.step(np.int64(1))  # type: ignore[arg-type]
+        ckpt.step(torch.tensor(2))  # type: ignore[arg-type]
+        assert ckpt.wait(30)
+    daemon.wait_for("progress", step=2)
 
 
 def test_unsupported_state_is_refused_at_once(daemon: SoloDaemon) -> None:
