@@ -159,6 +159,9 @@ def _loading(what: str) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise StateError(f"{what} raised {error!r}; the state is loaded in part, and the run ends here") from error
     except Exception as error:
+        if isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict"):
+            lines = " ".join(str(error).split())
+            raise StateError(f"{what}: {lines}; the state is loaded in part, and the run ends here") from error
         # It may be a collective that another rank's failure broke: a restart may cure it.
         error.add_note(f"in {what}")
         raise

@@ -117,7 +117,8 @@ class Comparer:
         self._observe = observe
         self._news = asyncio.Event()
         self._complete: Pair = (0, 0)
-        self._begin(0)
+        self._found: dict[str, Observation] = {}
+        self._begin(0, None)
 
     def wake(self) -> None:
         """Look again: something is reported or committed."""
@@ -152,8 +153,9 @@ class Comparer:
                     if self._view.generation != self._generation:
                         if self._digests.equal is None:
                             raise _NotYet("it is not known yet what has been learned")
-                        self._begin(self._view.generation)
-                        self._observe({})
+                        round_ = self._view.round
+                        self._begin(self._view.generation, None if round_ is None else round_.restore)
+                        self._observe(dict(self._found))
                         self._view.notify()
                     await self._look()
                 except (PeerError, EtcdUnavailable, _NotYet) as error:
@@ -163,15 +165,17 @@ class Comparer:
         finally:
             self._observe({})
 
-    def _begin(self, generation: int) -> None:
+    def _begin(self, generation: int, restored: Pair | None) -> None:
         self._generation = generation
+        # What was committed all the same, with action "warn", differs in what is restored, too.
+        restored_step = 0 if restored is None else restored[1]
+        self._found = {name: seen for name, seen in self._found.items() if int(name.split()[1]) <= restored_step}
         self._lessons: dict[str, Lesson] = {}
         # What an earlier root of this generation has learned.
         known = (self._digests.equal or {}).items()
         self._masks = {structure: equal.name for structure, equal in known if equal.generation == generation}
         self._looks: Counter[str] = Counter()
         self._learned: Pair | None = None
-        self._found: dict[str, Observation] = {}
         self._studied: set[tuple[Pair, str]] = set()
         self._untold: set[str] = set()
         self._judged: set[tuple[Pair, str]] = set()

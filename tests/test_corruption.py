@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from click.testing import CliRunner
-from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
+from cluster import EXAMPLE, TINY, Cluster, Host, kill, wait_until
 
 from resilient_run.daemon.digests import EqualLeaves
 from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
@@ -139,7 +139,10 @@ def test_training_goes_back_to_the_step_on_which_all_agreed(
 
 
 def test_the_majority_names_the_rank(job: Job) -> None:
-    """With "warn" training goes on; a difference that is known does not hide the next one."""
+    """With "warn" training goes on, and keeps the difference, so that it is still told after a recovery.
+
+    A difference that is known does not hide the next one.
+    """
     script = [str(EXAMPLE), "--steps", "100000", "--seed", "7", "--json", *TINY]
     job.launch(script, hosts=1, nproc=3, corruption="warn")
     job.flip(2, "model.blocks.0.norm_mlp.weight")
@@ -157,7 +160,12 @@ def test_the_majority_names_the_rank(job: Job) -> None:
         host=job.hosts[0],
         pause_s=0.1,
     )
-    assert not job.hosts[0].recoveries()
+    (host,) = job.hosts
+    assert not host.recoveries()
+    kill(host.pids()[1])
+    (recovery,) = wait_until(host.recoveries, timeout_s=60, what="the recovery", host=host)
+    wait_until(lambda: host.committed_step() > recovery["restored_step"], timeout_s=60, what="a commit", host=host)
+    assert first in job.corruptions()
 
 
 def test_every_tensor_that_replicas_have_is_compared(job: Job) -> None:

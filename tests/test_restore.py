@@ -457,3 +457,18 @@ def test_random_trainings(part: int) -> None:
         saved = save(**before, values=values)
         assert saved.load(**after, values=0) == []
         assert_same(before, after)
+
+
+def test_a_module_whose_state_is_not_all_that_it_loads_is_refused() -> None:
+    """A hook leaves out frozen weights, as where only adapters are to be saved."""
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        del state["0.weight"]
+
+    def make() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model.register_state_dict_post_hook(leave_out)
+        return {"model": model}
+
+    with pytest.raises(StateError, match=r'model: load_state_dict\(\): .*Missing key\(s\) in state_dict: "0.weight"'):
+        save(**make()).load(**make())
