@@ -140,12 +140,13 @@ class Flattener:
         place = (key, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
         index = self._indices.get(place)
         if index is None:
-            _check_storage(tensor)
+            storage = tensor.untyped_storage()
+            _check_storage(tensor, storage.nbytes())
             index = self._indices[place] = len(self.leaves)
             self.leaves.append(tensor)
             self.keys.append(key)
             if tensor.numel():
-                self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+                self._storages.setdefault(storage.data_ptr(), []).append(index)
             if stride is not None and any(
                 size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)
             ):
@@ -330,14 +331,16 @@ def _malformed(node: Node) -> NoReturn:
     raise ValueError(f"unknown node {str(node)[:80]}")
 
 
-def _check_storage(tensor: torch.Tensor) -> None:
+def _check_storage(tensor: torch.Tensor, held_bytes: int) -> None:
     """Refuse a tensor whose storage was made smaller than it, as `untyped_storage().resize_(0)` does to free memory."""
-    if not tensor.numel():
-        return
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if end > (held := tensor.untyped_storage().nbytes()):
-        raise _UnsupportedError(f"its memory was freed: its storage holds {held} of the {end} bytes up to its end")
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + count) * tensor.element_size()
+    if count and end > held_bytes:
+        raise _UnsupportedError(
+            f"its memory was freed: its storage holds {held_bytes} of the {end} bytes up to its end"
+        )
 
 
 def _name(value: object) -> str:
