@@ -595,6 +595,7 @@ def test_zygote_that_stops_answering_costs_a_cold_start(
     assert process.wait(60) == 0
     assert not isinstance(process, WarmProcess)
     assert "cannot reach the zygote" in caplog.text
+    monkeypatch.setattr("resilient_run.launcher.warm._FORK_TIMEOUT_S", 60.0)
     assert isinstance(_restart(starter), WarmProcess)
 
 
