@@ -88,7 +88,12 @@ class ParameterOrder:
 
 
 def order_differences(
-    name: str, saved: Any, optimizers: list[Optimizer], modules: dict[str, torch.nn.Module], *, has_state: bool
+    name: str,
+    saved: list[list[str | None]],
+    optimizers: list[Optimizer],
+    modules: dict[str, torch.nn.Module],
+    *,
+    has_state: bool,
 ) -> Iterator[str]:
     """Yield which parameters have another place than in `saved`, which `ParameterOrder.names` made of object `name`.
 

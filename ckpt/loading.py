@@ -7,7 +7,7 @@ then the whole state is flattened again and compared with the slot, bit for bit.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def _check_order(state: TrainingState, saved: dict[str, Node], objects: dict[str
         if name in saved
         for difference in order_differences(
             name,
-            unflatten(saved[name], _no_leaf),
+            _names(saved[name]),
             optimizers,
             state.modules,
             has_state=bool(leaf_paths(objects[name])),
@@ -80,8 +80,18 @@ def _check_order(state: TrainingState, saved: dict[str, Node], objects: dict[str
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
 
 
-def _no_leaf(index: int) -> Any:
-    raise ValueError(f"leaf {index} among names")
+def _names(node: Node) -> list[list[str | None]]:
+    """Return the parameters' names that the manifest has for each group of an object."""
+    groups = unflatten(node, _no_leaf)
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not a list for each group")
+    if not all(name is None or isinstance(name, str) for group in groups for name in group):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not only names")
+    return groups
+
+
+def _no_leaf(index: int) -> NoReturn:
+    raise SlotError(f"manifest has leaf {index} among the names of parameters")
 
 
 def _check(state: TrainingState, manifest: Manifest, payload: torch.Tensor, states: dict[str, Any]) -> list[str]:
