@@ -143,7 +143,8 @@ def test_a_service_keeps_its_job_over_stop_start_and_upgrade(
     gate.open(STEPS)
     assert host.wait(300) == 0, host.output
     assert recovered(host) == 2
-    assert {event["steps_lost"] for event in host.recoveries()} <= {0, 1}
+    # What a daemon had not heard yet when it was asked, nobody knows.
+    assert {event["steps_lost"] for event in host.recoveries()} <= {0, 1, None}
     assert_undisturbed([host])
     assert service.slots() == set()
 

@@ -137,4 +137,4 @@ def test_slots_that_a_trainer_has_mapped_are_no_garbage(
     gate.open(STEPS)
     assert login.wait(300) == 0, login.output
     assert recovered(login) == 1
-    assert {event["steps_lost"] for event in login.recoveries()} <= {0, 1}
+    assert {event["steps_lost"] for event in login.recoveries()} <= {0, 1, None}, "the new daemon has heard of no step"
