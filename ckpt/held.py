@@ -54,8 +54,11 @@ def held_optimizers(item: Any) -> list[Optimizer]:
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the tensors that `optimizer` updates, none of a wrapper that has no groups of its own."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    return [tensor for group in groups for tensor in group["params"]]
+    return [tensor for group in _groups([optimizer]) for tensor in group]
+
+
+def _groups(optimizers: Iterable[Optimizer]) -> list[list[torch.Tensor]]:
+    return [group["params"] for held in optimizers for group in getattr(held, "param_groups", None) or []]
 
 
 class ParameterOrder:
@@ -73,10 +76,7 @@ class ParameterOrder:
         self, optimizers: dict[str, list[Optimizer]], modules: dict[str, torch.nn.Module]
     ) -> dict[str, list[list[str | None]]]:
         """Return the names of each group's parameters, by the name of the object; None for those of no module."""
-        groups = {
-            name: [group["params"] for held in several for group in getattr(held, "param_groups", None) or []]
-            for name, several in optimizers.items()
-        }
+        groups = {name: _groups(several) for name, several in optimizers.items()}
         if not _are_same(groups, self._known):
             named = {id(parameter): key for key, parameter in reversed(list(_named(modules)))}
             self._names = {
@@ -106,8 +106,7 @@ def order_differences(
     """
     known = {key: id(parameter) for key, parameter in _named(modules)}
     named = {place: key for key, place in reversed(known.items())}
-    groups = [group["params"] for held in optimizers for group in getattr(held, "param_groups", None) or []]
-    for index, (before, now) in enumerate(zip(saved, groups, strict=False)):
+    for index, (before, now) in enumerate(zip(saved, _groups(optimizers), strict=False)):
         members = {id(parameter) for parameter in now}
         for position, (key, parameter) in enumerate(zip(before, now, strict=False)):
             if key in known and (known[key] != id(parameter) if has_state else known[key] not in members):

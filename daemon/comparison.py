@@ -117,7 +117,7 @@ class Comparer:
         self._observe = observe
         self._news = asyncio.Event()
         self._complete: Pair = (0, 0)
-        self._found: dict[str, Observation] = {}
+        self._found: dict[tuple[str, int], Observation] = {}  # by structure and step
         self._begin(0, None)
 
     def wake(self) -> None:
@@ -145,7 +145,7 @@ class Comparer:
     async def run(self) -> None:
         """Compare until cancelled."""
         try:
-            self._observe(dict(self._found))
+            self._tell()
             while True:
                 await self._news.wait()
                 self._news.clear()
@@ -155,7 +155,7 @@ class Comparer:
                             raise _NotYet("it is not known yet what has been learned")
                         round_ = self._view.round
                         self._begin(self._view.generation, None if round_ is None else round_.restore)
-                        self._observe(dict(self._found))
+                        self._tell()
                         self._view.notify()
                     await self._look()
                 except (PeerError, EtcdUnavailable, _NotYet) as error:
@@ -169,7 +169,7 @@ class Comparer:
         self._generation = generation
         # What was committed all the same, with action "warn", differs in what is restored, too.
         restored_step = 0 if restored is None else restored[1]
-        self._found = {name: seen for name, seen in self._found.items() if int(name.split()[1]) <= restored_step}
+        self._found = {place: seen for place, seen in self._found.items() if place[1] <= restored_step}
         self._lessons: dict[str, Lesson] = {}
         # What an earlier root of this generation has learned.
         known = (self._digests.equal or {}).items()
@@ -283,8 +283,11 @@ class Comparer:
         rank = culprits[0] if len(culprits) == 1 else None
         self._say(pair, structure, difference.describe(names), rank=rank, value=len(difference.leaves))
 
+    def _tell(self) -> None:
+        self._observe({f"{structure} {step}": seen for (structure, step), seen in self._found.items()})
+
     def _say(self, pair: Pair, structure: str, message: str, *, rank: int | None, value: int) -> None:
-        self._found[f"{structure} {pair[1]}"] = Observation(
+        self._found[structure, pair[1]] = Observation(
             kind="corruption",
             severity="warn" if self._action == "warn" else "fail",
             rank=rank,
@@ -294,4 +297,4 @@ class Comparer:
             message=f"step {pair[1]}: {message}",
             unix_s=round(time.time(), 3),
         )
-        self._observe(dict(self._found))
+        self._tell()

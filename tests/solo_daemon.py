@@ -7,11 +7,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.env import TrainerEnv
 from resilient_run.ckpt.slot import Slot
 from resilient_run.ckpt.wire import Message, encode, recv_message
 
 RUN_ID = "run"
+
+
+def is_committed(ckpt: Checkpointer) -> bool:
+    """Return whether the newest step is captured and committed, so that the next one is captured, too."""
+    assert ckpt._capturer is not None
+    return ckpt.wait(30) and ckpt._capturer.wait_decided(30)
 
 
 class SoloDaemon:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from solo_daemon import RUN_ID, SoloDaemon
+from solo_daemon import RUN_ID, SoloDaemon, is_committed
 
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.copying import CapturePlan, Copier
@@ -332,7 +332,7 @@ def test_a_frozen_watermark_skips_captures_and_stops_nobody(daemon: SoloDaemon) 
         assert (ckpt.stats.captures, ckpt.stats.skipped) == (1, 3)
         assert [slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE"] == [1]
         daemon.commit(1, 1)
-        _until_heard(ckpt, (1, 1))
+        _until_heard(ckpt, watermark=(1, 1))
         ckpt.step(9)
         assert ckpt.wait(30)
         ckpt.step(10)
@@ -343,10 +343,14 @@ def test_a_frozen_watermark_skips_captures_and_stops_nobody(daemon: SoloDaemon) 
         assert sorted(slot.verify().step for slot in daemon.slots()) == [9, 10]
 
 
-def _until_heard(ckpt: Checkpointer, watermark: tuple[int, int]) -> None:
-    assert ckpt._capturer is not None
-    with ckpt._capturer._changed:
-        assert ckpt._capturer._changed.wait_for(lambda: ckpt.watermark == watermark, 30)
+def _until_heard(ckpt: Checkpointer, *, watermark: tuple[int, int] | None = None, next_step: int = 0) -> None:
+    """Return once the rank knows of this commit, or that this step is captured next."""
+    capturer = ckpt._capturer
+    assert capturer is not None
+    with capturer._changed:
+        assert capturer._changed.wait_for(
+            lambda: watermark in (None, ckpt.watermark) and next_step in (0, capturer._slots.next), 30
+        )
 
 
 def test_a_step_that_will_not_be_captured_is_not_waited_for(
@@ -363,12 +367,6 @@ def test_a_step_that_will_not_be_captured_is_not_waited_for(
         assert ckpt.stats.skipped == 1, "it waited in vain"
 
 
-def _until_called_for(ckpt: Checkpointer, step: int) -> None:
-    assert ckpt._capturer is not None
-    with ckpt._capturer._changed:
-        assert ckpt._capturer._changed.wait_for(lambda: ckpt._capturer._slots.next == step, 30)
-
-
 def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +381,7 @@ def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
         daemon.call_for(1, 2)
         assert daemon.wait_for("missed")["late"]
         daemon.call_for(1, 6)
-        _until_called_for(ckpt, 6)
+        _until_heard(ckpt, next_step=6)
         ckpt.step(4)
         assert not ckpt.wait(0)
         for step in (6, 7, 8):
@@ -418,9 +416,8 @@ class _HeldCopier(Copier):
 
 def _hold(ckpt: Checkpointer) -> _HeldCopier:
     """Let the captures of `ckpt` wait from now on; the one before is committed by then."""
-    assert ckpt.wait(30)
+    assert is_committed(ckpt)
     assert ckpt._capturer is not None
-    assert ckpt._capturer.wait_decided(30)
     held = ckpt._capturer._copier = _HeldCopier()
     return held
 

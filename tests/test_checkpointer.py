@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import wait_until
-from solo_daemon import SoloDaemon
+from solo_daemon import SoloDaemon, is_committed
 from torch.optim import optimizer as optimizer_module
 
 from resilient_run.ckpt import link
@@ -135,7 +135,7 @@ def _check_continuation(
             undisturbed.step()
             ckpt.values["seen"] = 8 * step
             ckpt.step(step)
-        assert ckpt.wait(30)
+            assert is_committed(ckpt)
     for _ in range(4):
         undisturbed.step()
     daemon.wait_for("complete", step=5)
@@ -177,7 +177,7 @@ def test_ties_stay_ties_and_memory_formats_stay(daemon: SoloDaemon, monkeypatch:
     model = Tied()
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     again = Tied()
     with Checkpointer(model=again, optimizer=torch.optim.SGD(again.parameters())) as ckpt:
@@ -195,7 +195,7 @@ def test_ddp_is_seen_through(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         with Checkpointer(model=wrapped, optimizer=torch.optim.SGD(wrapped.parameters())) as ckpt:
             ckpt.step()
-            assert ckpt.wait(30)
+            assert is_committed(ckpt)
     finally:
         torch.distributed.destroy_process_group()
     _restart(monkeypatch, daemon)
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(
     optimizer = torch.optim.SGD(model.parameters())
     with Checkpointer(model=model, optimizer=optimizer, extra=torch.nn.Linear(1, 1)) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     changed = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2, dtype=torch.float64))
     changed.register_buffer("added", torch.zeros(1))
@@ -246,7 +246,7 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused(
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     model, optimizer = make(-1)
     before = model[0].weight.detach().clone()
@@ -268,7 +268,7 @@ def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monke
     model = torch.nn.Linear(2, 3)
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     groups = [{"params": [item]} for item in model.parameters()]
     with (
@@ -281,7 +281,7 @@ def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monke
 def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(x=1) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=10, what="a commit")
     _environ(monkeypatch, daemon, generation=2, world_size=2)
     with Checkpointer(x=5) as ckpt:
@@ -293,7 +293,7 @@ def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.Mon
 def test_a_slot_of_another_step_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(x=1) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     daemon.plan = (1, 4)
     _environ(monkeypatch, daemon, generation=2)
     with Checkpointer(x=1) as ckpt, pytest.raises(RestoreError, match="no copy is left"):
@@ -311,7 +311,7 @@ def test_values_of_every_kind_come_back(daemon: SoloDaemon, monkeypatch: pytest.
     }
     with Checkpointer(**values) as ckpt:
         ckpt.step(17)
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     with Checkpointer(epoch=0, rng=False) as ckpt:
         assert ckpt.restore() == 17
@@ -322,7 +322,7 @@ def test_values_of_every_kind_come_back(daemon: SoloDaemon, monkeypatch: pytest.
         assert torch.equal(ckpt.values["tensor"], torch.arange(5))
         ckpt.values["tensor"][0] = 9
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
 
 
 def test_an_optimizer_made_anew_is_followed(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,8 +349,7 @@ def test_an_optimizer_made_anew_is_followed(daemon: SoloDaemon, monkeypatch: pyt
                 for state in optimizer.state.values():
                     state["exp_avg"] = state["exp_avg"].float() / 3
             ckpt.step(step)
-        assert ckpt.wait(30)
-    daemon.wait_for("complete", step=5)
+            assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     again, stale = make()
     with Checkpointer(model=again, optimizer=stale) as ckpt:
@@ -377,7 +376,7 @@ def test_what_does_not_come_back_exactly_ends_the_run(daemon: SoloDaemon, monkey
 
     with Checkpointer(sampler=Sampler()) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     with (
         Checkpointer(sampler=Sampler()) as ckpt,
@@ -417,7 +416,7 @@ def test_steps_in_any_mode_of_torch_are_captured(
         with mode():
             ckpt.step()
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
         assert ckpt.stats.discarded == 0
     _restart(monkeypatch, daemon)
     again = torch.nn.Linear(200, 200)
@@ -434,7 +433,7 @@ def test_a_step_is_any_integer_and_nothing_else(daemon: SoloDaemon) -> None:
             ckpt.step(0.5)  # type: ignore[arg-type]
         ckpt.step(np.int64(1))  # type: ignore[arg-type]
         ckpt.step(torch.tensor(2))  # type: ignore[arg-type]
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     daemon.wait_for("progress", step=2)
 
 
@@ -495,7 +494,7 @@ def test_a_daemon_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pyt
     timer.start()
     with Checkpointer(x=1) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     timer.join()
     late.stop()
 
@@ -517,7 +516,7 @@ def test_the_estimate_counts_the_optimizer_state_to_come(daemon: SoloDaemon) -> 
         model(torch.randn(1, 100)).sum().backward()
         ckpt._state.optimizers[0].step()
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
         assert 0 <= ckpt.stats.bytes - estimate_bytes < 1000
 
 
@@ -533,10 +532,7 @@ def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCapt
 
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
         train(ckpt)
-        assert ckpt.wait(30)
-        daemon.wait_for("complete", step=1)
-        assert ckpt._capturer is not None
-        assert ckpt._capturer.wait_decided(30)
+        assert is_committed(ckpt)
         daemon.stop()
         for _ in range(5):
             train(ckpt)
@@ -545,8 +541,9 @@ def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCapt
         assert daemon.wait_for("attach")["rank"] == 0
         assert daemon.wait_for("allocate")
         daemon.wait_for("complete", step=2)
+        wait_until(lambda: ckpt.watermark == (1, 2), timeout_s=30, what="the news of the commit")
         train(ckpt)
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
         daemon.wait_for("complete", step=7)
     assert "training goes on" in caplog.text
     assert daemon.watermark == (1, 7)
@@ -555,7 +552,7 @@ def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCapt
 def test_a_daemon_that_lost_its_slots_gets_new_ones(daemon: SoloDaemon) -> None:
     with Checkpointer(x=torch.zeros(1000)) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
         daemon.stop()
         for slot in daemon.slots():
             slot.path.unlink()
@@ -563,7 +560,7 @@ def test_a_daemon_that_lost_its_slots_gets_new_ones(daemon: SoloDaemon) -> None:
         daemon.start()
         daemon.wait_for("allocate")
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
         daemon.wait_for("complete", step=2)
         assert [slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE"] == [2]
 
@@ -573,7 +570,7 @@ def test_a_request_under_way_is_repeated_to_the_next_daemon(
 ) -> None:
     with Checkpointer(x=7) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
     _restart(monkeypatch, daemon)
     handle = SoloDaemon._handle
     asked = threading.Event()
@@ -594,7 +591,7 @@ def test_a_request_under_way_is_repeated_to_the_next_daemon(
 def test_a_daemon_that_does_not_read_stops_nobody(daemon: SoloDaemon) -> None:
     with Checkpointer(x=1) as ckpt:
         ckpt.step()
-        assert ckpt.wait(30)
+        assert is_committed(ckpt)
         with daemon.changed:  # its threads now wait, and read nothing more
             for _ in range(3000):
                 ckpt.step()
