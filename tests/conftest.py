@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ import torch.distributed as dist
 from resilient_run.daemon.etcd import EtcdConfig
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 from resilient_run.launcher.netlab import NetLab, unavailable
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 if not torch.cuda.is_available():
     # Read by numba when it is imported first; CUDA kernels then run in its simulator.
