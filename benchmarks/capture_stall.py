@@ -7,6 +7,9 @@ steps alternate: one without a checkpoint, one with a checkpoint after its first
 - extra: how much longer the round with the checkpoint takes, so that background work on the same cores counts.
 - committed: from the call until the checkpoint is complete (resilient-run: verified on every host that keeps it).
 
+On two hosts the first steps of a run wait for their replicas while the idle spans of the network are learned. Their
+rounds are counted by themselves ("learning").
+
 The limit, measured in the same processes, is a plain memcpy of the state into a warm tmpfs mapping, on all ranks at
 once. Contenders: resilient-run on one host, resilient-run on two hosts that hold each other's state, `async_save` of
 `torch.distributed.checkpoint` and `torch.save`, both into tmpfs, and with `--lm PYTHON` (the interpreter of an
@@ -42,12 +45,14 @@ from report import Summary, parser, table, write_json
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from workload import build, emit, loss_of, tensors
 
 CONTENDERS = ("resilient-run", "resilient-run, 2 hosts", "async_save", "torch.save", "lm-resiliency")
 LOOPS = ("plain", "wrapped", "closure", "fsdp2")
 WARM_UP_ROUNDS = 2
+LEARNING_ROUNDS = 8  # on two hosts, at most; the daemon's default is six steps
 STEPS_PER_ROUND = 4
 IDLE_CAPTURES = 5
 BATCH = 32
@@ -108,6 +113,8 @@ class Saver(Protocol):
 
     stall_s: float
     """Seconds that the training thread has waited so far."""
+    waited_s: float
+    """Those of them in which it waited for replicas while idle spans are learned."""
 
     def save(self, step: int) -> None:
         """Begin the checkpoint of `step`."""
@@ -130,6 +137,10 @@ class InMemory:
     @property
     def stall_s(self) -> float:
         return self.checkpointer.stats.stall_s
+
+    @property
+    def waited_s(self) -> float:
+        return self.checkpointer.stats.waited_s
 
     def save(self, step: int) -> None:
         self._step, self._committed_s = step, None
@@ -159,14 +170,17 @@ class AsyncSave:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
         self._model, self._optimizer, self._directory = model, optimizer, directory
+        self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._group = dist.new_group(backend="gloo")
-        self.stall_s = 0.0
+        self.stall_s = self.waited_s = 0.0
 
     def save(self, step: int) -> None:
         started_s = time.monotonic()
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        # Names of its own for each rank, as in sharded training: otherwise equal tensors would be written once.
-        state = {f"rank{dist.get_rank()}": {"model": model, "optimizer": optimizer}}
+        state = {"model": model, "optimizer": optimizer}
+        if not self._is_sharded:
+            # Names of its own for each rank: otherwise equal tensors would be written once.
+            state = {f"rank{dist.get_rank()}": state}
         future = dcp.async_save(state, checkpoint_id=self._directory / "dcp", process_group=self._group)
         self.stall_s += time.monotonic() - started_s
         assert isinstance(future, Future)
@@ -187,7 +201,7 @@ class PlainSave:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
         self._model, self._optimizer = model, optimizer
         self._path = directory / f"rank{dist.get_rank()}.pt"
-        self.stall_s = 0.0
+        self.stall_s = self.waited_s = 0.0
         self._done_s = 0.0
 
     def save(self, step: int) -> None:
@@ -214,7 +228,7 @@ class LmResiliency:
             run_id="capture-stall",
             pin_memory=False,
         )
-        self.stall_s = 0.0
+        self.stall_s = self.waited_s = 0.0
         self._optimizer = optimizer
         hooks: list[Any] = []
         register = optimizer.register_step_post_hook
@@ -268,7 +282,7 @@ def train_round(loop: Loop, saver: Saver | None, first_step: int) -> dict[str, f
     """Train one round and return what it took, with a checkpoint when there is a saver; None when it was skipped."""
     dist.barrier()
     started_s = saved_s = time.monotonic()
-    stall_s = saver.stall_s if saver else 0.0
+    stall_s, waited_s = (saver.stall_s, saver.waited_s) if saver else (0.0, 0.0)
     for step in range(first_step, first_step + STEPS_PER_ROUND):
         loop.step()
         if saver and step == first_step:
@@ -276,11 +290,16 @@ def train_round(loop: Loop, saver: Saver | None, first_step: int) -> dict[str, f
             saver.save(step)
     if saver is None:
         return {"seconds": time.monotonic() - started_s}
-    stall_s = saver.stall_s - stall_s
+    stall_s, waited_s = saver.stall_s - stall_s, saver.waited_s - waited_s
     complete_s = saver.finish()
     if complete_s is None:
         return None
-    return {"seconds": time.monotonic() - started_s, "stall_s": stall_s, "committed_s": complete_s - saved_s}
+    return {
+        "seconds": time.monotonic() - started_s,
+        "stall_s": stall_s,
+        "waited_s": waited_s,
+        "committed_s": complete_s - saved_s,
+    }
 
 
 def idle_captures(memory: InMemory, first_step: int) -> list[float]:
@@ -312,18 +331,20 @@ def worker(args: argparse.Namespace) -> None:
     state = tensors(loop.model, loop.optimizer)
     memcpy_s = memcpy_seconds(state, args.directory)
 
-    step, rounds, skipped = 1, [], 0
-    for count in range(WARM_UP_ROUNDS + args.rounds):
+    step, rounds, learning, skipped = 1, [], [], 0
+    warm_up_rounds = WARM_UP_ROUNDS + (LEARNING_ROUNDS if args.worker == "resilient-run, 2 hosts" else 0)
+    for count in range(warm_up_rounds + args.rounds):
         without = train_round(loop, None, step)
         with_checkpoint = train_round(loop, saver, step + STEPS_PER_ROUND)
         step += 2 * STEPS_PER_ROUND
         if without is None or with_checkpoint is None:
             skipped += 1
-        elif count >= WARM_UP_ROUNDS:
-            rounds.append({**with_checkpoint, "extra_s": with_checkpoint["seconds"] - without["seconds"]})
+        elif with_checkpoint["waited_s"] or count >= warm_up_rounds:
+            extra_s = with_checkpoint["seconds"] - without["seconds"]
+            (learning if with_checkpoint["waited_s"] else rounds).append({**with_checkpoint, "extra_s": extra_s})
     idle_s = idle_captures(saver, step) if isinstance(saver, InMemory) else []
     found = {"rank": dist.get_rank(), "bytes": sum(tensor.nbytes for tensor in state), "skipped": skipped}
-    emit(json.dumps({**found, "memcpy_s": memcpy_s, "rounds": rounds, "idle_s": idle_s}))
+    emit(json.dumps({**found, "memcpy_s": memcpy_s, "rounds": rounds, "learning": learning, "idle_s": idle_s}))
     if isinstance(saver, InMemory):
         saver.checkpointer.close()
     loop.trained = loop.model  # a DDP module that outlives its process group can deadlock in torch's destructors
@@ -351,8 +372,8 @@ def launched(contender: str, script: list[str], lm: str | None) -> Iterator[list
         yield [stack.enter_context(job(command, env)) for env in hosts]
 
 
-def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) -> dict[str, Any]:
-    """Return what one job measured, of both ranks together."""
+def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) -> dict[str, dict[str, Any]]:
+    """Return what one job measured, of both ranks together, by the name of its line in the table."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
     script = [__file__, "--worker", contender, "--loop", loop, "--mb", str(mb), "--rounds", str(rounds)]
     script += ["--directory", str(directory)]
@@ -361,9 +382,15 @@ def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) 
             ranks = [json.loads(line) for launcher in launchers for line in launcher.stdout]
     finally:
         shutil.rmtree(directory)
+    kinds = {contender: "rounds", f"{contender}, learning": "learning"}
+    return {name: summarize(ranks, kind) for name, kind in kinds.items() if any(rank[kind] for rank in ranks)}
+
+
+def summarize(ranks: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Return the summary of one kind of rounds."""
     memcpy = Summary.of(seconds for rank in ranks for seconds in rank["memcpy_s"])
     values = {
-        name: Summary.of(one[name] for rank in ranks for one in rank["rounds"])
+        name: Summary.of(one[name] for rank in ranks for one in rank[kind])
         for name in ("stall_s", "extra_s", "committed_s")
     }
     idle_s = [seconds for rank in ranks for seconds in rank["idle_s"]]
@@ -374,7 +401,7 @@ def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) 
         "memcpy_s": memcpy,
         "stall_of_memcpy": values["stall_s"].median / memcpy.median,
         "extra_of_memcpy": values["extra_s"].median / memcpy.median,
-        "bandwidth_of_memcpy": memcpy.median / Summary.of(idle_s).median if idle_s else None,
+        "bandwidth_of_memcpy": memcpy.median / Summary.of(idle_s).median if idle_s and kind == "rounds" else None,
     }
 
 
@@ -416,7 +443,7 @@ def main() -> None:
         for contender in contenders:
             # With 1024 MiB each takes some minutes of two cores.
             print(f"measuring {contender} with {mb} MiB, {loop}", file=sys.stderr, flush=True)
-            found[contender] = measure(contender, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm)
+            found |= measure(contender, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm)
         results[f"{loop}, {mb} MiB"] = found
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
         title = f"A checkpoint of {mb} MiB on each of two ranks, {loop}: median (p10..p90)"

@@ -223,7 +223,7 @@ def campaign(args: argparse.Namespace, root: Path, lab: LabCluster, etcd_pid_fil
         lines += ["[[kinds]]", *(f"{name} = {_toml(value)}" for name, value in kind.items())]
     file, report = root / "campaign.toml", root / "report.json"
     file.write_text("\n".join(lines))
-    command = [sys.executable, "-P", "-m", "resilient_run.launcher.inject", "campaign", str(file)]
+    command = [sys.executable, "-P", "-m", "resilient_run.launcher.inject.cli", "campaign", str(file)]
     command += ["--run-id", lab.name, "--rdzv-endpoint", lab.endpoint, "--report", str(report)]
     subprocess.run([*lab.etcd[0].net.prefix, *command], check=False)
     found: dict[str, Any] = json.loads(report.read_text())

@@ -16,15 +16,15 @@ import report
 import torch
 from torch import Tensor
 
-from resilient_run.comm.op_bitmap import bitmap_decode, bitmap_encode
-from resilient_run.comm.op_block import block_encode
-from resilient_run.comm.op_coo import coo_decode, coo_encode
-from resilient_run.comm.op_hash import HashMemory, hierarchical_hash
-from resilient_run.comm.op_hash_bitmap import hash_bitmap_decode, hash_bitmap_encode
-from resilient_run.comm.op_partition import partition
-from resilient_run.comm.op_scatter import coo_add, scatter_add
-from resilient_run.comm.op_topk import sampled_topk, topk
-from resilient_run.comm.spread import Spread
+from resilient_run.comm.ops.bitmap import bitmap_decode, bitmap_encode
+from resilient_run.comm.ops.block import block_encode
+from resilient_run.comm.ops.coo import coo_decode, coo_encode
+from resilient_run.comm.ops.scatter import coo_add, scatter_add
+from resilient_run.comm.ops.spread import Spread
+from resilient_run.comm.ops.topk import sampled_topk, topk
+from resilient_run.comm.zen.hash import HashMemory, hierarchical_hash
+from resilient_run.comm.zen.hash_bitmap import hash_bitmap_decode, hash_bitmap_encode
+from resilient_run.comm.zen.histogram import partition
 
 Run = Callable[[], Any]
 GPU_NUMEL = 214_000_000

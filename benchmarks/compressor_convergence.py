@@ -26,8 +26,8 @@ from convergence_examples import EXAMPLES, Example
 from report import Summary, parser, table, write_json
 from torch import Tensor
 
-from resilient_run.comm.compressors import NAMES, RandomK, SampledTopK, named
-from resilient_run.comm.feedback import ErrorFeedback, Memory, MomentumCorrection
+from resilient_run.comm.compress.compressors import NAMES, RandomK, SampledTopK, named
+from resilient_run.comm.compress.feedback import ErrorFeedback, Memory, MomentumCorrection
 
 LEAST_ELEMENTS = 1024
 """Smaller tensors (biases, norms) are summed as they are, as by the hook."""

@@ -17,11 +17,11 @@ import torch
 from comm_ops import Run, gpu_seconds, seconds, torch_sampled, torch_topk
 from torch import Tensor
 
-from resilient_run.comm.compressors import NAMES, RandomK, named
-from resilient_run.comm.op_bitmap import bitmap_bytes
-from resilient_run.comm.op_random import random_place, random_select
-from resilient_run.comm.op_signs import signs_decode, signs_encode
-from resilient_run.comm.transport import from_bytes, to_bytes
+from resilient_run.comm.compress.compressors import NAMES, RandomK, named
+from resilient_run.comm.net.transport import from_bytes, to_bytes
+from resilient_run.comm.ops.bitmap import bitmap_bytes
+from resilient_run.comm.ops.random import random_place, random_select
+from resilient_run.comm.ops.signs import signs_decode, signs_encode
 
 SEED = 7
 LINE_BYTES = 64

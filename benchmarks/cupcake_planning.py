@@ -15,12 +15,12 @@ from pathlib import Path
 
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.algorithm_5_1 import algorithm_5_1
-from resilient_run.comm.cupcake import PLANNERS, cupcake, fused
-from resilient_run.comm.curve import FREE, Affine
-from resilient_run.comm.fusion import FusionProblem
-from resilient_run.comm.model import Model, read_model
-from resilient_run.comm.system import System
+from resilient_run.comm.cupcake.algorithm_5_1 import algorithm_5_1
+from resilient_run.comm.cupcake.cupcake import PLANNERS, cupcake, fused
+from resilient_run.comm.cupcake.fusion import FusionProblem
+from resilient_run.comm.plan.curve import FREE, Affine
+from resilient_run.comm.plan.model import Model, read_model
+from resilient_run.comm.plan.system import System
 
 MODELS = ("lstm", "vgg16", "gpt2", "ugatit", "resnet50", "bert_base", "resnet101")
 LINKS_GBIT = (10, 25, 100)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.cluster import Cluster, Coder, Compressor, Link
-from resilient_run.comm.curve import Affine, Table
-from resilient_run.comm.espresso import ESPRESSO_PLANNERS, Espresso, espresso_plan, upper_bound_s
-from resilient_run.comm.model import Model, read_model
-from resilient_run.comm.tree import Device
+from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, espresso_plan, upper_bound_s
+from resilient_run.comm.plan.cluster import Cluster, Coder, Compressor, Link
+from resilient_run.comm.plan.curve import Affine, Table
+from resilient_run.comm.plan.model import Model, read_model
+from resilient_run.comm.plan.tree import Device
 
 THESIS_MS = {"lstm": 1, "vgg16": 17, "gpt2": 99, "ugatit": 84, "resnet50": None, "bert_base": 125, "resnet101": 179}
 LINKS_GBIT = {"nvlink-100": (1200, 100), "pcie-25": (100, 25)}

@@ -20,13 +20,13 @@ from typing import Any
 
 from report import Summary, parser, table, write_json
 
+from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.supervise import Supervisor
+from resilient_run.daemon.comparison.digests import HostDigests
 from resilient_run.daemon.coordination import Coordinator
-from resilient_run.daemon.digests import HostDigests
-from resilient_run.daemon.etcd import Etcd, EtcdConfig
-from resilient_run.daemon.policy import Policy
-from resilient_run.daemon.rounds import Round
-from resilient_run.daemon.supervise import Supervisor
-from resilient_run.daemon.view import JobView
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.run.view import JobView
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 
 RUN_ID = "etcd-scale"

@@ -2,7 +2,7 @@
 
 A state of several tensors, odd sizes among them, is read in four ways, in turns, timed by events of the stream:
 
-- hash: what `step()` puts on the stream of training, the fingerprints of all its bytes (`ckpt/device.py`);
+- hash: what `step()` puts on the stream of training, the fingerprints of all its bytes (`ckpt/capture/device.py`);
 - read: `torch.sum` of each tensor, which reads the state once. The goal is a hash in at most twice that time;
 - clone: a copy of the state in the GPU's memory, what a step would cost that only copies;
 - staged: a copy to page-locked memory of the host on the stream of training, what `step()` does without the kernel.
@@ -25,8 +25,8 @@ import xxhash
 from report import Summary, parser, table, write_json
 from torch import Tensor
 
-from resilient_run.ckpt.device import CudaDevice, DeviceLeaves
-from resilient_run.ckpt.slot import CHUNK_BYTES
+from resilient_run.ckpt.capture.device import CudaDevice, DeviceLeaves
+from resilient_run.ckpt.format.slot import CHUNK_BYTES
 
 TENSORS = 64
 ODD_BYTES = (0, 1, 2, 3)

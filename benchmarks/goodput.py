@@ -1,7 +1,7 @@
 """What do failures cost? Figures 6.9 to 6.12 and 6.15 of the Gemini chapter, and the same for what we measured.
 
 No job runs: the constants of the thesis's testbed (GPT-2 100B on 16 p4d.24xlarge) and ours (the newest results of
-`capture_stall.py` and `recovery_time.py` beside the output) go through one model, `resilient_run.daemon.wasted`.
+`capture_stall.py` and `recovery_time.py` beside the output) go through one model, `resilient_run.daemon.ctl.wasted`.
 
     python benchmarks/goodput.py --json benchmarks/results/goodput.json [--plots benchmarks/results]
 
@@ -19,9 +19,9 @@ from typing import Any
 
 from report import parser, table, write_json
 
-from resilient_run.ckpt.placement import placement
-from resilient_run.ckpt.survival import sampled_survival, survival, union_bound
-from resilient_run.daemon.wasted import (
+from resilient_run.ckpt.format.placement import placement
+from resilient_run.ckpt.format.survival import sampled_survival, survival, union_bound
+from resilient_run.daemon.ctl.wasted import (
     DAY_S,
     Scheme,
     effective_ratio,
@@ -67,8 +67,8 @@ def measured(directory: Path) -> Measured:
     newest: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for path in sorted(directory.glob("*.json")):
         document = json.loads(path.read_text())
-        for kind, wanted in (("recovery_time", "seconds"), ("capture_stall", "1024 MiB")):
-            results = document["results"].get(wanted) if document["question"] == kind else None
+        for kind, wanted in (("recovery_time", "seconds"), ("capture_stall", "plain, 1024 MiB")):
+            results = document["results"].get(wanted) if document.get("question") == kind else None
             complete = results is not None and (kind == "recovery_time" or "resilient-run, 2 hosts" in results)
             if complete and (kind not in newest or document["date"] > newest[kind][0]):
                 newest[kind] = (document["date"], path.name, results)

@@ -23,7 +23,7 @@ from lab_job import lines_of
 from report import Summary, parser, table, write_json
 from timed_model import steps_of
 
-from resilient_run.launcher.lab_state import parse_rate
+from resilient_run.launcher.lab.state import parse_rate
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("plans_worker.py"))

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from workload import emit
 
-from resilient_run.comm.plan import Plan
+from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.profiler import BackwardProfiler
 from resilient_run.comm.synchronizer import synchronize_by
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 from report import Summary, parser, table, write_json
 
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.launcher.netlab import NetLab
 
 # The daemons' test harness plays launcher, rendezvous and trainers.
@@ -33,7 +33,7 @@ from cluster import wait_until
 from hosts import Host, Hosts, Trainer, publish, wait_for_watermark
 from lab import EtcdMember
 
-from resilient_run.ckpt.slot import Slot
+from resilient_run.ckpt.format.slot import Slot
 
 CONTROL = "control"
 NAMES = ("a", "b", "c", "d", "z")

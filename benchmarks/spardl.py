@@ -15,7 +15,7 @@ from typing import Any
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.entries import kept_of
+from resilient_run.comm.net.entries import kept_of
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("spardl_worker.py"))

@@ -14,12 +14,12 @@ import torch
 from convergence import plot
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.gtopk import GTopk
-from resilient_run.comm.ok_topk import OkTopk
-from resilient_run.comm.scheme import Dense, Scheme
-from resilient_run.comm.spardl import SparDL
-from resilient_run.comm.topk_a import TopkA
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.baselines.gtopk import GTopk
+from resilient_run.comm.baselines.ok_topk import OkTopk
+from resilient_run.comm.baselines.topk_a import TopkA
+from resilient_run.comm.net.scheme import Dense, Scheme
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.spardl.spardl import SparDL
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from byte_model import train

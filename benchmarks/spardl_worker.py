@@ -10,7 +10,7 @@ import torch.distributed as dist
 from workload import emit
 
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.measure import RecordingTransport, example_gradient, inputs_for, measure, scheme_at
+from resilient_run.comm.measure.timing import RecordingTransport, example_gradient, inputs_for, measure, scheme_at
 
 options = json.loads(sys.argv[1])
 density = options["density"]

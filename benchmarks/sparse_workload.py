@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from resilient_run.comm.measure import example_gradient
+from resilient_run.comm.measure.timing import example_gradient
 
 WIDTH = 128
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resilient_run.comm.compressors import TopK
-from resilient_run.comm.feedback import ErrorFeedback
-from resilient_run.comm.measure import example_gradient
+from resilient_run.comm.compress.compressors import TopK
+from resilient_run.comm.compress.feedback import ErrorFeedback
+from resilient_run.comm.measure.timing import example_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from report import Summary, parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, gradient, row_probability
 
 from resilient_run.comm import sparsity
-from resilient_run.comm.limits import LIMITS, Sparsity
-from resilient_run.comm.partition import Balanced
+from resilient_run.comm.measure.limits import LIMITS, Sparsity
+from resilient_run.comm.zen.partition import Balanced
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("zen_worker.py"))

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from sparse_workload import WORKLOADS, gradient
 from workload import emit
 
-from resilient_run.comm.measure import RecordingTransport, measure
+from resilient_run.comm.measure.timing import RecordingTransport, measure
 from resilient_run.comm.schemes import named
-from resilient_run.comm.zen import Zen
+from resilient_run.comm.zen.zen import Zen
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "zen": ("zen", {"profile_steps": 1}),

@@ -12,25 +12,25 @@ from typing import Any, Final, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .capture import Capturer
-from .edge import EdgeConfig
-from .env import TrainerEnv
+from .capture.capture import Capturer
+from .capture.injected import Injected
+from .capture.protection import Protection
+from .capture.slots import Version
+from .capture.stats import CaptureStats
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
-from .exchange import Exchange, ExchangeStats
-from .gate import Gate
-from .held import Unregistered
-from .import_manifest import IMPORT_GENERATION
-from .injected import Injected
-from .link import Link
-from .manifest import parse
-from .pace import Pace
-from .protection import Protection
-from .pulse import Pulse
-from .slot import Slot, SlotHeader
-from .slots import Version
-from .state import TrainingState
-from .stats import CaptureStats
-from .wire import Message
+from .format.import_manifest import IMPORT_GENERATION
+from .format.manifest import parse
+from .format.slot import Slot, SlotHeader
+from .format.wire import Message
+from .link.env import TrainerEnv
+from .link.link import Link
+from .link.pulse import Pulse
+from .state.held import Unregistered
+from .state.state import TrainingState
+from .transport.edge import EdgeConfig
+from .transport.exchange import Exchange, ExchangeStats
+from .transport.gate import Gate
+from .transport.pace import Pace
 
 _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
@@ -54,7 +54,8 @@ class Checkpointer:
     change at any time. Without a daemon (plain `python` or `torchrun`) nothing is kept, and a warning says so.
 
     Attributes:
-        values: The plain values that were registered: part of every capture, updated by `restore()`.
+        values: The plain values that were registered: part of every capture, and what `restore()` updates, in place
+            where that can be (`values.py`).
     """
 
     def __init__(self, *, rng: bool = True, **objects: Any) -> None:
@@ -76,6 +77,7 @@ class Checkpointer:
         self._plan: Version | None = None
         self._restored = False
         self._pid = os.getpid()
+        self._closed = self._warned = False
         self._env = TrainerEnv.from_environ(os.environ)
         self._link: Link | None = None
         self._capturer: Capturer | None = None
@@ -126,6 +128,11 @@ class Checkpointer:
             return Protection(
                 steps_at_risk=self._step, seconds_at_risk=0.0, reason="there is no daemon: nothing is kept"
             )
+        if self._closed or os.getpid() != self._pid:
+            # No lock is taken: a fork may have happened while one was held.
+            committed = 0 if self.watermark is None else self.watermark[1]
+            at_risk = max(0, self._step - committed)
+            return Protection(steps_at_risk=at_risk, seconds_at_risk=0.0, reason="it is closed: nothing is kept")
         return self._pace.protection.now
 
     @property
@@ -190,6 +197,9 @@ class Checkpointer:
         if self._plan is not None and not self._restored:
             raise StateError(f"step({n}) before restore(): this run continues from step {self._plan[1]}")
         self._step = n
+        if self._closed and not self._warned and os.getpid() == self._pid:
+            self._warned = True
+            warnings.warn(f"step({n}) when closed: no more checkpoints are kept", RuntimeWarning, stacklevel=2)
         if self._link is None or self._capturer is None or self._pace is None or os.getpid() != self._pid:
             return
         self._pace.enter()
@@ -231,6 +241,7 @@ class Checkpointer:
         """Let a capture under way end, and detach; also done at the end of the process. A second call does nothing."""
         if self._capturer is None or os.getpid() != self._pid:
             return
+        self._closed = True
         self._hook.remove()
         if _open.get(self._pid) is self:
             del _open[self._pid]
@@ -368,16 +379,15 @@ class Checkpointer:
 
     def _load_slot(self, path: str, capturer: Capturer) -> None:
         slot = Slot.open(path, writable=True)
-        try:
-            self._load(slot)
-            capturer.prefer(slot.payload_offset)
-        finally:
-            slot.close()
+        # After an error it stays mapped: whoever shows the variables of the traceback reads the tensors in it.
+        self._load(slot)
+        capturer.prefer(slot.payload_offset)
+        slot.close()
 
     def _load_import(self, url: str) -> None:
         # Few runs begin with one, and those that do not shall not wait for this.
-        from .import_loader import load_import
-        from .imported import Imported
+        from .convert.import_loader import load_import
+        from .convert.imported import Imported
 
         assert self._env is not None
         assert self._plan is not None

@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .checkpointer import Checkpointer
-from .env import TrainerEnv
+from .convert.export import Pieces, merge, read
 from .errors import DaemonError, StateError
-from .export import Pieces, merge, read
-from .slot import Slot
-from .state import TrainingState
-from .tree import Flattener
+from .format.slot import Slot
+from .link.env import TrainerEnv
+from .state.state import TrainingState
+from .state.tree import Flattener
 
 _CAPTURE_S: Final = 600.0
 _COMMIT_S: Final = 600.0

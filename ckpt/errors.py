@@ -25,6 +25,10 @@ class MemoryBudgetError(CheckpointError):
     """The slots that a job needs do not fit in the host's memory budget."""
 
 
+class SlotSizeError(MemoryBudgetError):
+    """No slot of the size that a job needs can ever be made on this host."""
+
+
 class RestoreError(CheckpointError):
     """The planned step exists, but no verified copy of it can be had."""
 
@@ -38,6 +42,7 @@ class DaemonError(CheckpointError):
 
 
 BY_NAME: dict[str, type[CheckpointError]] = {
-    cls.__name__: cls for cls in (SlotError, StateError, TopologyError, MemoryBudgetError, RestoreError, DaemonError)
+    cls.__name__: cls
+    for cls in (SlotError, StateError, TopologyError, MemoryBudgetError, SlotSizeError, RestoreError, DaemonError)
 }
 """Errors that travel over the trainer link by name and are raised again on the other side."""

@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .bucket import LEAST_ELEMENTS, BucketSum
-from .chosen import Choice, chosen
 from .errors import CommError
-from .scheme import Scheme
-from .transport import Transport
-from .two_level import TwoLevel
+from .net.scheme import Scheme
+from .net.transport import Transport
+from .net.two_level import TwoLevel
+from .runtime.bucket import LEAST_ELEMENTS, BucketSum
+from .runtime.chosen import Choice, chosen
 
 
 class GradientHook(BucketSum):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .errors import CommError
-from .model import VERSION
+from .plan.model import VERSION
 
 log = logging.getLogger(__name__)
 

@@ -18,17 +18,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from .bucket import LEAST_ELEMENTS, BucketSum
-from .chosen import Choice, chosen
+from .compress.feedback import Memory
 from .errors import CommError
-from .execute import OptionScheme, options_of
-from .fabric import Fabric
-from .feedback import Memory
-from .plan import Plan
-from .scheme import Scheme
+from .net.fabric import Fabric
+from .net.scheme import Scheme
+from .net.transport import Transport
+from .plan.plan import Plan
+from .plan.tree import Comm, Phase
+from .runtime.bucket import LEAST_ELEMENTS, BucketSum
+from .runtime.chosen import Choice, chosen
+from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
-from .transport import Transport
-from .tree import Comm, Phase
 
 log = logging.getLogger(__name__)
 

@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING, Any, Final
 from .errors import CommError
 
 if TYPE_CHECKING:
-    from .scheme import Scheme
-    from .transport import Transport
+    from .net.scheme import Scheme
+    from .net.transport import Transport
 
 SCHEMES: Final[dict[str, str]] = {
-    "agsparse": "centralized:AGsparse",
-    "dense": "scheme:Dense",
-    "dgc": "dgc:Dgc",
-    "gtopk": "gtopk:GTopk",
-    "index-free": "parallel:IndexFree",
-    "ok-topk": "ok_topk:OkTopk",
-    "omnireduce": "parallel:OmniReduce",
-    "sparcml": "centralized:RecursiveDoubling",
-    "spardl": "spardl:SparDL",
-    "sparse-ps": "parallel:SparsePS",
-    "strawman": "parallel:Strawman",
-    "topk-a": "topk_a:TopkA",
-    "topk-dsa": "topk_dsa:TopkDSA",
-    "zen": "zen:Zen",
+    "agsparse": "zen.centralized:AGsparse",
+    "dense": "net.scheme:Dense",
+    "dgc": "baselines.dgc:Dgc",
+    "gtopk": "baselines.gtopk:GTopk",
+    "index-free": "zen.parallel:IndexFree",
+    "ok-topk": "baselines.ok_topk:OkTopk",
+    "omnireduce": "zen.parallel:OmniReduce",
+    "sparcml": "zen.centralized:RecursiveDoubling",
+    "spardl": "spardl.spardl:SparDL",
+    "sparse-ps": "zen.parallel:SparsePS",
+    "strawman": "zen.parallel:Strawman",
+    "topk-a": "baselines.topk_a:TopkA",
+    "topk-dsa": "baselines.topk_dsa:TopkDSA",
+    "zen": "zen.zen:Zen",
 }
-"""Name → module of this folder and class in it."""
+"""Name → module below this folder and class in it."""
 
 
 def named(name: str, transport: "Transport", **options: Any) -> "Scheme":

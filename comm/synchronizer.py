@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from .compressor import Compressor
+from .compress.compressor import Compressor
+from .compress.feedback import ErrorFeedback, Memory
 from .errors import CommError
-from .execute import OptionScheme, options_of
-from .fabric import make_fabric
-from .feedback import ErrorFeedback, Memory
-from .lanes import Lanes
-from .plan import DENSE, Plan, PlanGroup
-from .scheme import Scheme
+from .net.fabric import make_fabric
+from .net.scheme import Scheme
+from .plan.plan import DENSE, Plan, PlanGroup
+from .runtime.execute import OptionScheme, options_of
+from .runtime.lanes import Lanes
 
 log = logging.getLogger(__name__)
 

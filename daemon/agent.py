@@ -1,8 +1,8 @@
 """`resilientd`: one per host and run directory. Read this first.
 
-Launchers and trainers come through a unix socket (`link`, `service`), peers through TCP (`peers`). Each run id is a
-`Job` (`jobs`, `job`): its `Coordinator` talks to etcd, its `Replicator` moves captures, its `JobSlots` in the `Vault`
-hold them.
+Launchers and trainers come through a unix socket (`trainers.link`, `service`), peers through TCP (`peers.peers`). Each
+run id is a `Job` (`jobs`, `job`): its `Coordinator` talks to etcd, its `Replicator` moves captures, its `JobSlots` in
+the `Vault` hold them.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
+from .base.repeats import RepeatFilter
+from .base.settings import Settings
+from .base.supervise import Supervisor
 from .jobs import Jobs
-from .link import LinkServer
-from .memory import MemoryBudget
 from .notify import ServiceManager
-from .peers import PeerServer
-from .repeats import RepeatFilter
+from .peers.peers import PeerServer
 from .service import DaemonService
-from .settings import Settings
-from .supervise import Supervisor
-from .vault import Vault, open_directory
+from .slots.memory import MemoryBudget
+from .slots.vault import Vault, open_directory
+from .trainers.link import LinkServer
 
 log = logging.getLogger(__name__)
 

@@ -11,24 +11,24 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .commit import NEXT_KEY, report_held
-from .digests import EqualLeaves, HostDigests
-from .election import LEADER_KEY, Election
-from .etcd import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
-from .fields import Fields
-from .leased import LeasedKeys
-from .observation import Observation
-from .operator import make_operator
-from .persist import Persister
-from .persist_plan import REQUEST_KEY
-from .policy import Policy
-from .quarantine import Quarantine
-from .root import RootAgent
-from .root_state import DECISIONS_KEY
-from .rounds import Round
-from .slots import JobSlots
-from .supervise import Supervisor
-from .view import JobView
+from .base.fields import Fields
+from .base.policy import Policy
+from .base.supervise import Supervisor
+from .comparison.digests import EqualLeaves, HostDigests
+from .etcd.client import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
+from .root.election import LEADER_KEY, Election
+from .root.operator import make_operator
+from .root.root import RootAgent
+from .root.state import DECISIONS_KEY
+from .run.commit import NEXT_KEY, report_held
+from .run.leased import LeasedKeys
+from .run.observation import Observation
+from .run.quarantine import Quarantine
+from .run.rounds import Round
+from .run.view import JobView
+from .slots.slots import JobSlots
+from .tier.persist import Persister
+from .tier.persist_plan import REQUEST_KEY
 
 log = logging.getLogger(__name__)
 

@@ -10,24 +10,24 @@ from typing import Any
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
 
+from .base.spec import JobSpec
+from .base.supervise import Supervisor, leaves
+from .comparison.digests import HostDigests
 from .coordination import Coordinator
-from .digests import HostDigests
-from .etcd import Etcd, EtcdError
-from .inject import Injector
-from .inject_acts import Scene
+from .etcd.client import Etcd, EtcdError
+from .inject.acts import Scene
+from .inject.inject import Injector
 from .observer import Observer
-from .offer import Offer
-from .pacing import Pacer
-from .persist import Persister
-from .replication import Replicator
-from .rounds import Pair, Round, is_import, pair_message
-from .sessions import Sessions
-from .slots import JobSlots, SlotFile
-from .spec import JobSpec
-from .supervise import Supervisor, leaves
-from .tier import Tier, TierError, call
-from .tier_fetch import TierSource
-from .view import JobView
+from .peers.offer import Offer
+from .peers.pacing import Pacer
+from .peers.replication import Replicator
+from .run.rounds import Pair, Round, is_import, pair_message
+from .run.view import JobView
+from .slots.slots import JobSlots, SlotFile
+from .tier.fetch import TierSource
+from .tier.persist import Persister
+from .tier.tier import Tier, TierError, call
+from .trainers.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
@@ -174,9 +174,9 @@ class Job:
         if self.failure is None:
             self._replicator.offered(host, offer)
 
-    def digests(self, rank: int, pair: Pair, wanted: Sequence[int]) -> dict[str, Any] | None:
-        """Return the digests of the own `rank` at `pair` and the names of the `wanted`, None when they are gone."""
-        return self._digests.answer(rank, pair, wanted)
+    def digests(self, rank: int, pair: Pair, structure: str, wanted: Sequence[int]) -> dict[str, Any] | None:
+        """Return the digests of a structure at `pair` of the own `rank` and the names of the `wanted`, None if gone."""
+        return self._digests.answer(rank, pair, structure, wanted)
 
     def pacer(self, rank: int, pair: Pair) -> Pacer | None:
         """Return what says when `pair` of `rank` may leave, None when that is at once: only new captures are paced."""

@@ -11,11 +11,11 @@ import psutil
 
 from resilient_run.ckpt.errors import DaemonError
 
+from .base.record import JobKey, JobRecord
+from .base.spec import JobSpec
 from .job import Job, describe_slots
-from .record import JobKey, JobRecord
-from .slots import JobSlots
-from .spec import JobSpec
-from .vault import Vault
+from .slots.slots import JobSlots
+from .slots.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -127,15 +127,16 @@ class Jobs:
         await asyncio.gather(*(job.persist() for job in list(self._jobs.values())))
 
     async def collect(self, orphan_ttl_s: float) -> None:
-        """Remove what nobody has come back for in `orphan_ttl_s`, and nobody has open."""
+        """Remove what nobody has come back for in `orphan_ttl_s`, as far as `collect_garbage` would."""
         before_s = time.monotonic() - orphan_ttl_s
         async with self._changing:
+            gone = self._gone()
             for job in list(self._jobs.values()):
-                if job.launcher_pid is None and job.orphaned_s < before_s and not job.slots.is_kept:
+                if job.launcher_pid is None and job.orphaned_s < before_s and job.spec.key in gone:
                     log.info("no launcher came back for run %r; removing its slots", job.spec.run_id)
                     await self._discard(job)
             for key, (slots, since_s) in list(self._left.items()):
-                if since_s < before_s and not slots.is_kept:
+                if since_s < before_s and key in gone:
                     log.info("no launcher came back for run %r; removing its slots", slots.record.run_id)
                     del self._left[key]
                     await self._vault.remove(slots)
@@ -147,9 +148,7 @@ class Jobs:
         """
         removed, freed_bytes = [], 0
         async with self._changing:
-            found = [job.slots for job in self._jobs.values()] + [slots for slots, _ in self._left.values()]
-            alive = {slots.record.run_id for slots in found if slots.record.is_open}
-            gone = {slots.record.key for slots in found if slots.record.run_id not in alive and not slots.is_kept}
+            gone = self._gone()
             for job in list(self._jobs.values()):
                 if job.launcher_pid is None and may_see(job.slots.record.uid) and job.spec.key in gone:
                     removed.append(job.spec.run_id)
@@ -171,6 +170,12 @@ class Jobs:
         """Return what all slots together take and may take."""
         budget = self._vault.budget
         return {"used_bytes": budget.used_bytes, "limit_bytes": budget.limit_bytes}
+
+    def _gone(self) -> set[JobKey]:
+        """Return the jobs whose slots nobody needs: no launcher of their run lives here, and nothing keeps them."""
+        found = [job.slots for job in self._jobs.values()] + [slots for slots, _ in self._left.values()]
+        alive = {slots.record.run_id for slots in found if slots.record.is_open}
+        return {slots.record.key for slots in found if slots.record.run_id not in alive and not slots.is_kept}
 
     async def _discard(self, job: Job) -> int:
         job.forget()

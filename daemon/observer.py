@@ -8,18 +8,18 @@ from typing import Any
 
 import psutil
 
-from .gpu import open_gpus
-from .hang import HangDetector
-from .health import local_directory, measure_host
-from .leased import LeasedKeys
-from .life import cpu_seconds
-from .observation import Observation, report_observations
-from .policy import DetectPolicy, Policy
-from .reach import Reach
-from .rounds import Pair
-from .supervise import Supervisor
-from .threshold import Judge, Measure
-from .view import JobView
+from .base.policy import DetectPolicy, Policy
+from .base.supervise import Supervisor
+from .health.gpu import open_gpus
+from .health.health import local_directory, measure_host
+from .health.reach import Reach
+from .health.threshold import Judge, Measure
+from .run.hang import HangDetector
+from .run.leased import LeasedKeys
+from .run.life import cpu_seconds
+from .run.observation import Observation, report_observations
+from .run.rounds import Pair
+from .run.view import JobView
 
 log = logging.getLogger(__name__)
 

@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.idle import MAX_SPANS, IdleProfile
-from resilient_run.ckpt.slot import MAX_RUN_ID_BYTES
-from resilient_run.ckpt.version import FORMATS
+from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
+from resilient_run.ckpt.format.slot import MAX_RUN_ID_BYTES
+from resilient_run.ckpt.format.version import FORMATS
 
-from .etcd import EtcdConfig
-from .fields import Fields
+from .base.fields import Fields
+from .base.policy import Policy
+from .base.spec import JobSpec
+from .base.supervise import Supervisor
+from .etcd.client import EtcdConfig
 from .job import Job
 from .jobs import Jobs
-from .link import Connection
-from .peers import PeerServer
-from .policy import Policy
-from .slots import Geometry
-from .spec import JobSpec
-from .supervise import Supervisor
-from .tier import Tier
-from .trainer import Trainer
+from .peers.peers import PeerServer
+from .slots.slots import Geometry
+from .tier.tier import Tier
+from .trainers.link import Connection
+from .trainers.trainer import Trainer
 
 _MAX_REPLICAS = 64
 _MAX_NPROC = 1 << 10

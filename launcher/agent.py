@@ -19,10 +19,10 @@ from resilient_run.ckpt.errors import CheckpointError
 
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
-from .rendezvous import EtcdRendezvous
-from .rounds import Failure
+from .rendezvous.rendezvous import EtcdRendezvous
+from .rendezvous.rounds import Failure, explained
 from .timeline import Timeline, newest_step
-from .warm import WorkerStarter
+from .workers.warm import WorkerStarter
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,7 @@ class ResilientAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._expect_workers()
+        before = self._rdzv.round
         while True:
             try:
                 super()._rendezvous(worker_group)
@@ -149,6 +150,11 @@ class ResilientAgent(LocalElasticAgent):
         if failure is not None:
             since_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
             self._timeline.join(kind=failure.kind, cause=failure.message, since_s=since_s)
+        failure = None if before is None else self._rdzv.view.failures.get(before.generation)
+        if before is not None and failure is not None:
+            why = explained(failure, before, self._rdzv.view)
+            if why.kind == "host_lost":
+                self._timeline.correct(kind=why.kind, cause=why.message)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
@@ -193,7 +199,11 @@ class ResilientAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         failure = self._rdzv.failure
-        if failure is not None and self._is_told(failure):
+        if self._rdzv.forgotten:
+            assert self._rdzv.closed is not None
+            log.error("the run is over: %s", self._rdzv.closed.reason)
+            self._timeline.abandon()
+        elif failure is not None and self._is_told(failure):
             detect_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
             last_step, idle_s = self._progress()
             if failure.kind == "hang":
@@ -273,7 +283,7 @@ class ResilientAgent(LocalElasticAgent):
             log.warning("cannot recover from memory: %s", error)
             return False
         if status["refused"] is not None:
-            log.error("the script cannot take the state that is held for it: %s", status["refused"])
+            log.error("no restart cures this: %s", status["refused"])
             return False
         if not status["attached"]:
             return False

@@ -12,8 +12,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from .agent import make_agent
 from .config import RunConfig
-from .rebind import rebound
-from .warm import warm_workers
+from .workers.rebind import rebound
+from .workers.warm import warm_workers
 
 __all__ = ["LaunchConfig", "elastic_launch", "installed", "launch_agent"]
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 import click
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.policy import Policy
-from resilient_run.daemon.settings import Settings, find_settings
+from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.settings import Settings, find_settings
 
 _SOCKET_PATH_MAX_BYTES = 107
 _UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

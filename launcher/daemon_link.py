@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from resilient_run.ckpt import wire
 from resilient_run.ckpt.errors import BY_NAME, CheckpointError, DaemonError, WireError
-from resilient_run.ckpt.version import FORMATS
-from resilient_run.daemon.settings import Settings, server_pid
+from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.version import FORMATS
+from resilient_run.daemon.base.settings import Settings, server_pid
 
 log = logging.getLogger(__name__)
 

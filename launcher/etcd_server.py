@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .prctl import death_with_parent
+from .workers.prctl import death_with_parent
 
 _DIRECTORY_PREFIX = "resilient-run-etcd-"
 _START_ATTEMPTS = 5

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import click
 
-from .lab_host import BRIDGE, NETWORK, HostStatus, LabHost
-from .lab_state import (
+from .lab.host import BRIDGE, NETWORK, HostStatus, LabHost
+from .lab.state import (
     LabState,
     NetLabError,
     changing_labs,

@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from resilient_run.ckpt.convert.export import merge, read
 from resilient_run.ckpt.dcp import ItemReader
-from resilient_run.ckpt.export import merge, read
-from resilient_run.daemon.tier import Tier
-from resilient_run.daemon.tier_slots import fetch_slots
+from resilient_run.daemon.tier.slots import fetch_slots
+from resilient_run.daemon.tier.tier import Tier
 
 
 class PersistedReader(ItemReader):

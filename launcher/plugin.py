@@ -10,7 +10,7 @@ def load_etcd_v3() -> Any:
 
 
 def _create(params: Any) -> Any:
-    from .rendezvous import EtcdRendezvous
+    from .rendezvous.rendezvous import EtcdRendezvous
 
     return EtcdRendezvous(params)
 

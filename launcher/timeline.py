@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilient_run.daemon.goodput import PHASES
+from resilient_run.daemon.base.goodput import PHASES
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ class Timeline:
                 now_s = time.monotonic()
                 self._recovery = _Recovery(kind=kind, cause=cause, last_step=None, start_s=now_s - since_s)
                 self._recovery.ends_s["rendezvous"] = now_s
+
+    def correct(self, *, kind: str, cause: str) -> None:
+        """What a worker's exit began has another cause, which was seen only later."""
+        with self._lock:
+            if self._recovery is not None and self._recovery.kind == "worker_exit":
+                self._recovery.kind, self._recovery.cause = kind, cause
 
     def mark(self, phase: str) -> None:
         """The launcher's `phase` (decide, stop, rendezvous) of the current recovery ends now."""
@@ -195,11 +201,15 @@ def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the event that tells a recovery on all hosts from the complete event of each: the slowest one decides."""
     slowest = max(events, key=lambda event: event["total_s"])
     sources = {rank: source for event in events for rank, source in event["ranks"].items()}
-    told = {name: slowest[name] for name in ("generation", "kind", "cause", "restored_step", "total_s")}
+    # A host that is new knows of a worker's exit, and not that it was because of a host that was lost.
+    lost_host = next((event for event in events if event["kind"] == "host_lost"), slowest)
+    why = lost_host if slowest["kind"] == "worker_exit" else slowest
+    told = {name: slowest[name] for name in ("generation", "restored_step", "total_s")}
     lost = [event["steps_lost"] for event in events if event["steps_lost"] is not None]
     return {
         "event": "recovered",
         **told,
+        **{name: why[name] for name in ("kind", "cause")},
         "slowest": slowest["host"],
         "hosts": {event["host"]: event["total_s"] for event in events},
         "ranks": dict(sorted(sources.items(), key=lambda item: int(item[0]))),

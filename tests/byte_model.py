@@ -9,8 +9,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from resilient_run.comm.scheme import Scheme
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.net.scheme import Scheme
+from resilient_run.comm.net.transport import Transport
 
 CONTEXT = 8
 HELD_OUT = 20_000

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from resilient_run.ckpt import wire
+from resilient_run.ckpt.format import wire
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 TINY = ("--layers", "2", "--width", "128", "--context", "128", "--batch", "4")
@@ -150,8 +150,11 @@ class Host:
         return any(done >= step for _, done, _ in self.steps())
 
     def params_sha256(self) -> str | None:
-        """Return the hash of the final parameters, when this host's launcher printed it."""
-        return next((line["params_sha256"] for line in list(self.lines) if "params_sha256" in line), None)
+        """Return the hash of the final parameters, when this host's launcher printed it.
+
+        A rank may have been at its end before, when the others went back, and it with them.
+        """
+        return next((line["params_sha256"] for line in reversed(list(self.lines)) if "params_sha256" in line), None)
 
     def recoveries(self) -> list[dict[str, Any]]:
         """Return the recovery events of this host that its launcher wrote."""

@@ -1,16 +1,18 @@
-"""Fixtures that several test files share: a real etcd, laboratory networks, and a process group."""
+"""Fixtures that several test files share: a real etcd, a daemon of one rank, laboratory networks, a process group."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from solo_daemon import SoloDaemon
 
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 from resilient_run.launcher.netlab import NetLab, unavailable
 
@@ -34,6 +36,16 @@ def etcd_endpoint() -> Iterator[str]:
 def etcd_config(etcd_endpoint: str) -> EtcdConfig:
     """The configuration that reaches `etcd_endpoint`."""
     return EtcdConfig(endpoints=(etcd_endpoint,))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
+    """A daemon of one rank that the environment points to."""
+    made = SoloDaemon(tmp_path)
+    made.start()
+    made.enter(monkeypatch)
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from resilient_run.comm import maxplus
-from resilient_run.comm.cluster import Cluster, Coder, Compressor, Link
-from resilient_run.comm.curve import Affine
-from resilient_run.comm.strategy import Choice, CostedStep, Problem, Strategy
-from resilient_run.comm.timeline import Resource
-from resilient_run.comm.tree import Device
+from resilient_run.comm.espresso import maxplus
+from resilient_run.comm.espresso.strategy import Choice, CostedStep, Problem, Strategy
+from resilient_run.comm.espresso.timeline import Resource
+from resilient_run.comm.plan.cluster import Cluster, Coder, Compressor, Link
+from resilient_run.comm.plan.curve import Affine
+from resilient_run.comm.plan.tree import Device
 
 GPU, CPU, INTRA, INTER = Resource.GPU, Resource.CPU, Resource.INTRA, Resource.INTER
 ONE_LINK = ((INTER,), (GPU, INTER, GPU), (GPU, INTER), (GPU, INTER, GPU, INTER, GPU))

@@ -1,5 +1,6 @@
 """An etcd server that a test configures, kills and starts again on the same port with the same data."""
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,6 +56,10 @@ class EtcdProcess:
                 assert self._process.poll() is None, log_text
                 assert time.monotonic() < deadline, log_text
                 time.sleep(0.01)
+
+    def forget(self) -> None:
+        """Delete the data of one that does not run."""
+        shutil.rmtree(self._directory / "data")
 
     def pause(self) -> None:
         """SIGSTOP it: nothing answers any more, though every connection stays open."""

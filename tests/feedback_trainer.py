@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_run.comm.compressors import named
+from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.hook import GradientHook, register
-from resilient_run.comm.spread import murmur
+from resilient_run.comm.ops.spread import murmur
 
 DENSITY = {"topk": {"density": 0.1}, "randomk": {"density": 0.5}}
 

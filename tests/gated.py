@@ -12,7 +12,7 @@ import gated_trainer
 import torch
 from cluster import Host, kill, wait_until
 
-from resilient_run.ckpt import wire
+from resilient_run.ckpt.format import wire
 
 SCRIPT = Path(__file__).parent / "gated_trainer.py"
 STEPS = 100

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from resilient_run.comm.sparse_scheme import SparseScheme
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme
 
 
 def gradient(rank: int, step: int, numel: int) -> Tensor:

@@ -27,14 +27,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run import Checkpointer
-from resilient_run.comm.bucket import BucketSum
-from resilient_run.comm.compressed import Compressed
-from resilient_run.comm.compressors import TopK
-from resilient_run.comm.feedback import ErrorFeedback
+from resilient_run.comm.compress.compressed import Compressed
+from resilient_run.comm.compress.compressors import TopK
+from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.hook import register
+from resilient_run.comm.net.scheme import Scheme
+from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.replicate import register_replicated
-from resilient_run.comm.scheme import Scheme
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.runtime.bucket import BucketSum
 
 WORDS = 4000
 

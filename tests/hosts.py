@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import xxhash
 from cluster import wait_until
 
-from resilient_run.ckpt import wire
 from resilient_run.ckpt.errors import BY_NAME
-from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, chunk_count, plan_layout
-from resilient_run.daemon.etcd import Etcd, EtcdConfig, EtcdUnavailable
+from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, chunk_count, plan_layout
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdUnavailable
 
 T = TypeVar("T")
 TOPOLOGY = 2**64 - 3
@@ -320,10 +320,17 @@ class Hosts:
         self.etcd(lambda etcd: etcd.put(f"{self.prefix}rdzv/job", value))
 
     def form_round(
-        self, generation: int, names: Sequence[str], *, nproc: int = 1, labels: Mapping[str, str] | None = None
+        self,
+        generation: int,
+        names: Sequence[str],
+        *,
+        nproc: int = 1,
+        labels: Mapping[str, str] | None = None,
+        sessions: Mapping[str, str] | None = None,
     ) -> tuple[int, int] | None:
         """Form a round as a launcher does, with the watermark in one transaction, and return what it restores."""
-        seats = [{"host": name, "session": "s", "nproc": nproc, "role": "default"} for name in names]
+        session_of = dict.fromkeys(names, "s") | dict(sessions or {})
+        seats = [{"host": name, "session": session_of[name], "nproc": nproc, "role": "default"} for name in names]
         for seat in seats if labels else ():
             seat["label"] = (labels or {})[str(seat["host"])]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from resilient_run.comm.kernels import bits
-from resilient_run.comm.op import Backend, Op
+from resilient_run.comm.ops.kernels import bits
+from resilient_run.comm.ops.op import Backend, Op
 
 P = ParamSpec("P")
 R = TypeVar("R")

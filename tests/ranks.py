@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from resilient_run.comm.fabric import Fabric
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.net.transport import Transport
 
 T = TypeVar("T")
 

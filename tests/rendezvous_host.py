@@ -10,7 +10,7 @@ import sys
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from resilient_run.launcher.rendezvous import EtcdRendezvous
+from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
 
 
 def main(endpoint: str, run_id: str, min_nodes: str, max_nodes: str, *options: str) -> None:

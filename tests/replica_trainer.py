@@ -5,6 +5,8 @@
 - `mixed`: DDP with BatchNorm without synchronization, dropout of each rank's own, a frozen layer that thaws on all
   ranks, a second optimizer as in a GAN, an average of the weights, a counter and an average of each rank alone, and a
   module that no rank synchronizes and whose optimizer has nothing to do for the first steps.
+- `uneven`: DDP; before the model rank 0 alone has an average of the weights, and each rank what is left of its epoch,
+  which is shorter in each step. Each step waits for its commit.
 - `hybrid`: FSDP2 over a mesh of 2 replicas and as many shards as there are ranks for.
 """
 
@@ -12,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -52,6 +55,8 @@ def hybrid(steps: int, rank: int, size: int) -> None:
             optimizer.zero_grad()
             emit(rank=rank, step=step, loss=loss.item())
             checkpointer.step(step)
+            while (checkpointer.watermark or (0, 0))[1] < step:
+                time.sleep(0.001)
         digest = sha256(model)
         if rank == 0:
             emit(params_sha256=digest)
@@ -99,6 +104,32 @@ def mixed(steps: int, rank: int, thaw: int) -> None:
             checkpointer.step(step)
 
 
+def uneven(steps: int, rank: int) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(100 + rank)
+    epoch = {"left": torch.rand(500 + 100 * rank)}
+    first = {"average": average} if rank == 0 else {}
+    with Checkpointer(**first, epoch=epoch, model=model, optimizer=optimizer) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            inputs = torch.randn(8, 16) + epoch["left"][:8, None]
+            epoch["left"] = epoch["left"][8:]
+            loss = (parallel(inputs) - inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            emit(rank=rank, step=step, loss=loss.item())
+            checkpointer.step(step)
+            while (checkpointer.watermark or (0, 0))[1] < step:
+                time.sleep(0.001)
+        digest = sha256(model)
+        if rank == 0:
+            emit(params_sha256=digest)
+
+
 def main() -> None:
     loop, steps = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
@@ -108,6 +139,8 @@ def main() -> None:
     torch.manual_seed(1)
     if loop == "hybrid":
         hybrid(steps, rank, size)
+    elif loop == "uneven":
+        uneven(steps, rank)
     else:
         mixed(steps, rank, int(sys.argv[3]))
     dist.destroy_process_group()

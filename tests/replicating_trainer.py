@@ -11,7 +11,7 @@ import threading
 import torch
 
 from resilient_run import Checkpointer
-from resilient_run.ckpt.carriers import Admit, HostCarrier
+from resilient_run.ckpt.transport.carriers import Admit, HostCarrier
 
 
 def stick() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from resilient_run.ckpt import manifest
-from resilient_run.ckpt.export import same
-from resilient_run.ckpt.state import TrainingState
-from resilient_run.ckpt.tree import unflatten
+from resilient_run.ckpt.format import manifest
+from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.ckpt.state.tree import same, unflatten
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+from cluster import wait_until
+
 from resilient_run.ckpt.checkpointer import Checkpointer
-from resilient_run.ckpt.env import TrainerEnv
-from resilient_run.ckpt.slot import Slot
-from resilient_run.ckpt.wire import Message, encode, recv_message
+from resilient_run.ckpt.format.slot import Slot
+from resilient_run.ckpt.format.wire import Message, encode, recv_message
+from resilient_run.ckpt.link.env import TrainerEnv
 
 RUN_ID = "run"
 
@@ -66,6 +69,16 @@ class SoloDaemon:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
         }
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
+        """Let the next Checkpointer attach here."""
+        for name, value in self.environ(**options).items():
+            monkeypatch.setenv(name, value)
+
+    def restart(self, monkeypatch: pytest.MonkeyPatch, generation: int = 2) -> None:
+        """Let the next Checkpointer be one of a new generation that restores the watermark."""
+        self.plan = wait_until(lambda: self.watermark, timeout_s=10, what="a commit")
+        self.enter(monkeypatch, generation=generation)
 
     def env(self, **options: int) -> TrainerEnv:
         env = TrainerEnv.from_environ(self.environ(**options))

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.etcd import Entry
-from resilient_run.daemon.faults import KINDS, Scope
-from resilient_run.launcher.campaign import Campaign, plan_campaign
-from resilient_run.launcher.campaign_report import render, summarize
-from resilient_run.launcher.inject import resilient_inject
-from resilient_run.launcher.injection import Sight
+from resilient_run.daemon.etcd.client import Entry
+from resilient_run.daemon.run.faults import KINDS, Scope
+from resilient_run.launcher.inject.campaign import Campaign, plan_campaign
+from resilient_run.launcher.inject.campaign_report import render, summarize
+from resilient_run.launcher.inject.cli import resilient_inject
+from resilient_run.launcher.inject.injection import Sight
 
 KILLS: dict[str, Any] = {"faults": 2000, "mtbf_steps": 40, "kinds": [{"kind": "kill-rank"}]}
 

@@ -14,25 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_daemon import RUN_ID, SoloDaemon, is_committed
 
+from resilient_run.ckpt.capture.copying import CapturePlan, Copier
+from resilient_run.ckpt.capture.slots import MappedSlot, SlotPair
 from resilient_run.ckpt.checkpointer import Checkpointer
-from resilient_run.ckpt.copying import CapturePlan, Copier
-from resilient_run.ckpt.manifest import parse
-from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
-from resilient_run.ckpt.slots import MappedSlot, SlotPair
-from resilient_run.ckpt.state import TrainingState
-from resilient_run.ckpt.tree import Flattener, unflatten
+from resilient_run.ckpt.format.manifest import parse
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.ckpt.state.tree import Flattener, unflatten
 
 W = tuple[int, int] | None
-
-
-@pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
-    made = SoloDaemon(tmp_path)
-    made.start()
-    for name, value in made.environ().items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.stop()
 
 
 def _read(slot: Slot) -> Any:
@@ -191,7 +181,9 @@ def test_any_tensors_are_copied_bit_for_bit(
     if big > 1:
         # Leaves that end or begin at the boundary of a chunk, or just beside it.
         tree = [torch.randn(CHUNK_BYTES // 2 - big + 2), torch.randn(CHUNK_BYTES // 4 + big), *tree]
-    flat = Flattener(tree)
+    # A large object begins where a chunk does.
+    objects = {"first": tree[0], "model": [*tree[1:], torch.ones(1 << 20)]} if big else {}
+    flat = Flattener({"objects": objects} if objects else tree)
     plan = CapturePlan(flat, eager=set() if live else {"*"})
     path = tmp_path_factory.mktemp("slot") / "slot"
     payload_offset, capacity_bytes = plan_layout(10_000, plan.layout.payload_bytes)

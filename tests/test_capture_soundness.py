@@ -30,8 +30,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from resilient_run.ckpt.checkpointer import Checkpointer
-from resilient_run.ckpt.manifest import leaf_paths, parse
-from resilient_run.ckpt.slot import Slot
+from resilient_run.ckpt.format.manifest import leaf_paths, parse
+from resilient_run.ckpt.format.slot import Slot
 
 CASES_PER_MODEL = 40
 Bytes = dict[str, tuple[torch.dtype, tuple[int, ...], torch.Tensor]]

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from cluster import wait_until
 from solo_daemon import SoloDaemon, is_committed
 from torch.optim import optimizer as optimizer_module
 
-from resilient_run.ckpt import link
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.errors import (
     DaemonError,
@@ -22,30 +21,11 @@ from resilient_run.ckpt.errors import (
     StateError,
     TopologyError,
 )
-from resilient_run.ckpt.slot import Slot
+from resilient_run.ckpt.format.slot import Slot
+from resilient_run.ckpt.link import link
 
 Parameters = Any
 Optimizer = torch.optim.Optimizer
-
-
-@pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
-    made = SoloDaemon(tmp_path)
-    made.start()
-    _environ(monkeypatch, made)
-    yield made
-    made.stop()
-
-
-def _environ(monkeypatch: pytest.MonkeyPatch, daemon: SoloDaemon, **options: int) -> None:
-    for name, value in daemon.environ(**options).items():
-        monkeypatch.setenv(name, value)
-
-
-def _restart(monkeypatch: pytest.MonkeyPatch, daemon: SoloDaemon, generation: int = 2) -> None:
-    """Let the next Checkpointer be one of a new generation that restores the watermark."""
-    daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=10, what="a commit")
-    _environ(monkeypatch, daemon, generation=generation)
 
 
 class _Training:
@@ -139,7 +119,7 @@ def _check_continuation(
     for _ in range(4):
         undisturbed.step()
     daemon.wait_for("complete", step=5)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     torch.manual_seed(99)
     restored = _Training(make_optimizer, make_schedule)
     with Checkpointer(**restored.objects(), seen=0) as ckpt:
@@ -178,7 +158,7 @@ def test_ties_stay_ties_and_memory_formats_stay(daemon: SoloDaemon, monkeypatch:
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
         ckpt.step()
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     again = Tied()
     with Checkpointer(model=again, optimizer=torch.optim.SGD(again.parameters())) as ckpt:
         assert ckpt.restore() == 1
@@ -198,7 +178,7 @@ def test_ddp_is_seen_through(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
             assert is_committed(ckpt)
     finally:
         torch.distributed.destroy_process_group()
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     plain = torch.nn.Linear(3, 3)
     with Checkpointer(model=plain, optimizer=torch.optim.SGD(plain.parameters())) as ckpt:
         assert ckpt.restore() == 1
@@ -213,7 +193,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(
     with Checkpointer(model=model, optimizer=optimizer, extra=torch.nn.Linear(1, 1)) as ckpt:
         ckpt.step()
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     changed = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2, dtype=torch.float64))
     changed.register_buffer("added", torch.zeros(1))
     before = [tensor.clone() for tensor in changed.state_dict().values()]
@@ -233,35 +213,115 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_an_optimizer_with_its_parameters_in_another_order_is_refused(
-    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, momentum: float
-) -> None:
-    def make(order: int) -> tuple[torch.nn.Module, Optimizer]:
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
-        return model, torch.optim.SGD(list(model.parameters())[::order], momentum=momentum)
+class Peaks(Optimizer):
+    """Has only plain numbers for each parameter."""
 
-    model, optimizer = make(1)
-    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["peak"] = max(state.get("peak", 0.0), float(parameter.grad.norm()))
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["peak"])
+
+
+ORDERED: dict[str, Callable[[Parameters], Optimizer]] = {
+    "tensors": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "plain": Peaks,
+    "stateless": lambda parameters: torch.optim.SGD(parameters),
+}
+
+
+class _Ordered:
+    """Two layers and an optimizer of their weights, registered in one of several ways."""
+
+    def __init__(self, optimizer: str, order: int) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+        self.optimizer = ORDERED[optimizer](list(self.model.parameters())[::order])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def registered(self, kind: str) -> dict[str, Any]:
+        if kind == "own":
+            return {"trainer": self}
+        if kind == "values":
+            return {"optimizer": self.optimizer, "w": [item.detach() for item in self.model.parameters()]}
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+
+    def swap(self) -> None:
+        self.model[0], self.model[1] = self.model[1], self.model[0]
+
+
+@pytest.mark.parametrize("optimizer", ORDERED)
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("module", r"optimizer: parameter 0 of group 0 is model\.0\.weight in .*, model\.1\.weight in the optimizer"),
+        ("own", r"trainer: parameter 0 of group 0 is trainer\.model\.0\.weight in .*, trainer\.model\.1\.weight in"),
+        ("values", r"optimizer: parameter 0 of group 0 is values\.w\.0 in .*, values\.w\.1 in the optimizer"),
+    ],
+    ids=["module", "own", "values"],
+)
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, optimizer: str, kind: str, refused: str
+) -> None:
+    training = _Ordered(optimizer, 1)
+    with Checkpointer(**training.registered(kind)) as ckpt:
+        training.step()
         ckpt.step()
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
-    model, optimizer = make(-1)
-    before = model[0].weight.detach().clone()
-    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
-        if not momentum:
-            # Without a state of their own the parameters of a group may have any order.
+    daemon.restart(monkeypatch)
+    training = _Ordered(optimizer, -1)
+    before = training.model[0].weight.detach().clone()
+    with Checkpointer(**training.registered(kind)) as ckpt:
+        if optimizer == "stateless" and kind != "own":
+            # Without a state of their own the parameters of a group may have any order; what an object of the script
+            # keeps beside an optimizer may be such a state.
             assert ckpt.restore() == 1
             return
-        with pytest.raises(StateError, match=r"nothing was loaded: optimizer: parameter 0 of group 0 is model\.0\."):
+        with pytest.raises(StateError, match=rf"nothing was loaded: {refused}"):
             ckpt.restore()
-    assert torch.equal(model[0].weight, before)
-    _restart(monkeypatch, daemon, generation=3)
-    model, optimizer = make(1)
-    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+    assert torch.equal(training.model[0].weight, before)
+    daemon.restart(monkeypatch, generation=3)
+    with Checkpointer(**_Ordered(optimizer, 1).registered(kind)) as ckpt:
         assert ckpt.restore() == 1
+
+
+@pytest.mark.parametrize("kind", ["module", "own"])
+def test_the_order_of_parameters_is_that_of_the_step(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The layers change places at step 2, and before `restore()` again; the optimizer stays what it was."""
+    training = _Ordered("tensors", 1)
+    with Checkpointer(**training.registered(kind)) as ckpt:
+        for step in range(1, 4):
+            if step == 2:
+                training.swap()
+            training.step()
+            ckpt.step(step)
+            assert is_committed(ckpt)
+    daemon.restart(monkeypatch)
+    stale = _Ordered("tensors", 1)
+    with Checkpointer(**stale.registered(kind)) as ckpt:
+        with pytest.raises(StateError, match=r"parameter 0 of group 0 is (trainer\.)?model\.1\.weight in"):
+            ckpt.restore()
+        stale.swap()
+        assert ckpt.restore() == 3
+    for ours, theirs in zip(stale.optimizer.state.values(), training.optimizer.state.values(), strict=True):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
 
 
 def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +329,7 @@ def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monke
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
         ckpt.step()
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     groups = [{"params": [item]} for item in model.parameters()]
     with (
         Checkpointer(model=model, optimizer=torch.optim.SGD(groups)) as ckpt,
@@ -283,7 +343,7 @@ def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.Mon
         ckpt.step()
         assert is_committed(ckpt)
     daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=10, what="a commit")
-    _environ(monkeypatch, daemon, generation=2, world_size=2)
+    daemon.enter(monkeypatch, generation=2, world_size=2)
     with Checkpointer(x=5) as ckpt:
         with pytest.raises(TopologyError, match="1 ranks"):
             ckpt.restore()
@@ -295,7 +355,7 @@ def test_a_slot_of_another_step_is_refused(daemon: SoloDaemon, monkeypatch: pyte
         ckpt.step()
         assert is_committed(ckpt)
     daemon.plan = (1, 4)
-    _environ(monkeypatch, daemon, generation=2)
+    daemon.enter(monkeypatch, generation=2)
     with Checkpointer(x=1) as ckpt, pytest.raises(RestoreError, match="no copy is left"):
         ckpt.restore()
 
@@ -312,7 +372,7 @@ def test_values_of_every_kind_come_back(daemon: SoloDaemon, monkeypatch: pytest.
     with Checkpointer(**values) as ckpt:
         ckpt.step(17)
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     with Checkpointer(epoch=0, rng=False) as ckpt:
         assert ckpt.restore() == 17
         assert ckpt.values.keys() == values.keys()
@@ -350,7 +410,7 @@ def test_an_optimizer_made_anew_is_followed(daemon: SoloDaemon, monkeypatch: pyt
                     state["exp_avg"] = state["exp_avg"].float() / 3
             ckpt.step(step)
             assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     again, stale = make()
     with Checkpointer(model=again, optimizer=stale) as ckpt:
         with pytest.raises(StateError, match=r"groups of \[4\] tensors in the checkpoint, of \[2\].*planned_step"):
@@ -377,7 +437,7 @@ def test_what_does_not_come_back_exactly_ends_the_run(daemon: SoloDaemon, monkey
     with Checkpointer(sampler=Sampler()) as ckpt:
         ckpt.step()
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     with (
         Checkpointer(sampler=Sampler()) as ckpt,
         pytest.warns(RuntimeWarning, match=r"sampler\.loads: 0 in the checkpoint, 1 now") as caught,
@@ -418,9 +478,9 @@ def test_steps_in_any_mode_of_torch_are_captured(
         ckpt.step()
         assert is_committed(ckpt)
         assert ckpt.stats.discarded == 0
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     again = torch.nn.Linear(200, 200)
-    with Checkpointer(model=again, table=np.zeros(5)) as ckpt:
+    with Checkpointer(model=again, table=np.zeros(5, dtype=np.int64)) as ckpt:
         assert ckpt.restore() == 2
         assert np.array_equal(ckpt.values["table"], np.arange(5))
     assert torch.equal(again.weight, model.weight)
@@ -475,21 +535,21 @@ def test_without_a_daemon_the_first_generation_warns_and_a_later_one_stops(
 ) -> None:
     monkeypatch.setattr(link, "CONNECT_S", 0.0)
     nobody = SoloDaemon(tmp_path)
-    _environ(monkeypatch, nobody)
+    nobody.enter(monkeypatch)
     with pytest.warns(RuntimeWarning, match="no daemon at") as caught:
         ckpt = Checkpointer(x=1)
     assert caught[0].filename == __file__
     assert ckpt.restore() == 0
     ckpt.step()
     ckpt.close()
-    _environ(monkeypatch, nobody, generation=2)
+    nobody.enter(monkeypatch, generation=2)
     with pytest.raises(DaemonError, match="no daemon at"):
         Checkpointer(x=1)
 
 
 def test_a_daemon_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = SoloDaemon(tmp_path)
-    _environ(monkeypatch, late)
+    late.enter(monkeypatch)
     timer = threading.Timer(0.3, late.start)
     timer.start()
     with Checkpointer(x=1) as ckpt:
@@ -571,7 +631,7 @@ def test_a_request_under_way_is_repeated_to_the_next_daemon(
     with Checkpointer(x=7) as ckpt:
         ckpt.step()
         assert is_committed(ckpt)
-    _restart(monkeypatch, daemon)
+    daemon.restart(monkeypatch)
     handle = SoloDaemon._handle
     asked = threading.Event()
 

@@ -320,7 +320,7 @@ def test_python_callers_get_the_same(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="x", rdzv_backend="c10d", rdzv_endpoint="localhost:0"
     )
     monkeypatch.chdir(tmp_path)
-    with caplog.at_level(logging.INFO, "resilient_run.launcher.warm"):
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
         assert elastic_launch(config, sys.executable)("-u", "script.py") == {0: None, 1: None}
         assert launch_agent(config, sys.executable, ["-u", "script.py"]) == {0: None, 1: None}
     assert (tmp_path / "0").exists()

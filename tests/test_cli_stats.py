@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from sparse_gradients import gradients
 from torch import nn
 
-from resilient_run.comm.cli import resilient_comm
+from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.recorder import GradientRecorder, read_gradients
 

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner, Result
 from ranks import run_ranks
 
-from resilient_run.comm.cli import resilient_comm
-from resilient_run.comm.measure import RecordingTransport, inputs_for, measure, scheme_at
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.comm.measure.timing import RecordingTransport, inputs_for, measure, scheme_at
+from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.schemes import SCHEMES
-from resilient_run.comm.transport import Traffic, Transport
 
 
 def bench(*options: str) -> Result:
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_torchrun_job_are_measured() -> None:
         "2",
         "--no-python",
     ]
-    program = "from resilient_run.comm.cli import resilient_comm; resilient_comm()"
+    program = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
     command += [sys.executable, "-P", "-c", program, "bench", "--scheme", "spardl", "--size", "10K"]
     done = subprocess.run(
         [*command, "--json", "--repeats", "1"],

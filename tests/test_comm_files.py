@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from resilient_run.comm.cupcake import fusion_plan
-from resilient_run.comm.curve import FREE, Affine, Table
+from resilient_run.comm.cupcake.cupcake import fusion_plan
 from resilient_run.comm.errors import FileError
-from resilient_run.comm.model import Model, Tensor, read_model
-from resilient_run.comm.plan import Plan
-from resilient_run.comm.system import System, read_system
+from resilient_run.comm.plan.curve import FREE, Affine, Table
+from resilient_run.comm.plan.model import Model, Tensor, read_model
+from resilient_run.comm.plan.plan import Plan
+from resilient_run.comm.plan.system import System, read_system
 
 MODEL: dict[str, Any] = {
     "tensors": [

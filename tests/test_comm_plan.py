@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from resilient_run.comm.cli import resilient_comm
-from resilient_run.comm.cupcake import PLANNERS
-from resilient_run.comm.plan import Plan
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.comm.cupcake.cupcake import PLANNERS
+from resilient_run.comm.plan.plan import Plan
 
 MODEL = {
     "tensors": [

@@ -15,18 +15,18 @@ from cluster import Cluster, assert_same_training
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from resilient_run.comm.cli import resilient_comm
-from resilient_run.comm.cluster import read_cluster
-from resilient_run.comm.compressors import named
-from resilient_run.comm.curve import Table
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.model import Model, read_model
-from resilient_run.comm.plan import COMPRESSED, Plan, PlanGroup
-from resilient_run.comm.probe import PROBED, PROBED_COMPRESSED, probe_coder, probe_link
+from resilient_run.comm.measure.probe import PROBED, PROBED_COMPRESSED, probe_coder, probe_link
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.plan.cluster import read_cluster
+from resilient_run.comm.plan.curve import Table
+from resilient_run.comm.plan.model import Model, read_model
+from resilient_run.comm.plan.plan import COMPRESSED, Plan, PlanGroup
+from resilient_run.comm.plan.system import read_system
+from resilient_run.comm.plan.tree import Routine
 from resilient_run.comm.profiler import BackwardProfiler
-from resilient_run.comm.system import read_system
-from resilient_run.comm.transport import Transport
-from resilient_run.comm.tree import Routine
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 TINY = ("--layers", "2", "--width", "128", "--json")

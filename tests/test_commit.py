@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held
-from resilient_run.daemon.fields import Fields
-from resilient_run.daemon.rounds import Pair, Round
+from resilient_run.daemon.base.fields import Fields
+from resilient_run.daemon.run.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held
+from resilient_run.daemon.run.rounds import Pair, Round
 
 
 def make_round(

@@ -19,8 +19,8 @@ from functools import cache
 
 import pytest
 
-from resilient_run.daemon.commit import Agreed, Tally, advance, is_dead
-from resilient_run.daemon.rounds import Pair, Round
+from resilient_run.daemon.run.commit import Agreed, Tally, advance, is_dead
+from resilient_run.daemon.run.rounds import Pair, Round
 
 REPLICAS = 2
 SLOTS = 2

@@ -1,33 +1,42 @@
-"""What hosts claim of their digests: counted report by report as if all were counted anew."""
+"""What hosts claim of their digests: counted report by report, and compared before anything is let through."""
 
+import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_run.daemon.comparison import ClaimTally
-from resilient_run.daemon.digests import Claim, EqualLeaves, parse_claims
+from resilient_run.daemon.comparison.comparison import ClaimTally, Comparer
+from resilient_run.daemon.comparison.digests import Claim, EqualLeaves, HostDigests, parse_claims
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.run.observation import Observation
+from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.run.view import JobView
 
 MASKS = {"s": "new"}
-claims = st.builds(
-    Claim, structure=st.sampled_from("st"), mask=st.sampled_from(["", "old", "new"]), digest=st.sampled_from("ab")
+claims = st.dictionaries(
+    st.sampled_from("st"), st.builds(Claim, mask=st.sampled_from(["", "old", "new"]), digest=st.sampled_from("ab"))
 )
 pairs = st.tuples(st.just(1), st.integers(1, 3))
 
 
 @given(reports=st.lists(st.tuples(st.integers(0, 2), st.dictionaries(pairs, st.lists(claims, min_size=2, max_size=2)))))
 def test_a_tally_is_what_the_newest_reports_say(
-    reports: list[tuple[int, dict[tuple[int, int], list[Claim]]]],
+    reports: list[tuple[int, dict[tuple[int, int], list[dict[str, Claim]]]]],
 ) -> None:
     """Of the ranks of a structure: all have the same digest of the newest mask, or a pair is not agreed on."""
-    tally, newest = ClaimTally(), dict[int, dict[tuple[int, int], dict[int, Claim]]]()
+    tally, newest = ClaimTally(), dict[int, dict[tuple[int, int], dict[int, dict[str, Claim]]]]()
     for host, report in reports:
         newest[host] = {pair: {2 * host: rows[0], 2 * host + 1: rows[1]} for pair, rows in report.items()}
         tally.see(f"host{host}", newest[host])
     known: defaultdict[tuple[int, int], list[Claim]] = defaultdict(list)
     for found in newest.values():
         for pair, rows in found.items():
-            known[pair] += [claim for claim in rows.values() if claim.structure == "s"]
+            known[pair] += [structures["s"] for structures in rows.values() if "s" in structures]
     for pair, found in known.items():
         one = len(set(found)) == 1 and found[0].mask == "new"
         assert tally.agrees(pair, MASKS) is (one or len(found) < 2), (pair, found)
@@ -45,17 +54,104 @@ def test_a_tally_is_what_the_newest_reports_say(
 
 
 def test_what_a_host_reports_is_read_back() -> None:
-    row = [1, 4, "00ff", "aa", "bb"]
-    assert parse_claims({"held": {}, "digests": {"3": [row]}}) == {
-        (1, 4): {3: Claim(structure="00ff", mask="aa", digest="bb")}
+    rows = [[1, 4, "00ff", "aa", "bb"], [1, 4, "0100", "", ""]]
+    assert parse_claims({"held": {}, "digests": {"3": rows}}) == {
+        (1, 4): {3: {"00ff": Claim(mask="aa", digest="bb"), "0100": Claim(mask="", digest="")}}
     }
     assert parse_claims({"held": {}}) == {}
 
 
 @given(bits=st.lists(st.booleans(), max_size=70))
 def test_masks_are_read_back(bits: list[bool]) -> None:
-    import numpy as np
-
     equal = EqualLeaves.of(4, np.array(bits, dtype=np.bool_))
     read = EqualLeaves.parse("ckpt/equal/s", equal.to_value())
     assert (read.generation, read.name, read.mask.tolist()) == (4, equal.name, bits)
+
+
+class Tables(HostDigests):
+    """The digests of one tensor on two ranks of this host, as a test says; claims are made as the daemon makes them."""
+
+    def __init__(self, view: JobView) -> None:
+        self.equal = {}
+        self.view = view
+        self.steps: dict[int, tuple[int, int]] = {}
+
+    def report(self) -> dict[str, Any]:
+        rows: dict[str, Any] = {"0": [], "1": []}
+        for step, values in self.steps.items():
+            for rank, value in enumerate(values):
+                known = self.equal.get("s")
+                rows[str(rank)].append([1, step, "s", known.name if known else "", str(value) if known else ""])
+        return rows
+
+    async def ask(self, rank: int, pair: tuple[int, int], structure: str, wanted: Any = ()) -> Any:
+        return np.array([self.steps[pair[1]][rank]], dtype="<u8"), ["model.weight"][: len(wanted)]
+
+
+class GatedEtcd(Etcd):
+    """etcd that answers commits when a test says so."""
+
+    gate: asyncio.Event
+
+    async def commit(self, *arguments: Any, **options: Any) -> int:
+        await self.gate.wait()
+        return await super().commit(*arguments, **options)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_must_be_equal_is_told_before_more_is_let_through(
+    etcd_config: EtcdConfig, tmp_path: Any, *, is_late: bool
+) -> None:
+    """It is known after step 4. Step 5, of which a rank differs, is complete before that is told, or even known."""
+
+    async def scenario() -> None:
+        etcd = await GatedEtcd.connect(etcd_config)
+        etcd.gate = asyncio.Event()
+        etcd.gate.set()
+        prefix = f"/resilient-run/{tmp_path.name}/"
+        revision = await etcd.commit({}, {f"{prefix}rdzv/round": {}})
+        view = JobView(host="a", replicas=1)
+        view.round = Round(generation=1, hosts=("a",), nprocs=(2,), restore=None, revision=revision)
+        tables, seen = Tables(view), dict[str, Observation]()
+
+        def observe(found: Mapping[str, Observation]) -> None:
+            seen.clear()
+            seen.update(found)
+
+        comparer = Comparer(
+            etcd, prefix, view=view, tally=ClaimTally(), digests=tables, action="rollback", observe=observe
+        )
+        running = asyncio.create_task(comparer.run())
+
+        async def until(condition: Any) -> None:
+            async with asyncio.timeout(20):
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+        try:
+            for step in range(1, 5):
+                tables.steps[step] = (step, step)
+                await until(lambda step=step: comparer.agrees((1, step)))
+                if step == 4:
+                    etcd.gate.clear()
+                    tables.steps[5] = (5, 6)
+                    assert not is_late or comparer.agrees((1, 5))
+                view.watermark = (1, step)
+                comparer.wake()
+                await until(lambda step=step: ((1, step), "s") in comparer._studied)
+            assert not comparer.agrees((1, 5)), "it is known, and not told"
+            etcd.gate.set()
+            await until(lambda: "s" in comparer._masks)
+            tables.equal = {"s": EqualLeaves.of(1, np.array([True]))}
+            comparer.agrees((1, 5))
+            comparer.wake()
+            await until(lambda: seen)
+            (found,) = seen.values()
+            assert found.severity == ("warn" if is_late else "fail")
+            assert ("committed before that was known" in found.message) is is_late
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await etcd.close()
+
+    asyncio.run(scenario())

@@ -9,11 +9,11 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from resilient_run.comm.compressed import Compressed
-from resilient_run.comm.compressors import NAMES, SampledTopK, TopK, named
+from resilient_run.comm.compress.compressed import Compressed
+from resilient_run.comm.compress.compressors import NAMES, SampledTopK, TopK, named
+from resilient_run.comm.compress.feedback import ErrorFeedback, Memory, MomentumCorrection
 from resilient_run.comm.errors import CommError, MessageError
-from resilient_run.comm.feedback import ErrorFeedback, Memory, MomentumCorrection
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.net.transport import Transport
 
 SPARSE = ("topk", "dgc", "randomk")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -13,9 +13,9 @@ from cluster import wait_until
 from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_bytes, wait_for_watermark
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
-from resilient_run.ckpt.slot import Slot
-from resilient_run.daemon.commit import parse_held
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.ckpt.format.slot import Slot
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.run.commit import parse_held
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from cluster import Cluster, wait_until
 from test_export import make_slot, shard, state
 
 from resilient_run import Checkpointer, MemoryTier, PersistedReader
+from resilient_run.ckpt.convert.export import export, merge, read
 from resilient_run.ckpt.dcp import ItemReader
 from resilient_run.ckpt.errors import DaemonError, SlotError, StateError
-from resilient_run.ckpt.export import export, merge, read
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "dcp_fsdp.py")

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_run.daemon.decide import (
+from resilient_run.daemon.base.policy import RootPolicy
+from resilient_run.daemon.etcd.client import Entry
+from resilient_run.daemon.root.decide import (
     Break,
     Decision,
     FallBack,
@@ -19,14 +21,12 @@ from resilient_run.daemon.decide import (
     Stop,
     decide,
 )
-from resilient_run.daemon.etcd import Entry
-from resilient_run.daemon.observation import Observation
-from resilient_run.daemon.policy import RootPolicy
-from resilient_run.daemon.quarantine import Quarantine
-from resilient_run.daemon.root import transaction
-from resilient_run.daemon.root_state import RootState
-from resilient_run.daemon.root_view import Failure, RootView
-from resilient_run.daemon.rounds import Pair, Round
+from resilient_run.daemon.root.root import transaction
+from resilient_run.daemon.root.state import RootState
+from resilient_run.daemon.root.view import Failure, RootView
+from resilient_run.daemon.run.observation import Observation
+from resilient_run.daemon.run.quarantine import Quarantine
+from resilient_run.daemon.run.rounds import Pair, Round
 
 NOW_S = 1_000_000.0
 POLICY = RootPolicy()
@@ -194,6 +194,54 @@ def test_a_failure_is_noted_with_its_class(why: Failure, view: RootView, reason:
     assert isinstance(note, Note)
     assert reason in note.reason
     assert note.failure == replace(why, began_step=10, unix_s=NOW_S)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("generation", [3, 4])
+def test_worker_that_exits_because_a_host_is_lost_does_not_count_against_its_host(known: bool, generation: int) -> None:
+    """Whether the root sees that before it notes the exit or only later, and also when the next round is there."""
+    exit_, earlier = failure(generation=generation), tuple(noted(generation=g, began_step=g) for g in (1, 2))
+    noted_exit = replace(exit_, began_step=8, unix_s=NOW_S - 1)
+    history = (*earlier, noted_exit) if known else earlier
+    view = whole(failures={generation: exit_}, gone={generation: ("c",)}, history=history)
+    note, *others = decide(view, POLICY, NOW_S).actions
+    assert isinstance(note, Note)
+    cause = "host c is lost, and worker_exit on a"
+    changes = {"host": "c", "kind": "host_lost", "rank": None, "exitcode": None, "message": cause}
+    began_step, unix_s = (8, NOW_S - 1) if known else (10 if generation == 4 else None, NOW_S)
+    assert note.failure == replace(exit_, **changes, began_step=began_step, unix_s=unix_s)
+    assert note.reason.startswith(f"hardware failure: {cause}; case ")
+    assert others == [], "nobody has failed three times"
+    _, puts = transaction(view, Decision(actions=(note,), reason=""), NOW_S)
+    assert [item["host"] for item in puts["root/failures"]["failures"]] == ["a", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("exit_", "gone"),
+    [
+        (failure(), ()),
+        (failure(exitcode=-9), ("c",)),
+        (failure(), ("a", "c")),
+        (failure("hang"), ("c",)),
+    ],
+    ids=["nobody is gone", "killed by a signal", "its launcher is gone, too", "no exit"],
+)
+def test_worker_that_fails_by_itself_counts_against_its_host(exit_: Failure, gone: tuple[str, ...]) -> None:
+    view = whole(failures={4: exit_}, gone={4: gone}, history=tuple(noted(generation=g, began_step=g) for g in (1, 2)))
+    note, quarantine, *_ = decide(view, POLICY, NOW_S).actions
+    assert isinstance(note, Note)
+    assert isinstance(quarantine, PutInQuarantine)
+    assert (note.failure.host, quarantine.host) == ("a", "a")
+
+
+def test_host_that_comes_back_was_not_lost() -> None:
+    """Its lease expired because etcd was away. A root that has not seen who was gone leaves what was noted."""
+    as_lost = noted("host_lost", "c", began_step=8)
+    view = whole(failures={4: failure()}, gone={4: ()}, history=(as_lost,))
+    (note,) = decide(view, POLICY, NOW_S).actions
+    assert isinstance(note, Note)
+    assert note.failure == replace(failure(), began_step=8, unix_s=as_lost.unix_s)
+    assert not decide(replace(view, gone={}), POLICY, NOW_S).actions
 
 
 def test_a_new_root_notes_what_it_missed() -> None:

@@ -13,32 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_daemon import RUN_ID, SoloDaemon, is_committed
 from test_capture import _bytes, _newest, tensors
 from thread_device import Stream, ThreadDevice
 
-from resilient_run.ckpt import copying, device
+from resilient_run.ckpt.capture import copying, device
+from resilient_run.ckpt.capture.copying import CapturePlan, Copier
+from resilient_run.ckpt.capture.fingerprint import fingerprint_cuda
+from resilient_run.ckpt.capture.slots import MappedSlot
 from resilient_run.ckpt.checkpointer import Checkpointer
-from resilient_run.ckpt.copying import CapturePlan, Copier
-from resilient_run.ckpt.fingerprint import fingerprint_cuda
-from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
-from resilient_run.ckpt.slots import MappedSlot
-from resilient_run.ckpt.tree import Flattener
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.ckpt.state.tree import Flattener
 
 # Optimizers here only move what is captured; their own state does not matter.
-pytestmark = pytest.mark.filterwarnings("ignore:.*no registered object holds it")
-
-
-@pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
-    made = SoloDaemon(tmp_path)
-    made.start()
-    for name, value in made.environ().items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.stop()
+pytestmark = pytest.mark.filterwarnings("ignore:.*no registered object keeps its state")
 
 
 @pytest.fixture
@@ -223,6 +214,7 @@ def test_optimizers_are_put_behind_the_copy_and_nobody_waits(daemon: SoloDaemon,
         gpu.side.gate.set()
         done.synchronize()
         assert model.weight.eq(8).all()
+        wait_until(lambda: ckpt.watermark == (1, 6), timeout_s=30, what="the commit of step 6")
         ckpt.step()
         assert is_committed(ckpt)
         _held_weight(daemon, 8)
@@ -378,8 +370,8 @@ def test_a_trainer_without_a_gpu_never_imports_numba() -> None:
     check = (
         "import sys, torch\n"
         "from resilient_run.ckpt.checkpointer import Checkpointer\n"
-        "from resilient_run.ckpt.copying import CapturePlan\n"
-        "from resilient_run.ckpt.tree import Flattener\n"
+        "from resilient_run.ckpt.capture.copying import CapturePlan\n"
+        "from resilient_run.ckpt.state.tree import Flattener\n"
         "flat = Flattener([torch.ones(100_000)])\n"
         "CapturePlan(flat).stage(flat)\n"
         "assert 'numba' not in sys.modules\n"

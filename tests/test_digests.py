@@ -1,18 +1,31 @@
 """The digests in manifests: the same for the same bytes however they were copied, and another one for other bytes."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from resilient_run.ckpt import digests
-from resilient_run.ckpt.copying import CapturePlan
-from resilient_run.ckpt.digests import Digester, Digests
+from resilient_run.ckpt.capture.copying import CapturePlan
 from resilient_run.ckpt.errors import SlotError
-from resilient_run.ckpt.manifest import encode, parse
-from resilient_run.ckpt.slot import CHUNK_BYTES
-from resilient_run.ckpt.tree import Flattener
+from resilient_run.ckpt.format import digests
+from resilient_run.ckpt.format.digests import Digester
+from resilient_run.ckpt.format.manifest import encode, parse
+from resilient_run.ckpt.format.slot import CHUNK_BYTES
+from resilient_run.ckpt.state.tree import Flattener
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """What a capture has: for each registered object the name of its structure, and one digest per leaf."""
+
+    structures: dict[str, str]
+    digests: dict[str, int]
+
+    def of(self, name: str) -> tuple[str, dict[str, int]]:
+        """Return what is compared of one object."""
+        return self.structures[name], {leaf: at for leaf, at in self.digests.items() if leaf.startswith(f"{name}.")}
 
 
 def state(**changes: torch.Tensor) -> dict[str, Any]:
@@ -21,12 +34,13 @@ def state(**changes: torch.Tensor) -> dict[str, Any]:
     sizes = {"small": 7, "middle": 100_000, "large": 5 * CHUNK_BYTES // 4 + 3, "last": 20}
     model = {name: torch.randn(size) for name, size in sizes.items()} | changes
     model["count"] = torch.tensor(5)
+    model["norm.num_batches_tracked"] = torch.tensor(5)
     loader = {"generator": torch.arange(100, dtype=torch.uint8), "average": torch.ones(3)}
     return {"objects": {"model": model, "loader": loader}, "values": {"w": torch.ones(2)}, "rng": None}
 
 
-def captured(tree: dict[str, Any], *, rank: int = 0, eager: bool = False) -> tuple[Digests, list[str], bytes]:
-    """Return what a capture of `tree` has: its digests, their names, and the manifest."""
+def captured(tree: dict[str, Any], *, eager: bool = False, reread: bool = True) -> Captured:
+    """Return what a capture of `tree` has; without `reread` not a byte of the payload can be hashed again."""
     flat = Flattener(tree)
     plan = CapturePlan(flat, eager={"*"} if eager else ())
     staged = plan.stage(flat)
@@ -39,18 +53,27 @@ def captured(tree: dict[str, Any], *, rank: int = 0, eager: bool = False) -> tup
         [digests.xxhash.xxh3_64_intdigest(payload[at : at + CHUNK_BYTES]) for at in starts], dtype=np.uint64
     )
     pieces = [(piece.leaf, piece.start) for chunk in plan.chunks for piece in chunk if piece.leaf is not None]
-    digester = Digester(plan.specs, plan.layout, flat.node, pieces, rank=rank, trained={"model"})
+    digester = Digester(plan.specs, plan.layout, flat.node, pieces, rank=0, trained={"model", "average"})
     manifest = encode(plan.tensors, flat.node)
-    extended = digester.extend(manifest, memoryview(payload), checksums, staged.fingerprints)
+    there = memoryview(payload if reread else bytearray(len(payload)))
+    extended = digester.extend(manifest, there, checksums, staged.fingerprints)
     assert len(extended) == len(manifest) + digester.encoded_bytes
     assert parse(extended, len(payload)) == parse(manifest, len(payload))
-    return Digests.parse(extended), digests.names(extended), extended
+    values, names = digests.parse(extended), digests.names(extended)
+    assert values.keys() == names.keys()
+    return Captured(
+        structures={leaves[0].partition(".")[0]: structure for structure, leaves in names.items()},
+        digests={
+            name: int(value)
+            for structure, leaves in names.items()
+            for name, value in zip(leaves, values[structure], strict=True)
+        },
+    )
 
 
 def test_every_trained_tensor_has_a_digest() -> None:
-    """Of modules and optimizers all, of other objects floating-point ones; no values, no generators."""
-    _, names, _ = captured(state())
-    assert sorted(names) == [
+    """Of modules and optimizers all but BatchNorm's counter, of other objects floating-point ones; no generators."""
+    assert sorted(captured(state()).digests) == [
         "loader.average",
         "model.count",
         "model.large",
@@ -61,44 +84,103 @@ def test_every_trained_tensor_has_a_digest() -> None:
 
 
 def test_staged_and_live_leaves_have_the_same_digests() -> None:
-    live, _, _ = captured(state())
-    staged, _, _ = captured(state(), eager=True)
-    strided, _, _ = captured(state(middle=state()["objects"]["model"]["middle"].repeat_interleave(2)[::2]))
-    assert live.structure == staged.structure == strided.structure
-    assert live.values.tolist() == staged.values.tolist() == strided.values.tolist()
+    live = captured(state())
+    assert captured(state(), eager=True) == live
+    assert captured(state(middle=state()["objects"]["model"]["middle"].repeat_interleave(2)[::2])) == live
 
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(("name", "byte"), [("small", 27), ("middle", 0), ("large", 0), ("large", -1), ("last", 5)])
 def test_a_flipped_bit_changes_one_digest(name: str, byte: int, eager: bool) -> None:
-    before, names, _ = captured(state(), eager=eager)
+    before = captured(state(), eager=eager)
     tree = state()
     tree["objects"]["model"][name].view(torch.uint8)[byte] ^= 4
-    after, _, _ = captured(tree, eager=eager)
-    assert [names[index] for index in np.flatnonzero(before.values != after.values)] == [f"model.{name}"]
-    mask = np.array([other != f"model.{name}" for other in names])
-    assert before.combined(mask) == after.combined(mask)
-    assert before.combined(~mask) != after.combined(~mask)
+    after = captured(tree, eager=eager)
+    assert {leaf for leaf, _ in before.digests.items() ^ after.digests.items()} == {f"model.{name}"}
+    assert before.structures == after.structures
+
+
+def test_one_digest_of_those_of_a_mask() -> None:
+    values, other = np.array([1, 2, 3], dtype="<u8"), np.array([1, 2, 4], dtype="<u8")
+    mask = np.array([True, True, False])
+    assert digests.combined(values, mask) == digests.combined(other, mask)
+    assert digests.combined(values, ~mask) != digests.combined(other, ~mask)
 
 
 def test_other_structures_have_other_names() -> None:
-    found = {captured(tree)[0].structure for tree in (state(), state(small=torch.ones(8)), state(more=torch.ones(1)))}
-    assert len(found) == 3
+    trees = [state(), state(small=torch.ones(8)), state(more=torch.ones(1))]
+    found = [captured(tree).structures for tree in trees]
+    assert len({structures["model"] for structures in found}) == 3
+    assert len({structures["loader"] for structures in found}) == 1, "what the model has is none of the loader's"
+
+
+def module(*sizes: int) -> dict[str, torch.Tensor]:
+    return {str(index): torch.randn(size, dtype=torch.float32) for index, size in enumerate(sizes)}
+
+
+SMALL = (3, 200_000, 7, 300_000, 60_000, 70_000)
+"""Of 2.5 MB: of some leaves a chunk has the beginning only, wherever they begin."""
+LARGE = (3, 200_000, 7, 900_000, 17_000, 400_001, 64)
+BEFORE: dict[str, list[dict[str, Any]]] = {
+    "an object of one rank": [{"average": module(50, 70_000)}],
+    "a large object of one rank": [{"average": module(50, 2_000_000)}],
+    "an uneven object": [{"loader": {"order": torch.arange(500 + rank * 100)}} for rank in range(3)],
+    "an object that shrinks": [{"loader": {"left": torch.randn(size)}} for size in range(3_000_000, 0, -555_555)],
+    "one that grows to a large one": [
+        {"loader": {"seen": torch.ones(size)}} for size in range(900_000, 1_200_000, 77_777)
+    ],
+    "bytes": [{"loader": {"state": torch.zeros(size, dtype=torch.uint8)}} for size in (1, 63, 65, 99_999)],
+}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+def test_what_else_is_registered_changes_nothing(
+    before: list[dict[str, Any]], sizes: tuple[int, ...], eager: bool
+) -> None:
+    model, rest = module(*sizes), {"values": {}, "rng": None}
+    alone = captured({"objects": {"model": model}, **rest}).of("model")
+    assert len(alone[1]) == len(sizes)
+    for other in before:
+        for objects in ({**other, "model": model}, {"model": model, **other}):
+            assert captured({"objects": objects, **rest}, eager=eager).of("model") == alone
+
+
+def test_tensors_of_two_objects_are_compared_in_both() -> None:
+    model = module(3, 70_000, 200_000)
+    tree = {"objects": {"average": {"0": model["1"], "1": torch.ones(3)}, "model": model}, "values": {}, "rng": None}
+    found = captured(tree)
+    assert found.of("model") == captured({"objects": {"model": model}, "values": {}, "rng": None}).of("model")
+    assert found.digests["average.0"] == found.digests["model.1"]
+
+
+def test_large_objects_are_not_read_again() -> None:
+    """Neither are small ones whose leaves lie within a chunk."""
+    tree = {"objects": {"average": module(20_000), "model": module(*(size for size in LARGE if size > 16_384))}}
+    tree |= {"values": {}, "rng": None}
+    assert captured(tree, reread=False) == captured(tree)
 
 
 def test_large_states_have_one_digest_for_several_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest object first; others are compared leaf by leaf as long as that does."""
+    exact = captured(state())
     monkeypatch.setattr(digests, "MAX_DIGESTS", 4)
-    before, names, _ = captured(state())
-    assert names[0] == "model.small or one of the 1 after it"
-    assert len(before.values) == 3
+    before = captured(state())
+    assert "model.small or one of the 1 after it" in before.digests
+    assert len(before.digests) == 4
+    assert before.of("loader") == exact.of("loader")
     tree = state()
     tree["objects"]["model"]["middle"][5] = 0
-    assert np.flatnonzero(captured(tree)[0].values != before.values).tolist() == [0]
+    changed = before.digests.items() ^ captured(tree).digests.items()
+    assert {leaf for leaf, _ in changed} == {"model.small or one of the 1 after it"}
+    monkeypatch.setattr(digests, "MAX_DIGESTS", 1)
+    assert list(captured(state()).structures) == ["model"]
 
 
 @pytest.mark.parametrize("manifest", [b"", b"{}", b'{"digests":"12"}', b'{"version":1,"digests":"zz"}'])
 def test_malformed_digests_are_refused(manifest: bytes) -> None:
     with pytest.raises(SlotError, match="without digests"):
-        Digests.parse(manifest)
+        digests.parse(manifest)
     with pytest.raises(SlotError, match="without names"):
         digests.names(manifest)

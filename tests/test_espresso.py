@@ -14,25 +14,25 @@ from espresso_instances import affine, cluster
 from ranks import run_hosts
 from torch import nn
 
-from resilient_run.comm import constraints
-from resilient_run.comm.cli import resilient_comm
-from resilient_run.comm.cluster import Cluster, Link
-from resilient_run.comm.compressors import named
-from resilient_run.comm.espresso import (
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.comm.compress.compressors import named
+from resilient_run.comm.compress.feedback import ErrorFeedback
+from resilient_run.comm.espresso.espresso import (
     ESPRESSO_PLANNERS,
     Espresso,
     NoPlanError,
     espresso_plan,
     upper_bound_s,
 )
-from resilient_run.comm.espresso_fused import alone_or_dense, fused_plan
-from resilient_run.comm.execute import OptionScheme, options_of
-from resilient_run.comm.fabric import Fabric
-from resilient_run.comm.feedback import ErrorFeedback
-from resilient_run.comm.model import Model, Tensor
-from resilient_run.comm.plan import ALL_REDUCE, CLOSE, DENSE, Plan, PlanGroup
+from resilient_run.comm.espresso.fused import alone_or_dense, fused_plan
+from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.plan import constraints
+from resilient_run.comm.plan.cluster import Cluster, Link
+from resilient_run.comm.plan.model import Model, Tensor
+from resilient_run.comm.plan.plan import ALL_REDUCE, CLOSE, DENSE, Plan, PlanGroup
+from resilient_run.comm.plan.tree import Option, parse
+from resilient_run.comm.runtime.execute import OptionScheme, options_of
 from resilient_run.comm.synchronizer import synchronize_by
-from resilient_run.comm.tree import Option, parse
 
 SIZES = (400, 250_000, 0, 4_000_000, 1024, 4_000_000, 16_000_000, 30_000)
 MODEL = Model(

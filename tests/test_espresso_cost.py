@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from espresso_instances import affine
 
-from resilient_run.comm.cluster import Cluster, Coder, Compressor, Link, read_cluster
-from resilient_run.comm.cost import Costs
-from resilient_run.comm.curve import FREE, Table
 from resilient_run.comm.errors import FileError
-from resilient_run.comm.timeline import Resource
-from resilient_run.comm.tree import Device, Routine, all_options, parse
+from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.timeline import Resource
+from resilient_run.comm.plan.cluster import Cluster, Coder, Compressor, Link, read_cluster
+from resilient_run.comm.plan.curve import FREE, Table
+from resilient_run.comm.plan.tree import Device, Routine, all_options, parse
 
 SIZE_BYTES = 800.0
 

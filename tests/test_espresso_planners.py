@@ -16,13 +16,13 @@ from espresso_instances import (
     steps,
 )
 
-from resilient_run.comm import maxplus
-from resilient_run.comm.espresso_exact import search
-from resilient_run.comm.espresso_greedy import greedy, offload
-from resilient_run.comm.espresso_legs import Future, Legs, Slack
-from resilient_run.comm.strategy import Problem
-from resilient_run.comm.sweep import Sweep, improve
-from resilient_run.comm.timeline import derive
+from resilient_run.comm.espresso import maxplus
+from resilient_run.comm.espresso.exact import search
+from resilient_run.comm.espresso.greedy import greedy, offload
+from resilient_run.comm.espresso.legs import Future, Legs, Slack
+from resilient_run.comm.espresso.strategy import Problem
+from resilient_run.comm.espresso.sweep import Sweep, improve
+from resilient_run.comm.espresso.timeline import derive
 
 
 def optimum(problem: Problem) -> tuple[float, float]:

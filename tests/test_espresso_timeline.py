@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from resilient_run.comm.curve import Affine
-from resilient_run.comm.fusion import FusionProblem
-from resilient_run.comm.fusion_baselines import layer_wise
-from resilient_run.comm.model import Tensor
-from resilient_run.comm.system import System
-from resilient_run.comm.timeline import Bubble, Chain, Job, Lane, Resource, Work, derive
+from resilient_run.comm.cupcake.fusion import FusionProblem
+from resilient_run.comm.cupcake.fusion_baselines import layer_wise
+from resilient_run.comm.espresso.timeline import Bubble, Chain, Job, Lane, Resource, Work, derive
+from resilient_run.comm.plan.curve import Affine
+from resilient_run.comm.plan.model import Tensor
+from resilient_run.comm.plan.system import System
 
 GPU, CPU, INTRA, INTER = Resource.GPU, Resource.CPU, Resource.INTRA, Resource.INTER
 NOTHING: Chain = ()

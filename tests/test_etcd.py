@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from etcd_process import EtcdProcess
 
-from resilient_run.daemon import etcd as etcd_module
-from resilient_run.daemon.etcd import (
+from resilient_run.daemon.etcd import client as etcd_module
+from resilient_run.daemon.etcd.client import (
     Entry,
     Etcd,
     EtcdAuthError,
@@ -192,7 +192,7 @@ def test_lost_lease_is_noticed(etcd_config: EtcdConfig, prefix: str) -> None:
 
 HOLDER = """
 import asyncio, sys
-from resilient_run.daemon.etcd import Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 
 async def main():
     etcd = await Etcd.connect(EtcdConfig(endpoints=(sys.argv[1],)))

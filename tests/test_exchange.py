@@ -16,15 +16,15 @@ from cluster import wait_until
 from hosts import PAYLOAD_BYTES, Host, Hosts, publish
 from torch.distributed import TCPStore
 
-from resilient_run.ckpt import slot
-from resilient_run.ckpt.carriers import _SIZE_TAG
-from resilient_run.ckpt.edge import Answer, Edge, EdgeConfig
-from resilient_run.ckpt.env import TrainerEnv
-from resilient_run.ckpt.slot import HEADER_BYTES, Slot, parse_header, plan_layout
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.exchange import PATIENCE_S, Deliveries, may_wait, receiver, routes
-from resilient_run.daemon.rounds import Round
-from resilient_run.daemon.slots import MAX_SLOT_BYTES
+from resilient_run.ckpt.format import slot
+from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, parse_header, plan_layout
+from resilient_run.ckpt.link.env import TrainerEnv
+from resilient_run.ckpt.transport.carriers import _SIZE_TAG
+from resilient_run.ckpt.transport.edge import Answer, Edge, EdgeConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.peers.exchange import PATIENCE_S, Deliveries, may_wait, receiver, routes
+from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.slots.slots import MAX_SLOT_BYTES
 
 POLICY = {"replication": {"transport": "trainer", "sub_buffer_bytes": 1 << 16}}
 CONFIG = EdgeConfig(sub_buffers=4, sub_buffer_bytes=1 << 16, device=None)

@@ -8,13 +8,13 @@ import torch
 from ranks import run_hosts
 from torch import Tensor
 
-from resilient_run.comm.compressors import named
+from resilient_run.comm.compress.compressors import named
+from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError, MessageError
-from resilient_run.comm.execute import OptionScheme, options_of
-from resilient_run.comm.fabric import Fabric
-from resilient_run.comm.feedback import ErrorFeedback
-from resilient_run.comm.transport import from_bytes
-from resilient_run.comm.tree import Option, all_options
+from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.net.transport import from_bytes
+from resilient_run.comm.plan.tree import Option, all_options
+from resilient_run.comm.runtime.execute import OptionScheme, options_of
 
 DENSE = [option for option in all_options() if not option.compressions]
 COMPRESSED = [option for option in all_options() if option.compressions]

@@ -15,13 +15,13 @@ from click.testing import CliRunner
 from cluster import wait_until
 from hosts import TOPOLOGY, Hosts
 
+from resilient_run.ckpt.convert.export import RANKS, export, gather
 from resilient_run.ckpt.errors import StateError
-from resilient_run.ckpt.export import RANKS, export, gather
-from resilient_run.ckpt.manifest import ShardSpec, encode, encode_tensors, plan_payload
-from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
-from resilient_run.ckpt.tree import Flattener
-from resilient_run.daemon.ctl import resilientctl
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.ckpt.format.manifest import ShardSpec, encode, encode_tensors, plan_payload
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.ckpt.state.tree import Flattener
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.etcd.client import EtcdConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -7,8 +7,8 @@ import pytest
 from cluster import wait_until
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, Trainer, payload, restored_bytes, wait_for_watermark
 
-from resilient_run.ckpt.slot import plan_layout
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.ckpt.format.slot import plan_layout
+from resilient_run.daemon.etcd.client import EtcdConfig
 
 RACKS = {"a": "x", "b": "x", "c": "y", "d": "y"}
 

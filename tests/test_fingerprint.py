@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from resilient_run.ckpt import fingerprint
-from resilient_run.ckpt.fingerprint import (
+from resilient_run.ckpt.capture import fingerprint
+from resilient_run.ckpt.capture.fingerprint import (
     FRAGMENT_BYTES,
     fingerprint_cpu,
     fingerprint_cuda,

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from resilient_run.ckpt.capture.injected import Injected
 from resilient_run.ckpt.errors import InjectedFault
-from resilient_run.ckpt.injected import Injected
-from resilient_run.ckpt.state import TrainingState
+from resilient_run.ckpt.state.state import TrainingState
 
 
 def made() -> tuple[TrainingState, dict[str, torch.Tensor]]:

@@ -8,8 +8,8 @@ from typing import TypeVar
 import pytest
 from click.testing import CliRunner, Result
 
-from resilient_run.daemon.ctl import resilientctl
-from resilient_run.daemon.etcd import Etcd, EtcdConfig
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 
 T = TypeVar("T")
 KEYS = ("rdzv/job", "rdzv/round", "ckpt/watermark", "ckpt/held/a")

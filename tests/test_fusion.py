@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from resilient_run.comm import fusion_exact
-from resilient_run.comm.algorithm_5_1 import algorithm_5_1
-from resilient_run.comm.cupcake import cupcake, dense, fused
-from resilient_run.comm.curve import FREE, Affine, Curve, Table
-from resilient_run.comm.errors import FileError
-from resilient_run.comm.fusion import FusionProblem, Group, Strategy, groups_of
-from resilient_run.comm.fusion_baselines import (
+from resilient_run.comm.cupcake import fusion_exact
+from resilient_run.comm.cupcake.algorithm_5_1 import algorithm_5_1
+from resilient_run.comm.cupcake.cupcake import cupcake, dense, fused
+from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy, groups_of
+from resilient_run.comm.cupcake.fusion_baselines import (
     best_bucketed,
     best_evenly_split,
     bucketed,
@@ -24,10 +22,12 @@ from resilient_run.comm.fusion_baselines import (
     layer_wise,
     one_group,
 )
-from resilient_run.comm.fusion_exact import search
-from resilient_run.comm.fusion_front import bound_s, pareto
-from resilient_run.comm.model import Tensor
-from resilient_run.comm.system import System
+from resilient_run.comm.cupcake.fusion_exact import search
+from resilient_run.comm.cupcake.fusion_front import bound_s, pareto
+from resilient_run.comm.errors import FileError
+from resilient_run.comm.plan.curve import FREE, Affine, Curve, Table
+from resilient_run.comm.plan.model import Tensor
+from resilient_run.comm.plan.system import System
 
 
 def affine(alpha_s: float, beta_s_per_byte: float) -> Affine:

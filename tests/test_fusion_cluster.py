@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from resilient_run.comm.cli import resilient_comm
-from resilient_run.comm.cluster import read_cluster
-from resilient_run.comm.cupcake import PLANNERS, cupcake, dense
-from resilient_run.comm.curve import Affine, Table
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.comm.cupcake.cupcake import PLANNERS, cupcake, dense
+from resilient_run.comm.cupcake.fusion import FusionProblem, groups_of
 from resilient_run.comm.errors import FileError
-from resilient_run.comm.espresso import Espresso
-from resilient_run.comm.execute import options_of
-from resilient_run.comm.fusion import FusionProblem, groups_of
-from resilient_run.comm.fusion_cluster import BETWEEN_HOSTS, FLAT, cluster_plan, fusion_system
-from resilient_run.comm.model import Model, Tensor
-from resilient_run.comm.plan import CLOSE, COMPRESSED
-from resilient_run.comm.tree import parse
+from resilient_run.comm.espresso.espresso import Espresso
+from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, FLAT, cluster_plan, fusion_system
+from resilient_run.comm.plan.cluster import read_cluster
+from resilient_run.comm.plan.curve import Affine, Table
+from resilient_run.comm.plan.model import Model, Tensor
+from resilient_run.comm.plan.plan import CLOSE, COMPRESSED
+from resilient_run.comm.plan.tree import parse
+from resilient_run.comm.runtime.execute import options_of
 
 POINTS = {"sizes_bytes": [4e6, 8e6], "seconds": [2.5e-4, 5e-4]}
 CLUSTER: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from resilient_run.ckpt.gate import Gate
-from resilient_run.ckpt.idle import IdleProfile, Span
+from resilient_run.ckpt.format.idle import IdleProfile, Span
+from resilient_run.ckpt.transport.gate import Gate
 
 MB = 1 << 20
 SETTINGS = {"scheme": "interleaved", "variance": 1.0, "sub_buffer_bytes": 4 * MB, "bandwidth_mbit_s": 0.0}

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.ctl import resilientctl
-from resilient_run.daemon.goodput import PHASES, read_ledger
-from resilient_run.daemon.wasted import (
+from resilient_run.daemon.base.goodput import PHASES, read_ledger
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.ctl.wasted import (
     DAY_S,
     Scheme,
     effective_ratio,

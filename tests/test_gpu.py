@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from resilient_run.daemon.gpu import Gpus, open_gpus
-from resilient_run.daemon.policy import DetectPolicy
-from resilient_run.daemon.threshold import Judge
+from resilient_run.daemon.base.policy import DetectPolicy
+from resilient_run.daemon.health.gpu import Gpus, open_gpus
+from resilient_run.daemon.health.threshold import Judge
 
 pynvml = pytest.importorskip("pynvml", reason="needs the extra nvml")
 

@@ -15,8 +15,8 @@ import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, stop, wait_until
 from hosts import Client
 
-from resilient_run.daemon.etcd import Etcd, EtcdConfig
-from resilient_run.daemon.observation import Observation, parse_observations
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.run.observation import Observation, parse_observations
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def same_training(host: Host, reference: Host) -> None:
 
 
 def status_text(host: Host) -> str:
-    code = "from resilient_run.daemon.ctl import resilientctl; resilientctl()"
+    code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl()"
     command = [sys.executable, "-P", "-c", code, "--run-dir", str(host.run_dir), "status"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 

@@ -10,11 +10,11 @@ import pytest
 from cluster import wait_until
 from hosts import Hosts
 
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.health import local_directory, measure_host
-from resilient_run.daemon.observation import parse_observations
-from resilient_run.daemon.policy import DetectPolicy
-from resilient_run.daemon.threshold import Judge, Measure
+from resilient_run.daemon.base.policy import DetectPolicy
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.health.health import local_directory, measure_host
+from resilient_run.daemon.health.threshold import Judge, Measure
+from resilient_run.daemon.run.observation import parse_observations
 
 
 def free(value: float) -> Measure:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hosts import Hosts, payload, publish, restored_bytes
 
-from resilient_run.ckpt import wire
 from resilient_run.ckpt.errors import SlotError
-from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.fetch import RANGE_BYTES, Peer, PeerError
-from resilient_run.daemon.holders import Holders, too_late
-from resilient_run.daemon.slots import Geometry
+from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.peers.fetch import RANGE_BYTES, Peer, PeerError
+from resilient_run.daemon.peers.holders import Holders, too_late
+from resilient_run.daemon.slots.slots import Geometry
 
 SIZE_BYTES = 8 * RANGE_BYTES + 5
 PAIR = (1, 1)

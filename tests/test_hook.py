@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register, synchronize
-from resilient_run.comm.scheme import Scheme
-from resilient_run.comm.transport import Transport
-from resilient_run.comm.zen import Zen
+from resilient_run.comm.net.scheme import Scheme
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.zen.zen import Zen
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")

@@ -20,14 +20,14 @@ from hosts import Client, Hosts, wait_for_watermark
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resilient_run.ckpt import manifest, wire
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, WireError
-from resilient_run.ckpt.slot import CHUNK_BYTES, HEADER_BYTES, Slot, chunk_count, plan_layout
-from resilient_run.ckpt.state import TrainingState
-from resilient_run.ckpt.tree import Flattener, unflatten
-from resilient_run.daemon.commit import parse_held
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.rounds import Round
+from resilient_run.ckpt.format import manifest, wire
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, chunk_count, plan_layout
+from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.ckpt.state.tree import Flattener, unflatten
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.run.commit import parse_held
+from resilient_run.daemon.run.rounds import Round
 
 MIB = 1 << 20
 FUZZED = settings(
@@ -415,7 +415,8 @@ def feed(family: int, address: Any, data: bytes) -> None:
         sock.connect(address)
         with contextlib.suppress(ConnectionError):
             sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # the other side was faster
+                sock.shutdown(socket.SHUT_WR)
             while sock.recv(65536):
                 pass
 

@@ -15,18 +15,18 @@ from click.testing import CliRunner, Result
 from test_export import make_slot, state
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from resilient_run.ckpt.convert.export import export
+from resilient_run.ckpt.convert.import_loader import load_import
+from resilient_run.ckpt.convert.imported import Imported
 from resilient_run.ckpt.errors import CheckpointError, RestoreError, SlotError, StateError
-from resilient_run.ckpt.export import export
-from resilient_run.ckpt.import_loader import load_import
-from resilient_run.ckpt.import_manifest import DATA, INDEX, MANIFEST, ImportManifest
-from resilient_run.ckpt.imported import Imported
-from resilient_run.ckpt.slot import CHUNK_BYTES
-from resilient_run.ckpt.state import TrainingState
-from resilient_run.ckpt.tree import unflatten
-from resilient_run.daemon.ctl import resilientctl
-from resilient_run.daemon.etcd import Etcd, EtcdConfig
-from resilient_run.daemon.tier import Tier
-from resilient_run.daemon.tier_manifest import Persisted, RankFile
+from resilient_run.ckpt.format.import_manifest import DATA, INDEX, MANIFEST, ImportManifest
+from resilient_run.ckpt.format.slot import CHUNK_BYTES
+from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.ckpt.state.tree import unflatten
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.tier.manifest import Persisted, RankFile
+from resilient_run.daemon.tier.tier import Tier
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

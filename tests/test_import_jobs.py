@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
 
-from resilient_run.ckpt.import_manifest import DATA
-from resilient_run.daemon.ctl import resilientctl
-from resilient_run.daemon.tier import Tier
+from resilient_run.ckpt.format.import_manifest import DATA
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.tier.tier import Tier
 
 pytestmark = pytest.mark.slow
 

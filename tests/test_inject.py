@@ -16,12 +16,12 @@ from etcd_process import EtcdProcess
 from hosts import Hosts, payload, restored_bytes
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
-from resilient_run.ckpt.slot import Slot
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.faults import KINDS, Order
-from resilient_run.daemon.inject_acts import DETACHED, LOCAL
-from resilient_run.daemon.inject_helper import MODULE
-from resilient_run.daemon.victim import Victim
+from resilient_run.ckpt.format.slot import Slot
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.inject.acts import DETACHED, LOCAL
+from resilient_run.daemon.inject.helper import MODULE
+from resilient_run.daemon.inject.victim import Victim
+from resilient_run.daemon.run.faults import KINDS, Order
 
 
 class Site:

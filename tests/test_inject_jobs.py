@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
 
-from resilient_run.launcher.inject import resilient_inject
+from resilient_run.launcher.inject.cli import resilient_inject
 
 SCRIPT = [str(EXAMPLE), "--steps", "100000", "--seed", "7", "--json", *TINY]
 

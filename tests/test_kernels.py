@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from resilient_run.comm import op_hash, spread
-from resilient_run.comm.kernels import CudaKernel, bits, cpu_kernel, magnitude_mask
+from resilient_run.comm.ops import spread
+from resilient_run.comm.ops.kernels import CudaKernel, bits, cpu_kernel, magnitude_mask
+from resilient_run.comm.zen import hash as op_hash
 
 IMPORT_ALL = """
 import pkgutil
 from importlib import import_module
 from numba.core.dispatcher import Dispatcher
-from resilient_run import comm
+from resilient_run.comm import ops, zen
 
 kernels = 0
-for info in pkgutil.iter_modules(comm.__path__):
-    if info.name.startswith(("op_", "spread", "compaction", "kernels")):
-        for value in vars(import_module(f"resilient_run.comm.{info.name}")).values():
-            if isinstance(value, Dispatcher):
-                assert not value.signatures, value
-                kernels += 1
+for info in [*pkgutil.iter_modules(ops.__path__, "ops."), *pkgutil.iter_modules(zen.__path__, "zen.")]:
+    for value in vars(import_module(f"resilient_run.comm.{info.name}")).values():
+        if isinstance(value, Dispatcher):
+            assert not value.signatures, value
+            kernels += 1
 assert kernels > 10
 """
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from resilient_run.comm.lanes import Lanes
-from resilient_run.comm.scheme import Reduction, Stage
+from resilient_run.comm.net.scheme import Reduction, Stage
+from resilient_run.comm.runtime.lanes import Lanes
 
 STAGES: tuple[Stage, ...] = ("prepare", "communicate", "settle")
 

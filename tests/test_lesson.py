@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from resilient_run.daemon.lesson import ALIKE, STILL, Difference, Lesson
+from resilient_run.daemon.comparison.lesson import ALIKE, STILL, Difference, Lesson
 
 
 def rows(*ranks: list[int]) -> dict[int, np.ndarray]:

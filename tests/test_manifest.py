@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import SlotError, StateError
-from resilient_run.ckpt.manifest import (
+from resilient_run.ckpt.format.manifest import (
     ITEM_BYTES,
+    LARGE_BYTES,
     Layout,
     Manifest,
     ShardSpec,
@@ -27,7 +28,8 @@ from resilient_run.ckpt.manifest import (
     parse,
     plan_payload,
 )
-from resilient_run.ckpt.tree import Flattener, unflatten
+from resilient_run.ckpt.format.slot import CHUNK_BYTES
+from resilient_run.ckpt.state.tree import Flattener, unflatten
 
 KEYS = st.recursive(
     st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
@@ -219,13 +221,25 @@ def test_equal_keys_mean_equal_specs() -> None:
 @given(st.lists(st.tuples(st.sampled_from(list(ITEM_BYTES)), st.lists(st.integers(0, 9), max_size=3)), max_size=8))
 def test_payload_layouts_are_aligned_and_disjoint(tensors: list[tuple[str, list[int]]]) -> None:
     specs = [TensorSpec(kind="torch", dtype=dtype, shape=tuple(shape)) for dtype, shape in tensors]
-    layout = plan_payload(specs)
+    layout = plan_payload(specs, [range(len(specs))])
     end = 0
     for spec, offset in zip(specs, layout.offsets, strict=True):
         assert offset % 64 == 0
         assert end <= offset < end + 64
         end = offset + spec.nbytes
     assert layout.payload_bytes == end
+
+
+def test_large_objects_begin_where_chunks_do() -> None:
+    def spec(nbytes: int) -> TensorSpec:
+        return TensorSpec(kind="torch", dtype="uint8", shape=(nbytes,))
+
+    specs = [spec(nbytes) for nbytes in (5, 0, LARGE_BYTES - 5, 7, 7, LARGE_BYTES, 1)]
+    layout = plan_payload(specs, [[0], [1, 2, 3], [0, 4], [2, 5]])
+    at = CHUNK_BYTES + LARGE_BYTES
+    later = at + CHUNK_BYTES
+    assert layout.offsets == (0, CHUNK_BYTES, CHUNK_BYTES, at, at + 64, later, later + LARGE_BYTES)
+    assert layout.payload_bytes == later + LARGE_BYTES + 1
 
 
 def test_shards_survive() -> None:

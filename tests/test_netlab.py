@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 
-from resilient_run.launcher import lab_state
+from resilient_run.launcher.lab import state as lab_state
 from resilient_run.launcher.netlab import LabHost, NetLab, NetLabError, lab_names
 
 COMMAND = (sys.executable, "-P", "-m", "resilient_run.launcher.netlab")

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.etcd import Etcd, EtcdConfig, Lease
-from resilient_run.daemon.leased import LeasedKeys
-from resilient_run.daemon.observation import (
+from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.supervise import Supervisor
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, Lease
+from resilient_run.daemon.observer import Observer
+from resilient_run.daemon.run.leased import LeasedKeys
+from resilient_run.daemon.run.observation import (
     MAX_OBSERVATIONS,
     Observation,
     parse_observations,
     report_observations,
 )
-from resilient_run.daemon.observer import Observer
-from resilient_run.daemon.policy import Policy
-from resilient_run.daemon.supervise import Supervisor
-from resilient_run.daemon.view import JobView
+from resilient_run.daemon.run.view import JobView
 
 SEEN = Observation(
     kind="disk", severity="warn", value=2.5, limit=5.0, message="2.5 % of /run is free", unix_s=1_700_000_000.5

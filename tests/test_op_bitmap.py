@@ -6,12 +6,12 @@ from op_cases import EACH_GRADIENT, RUNNERS, Runner, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_bitmap import bitmap_bytes, bitmap_decode, bitmap_encode, bitmap_indices
-from resilient_run.comm.op_coo import coo_encode
-from resilient_run.comm.op_hash_bitmap import hash_bitmap_decode, hash_bitmap_encode
-from resilient_run.comm.op_partition import partition, positions
-from resilient_run.comm.op_scatter import scatter_add
-from resilient_run.comm.spread import Spread
+from resilient_run.comm.ops.bitmap import bitmap_bytes, bitmap_decode, bitmap_encode, bitmap_indices
+from resilient_run.comm.ops.coo import coo_encode
+from resilient_run.comm.ops.scatter import scatter_add
+from resilient_run.comm.ops.spread import Spread
+from resilient_run.comm.zen.hash_bitmap import hash_bitmap_decode, hash_bitmap_encode
+from resilient_run.comm.zen.histogram import partition, positions
 
 
 def packed(present: list[bool]) -> Tensor:

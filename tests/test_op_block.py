@@ -6,7 +6,7 @@ from op_cases import EACH_GRADIENT, RUNNERS, Runner, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_block import BLOCK, block_decode, block_encode
+from resilient_run.comm.ops.block import BLOCK, block_decode, block_encode
 
 
 @RUNNERS

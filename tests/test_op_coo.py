@@ -6,7 +6,7 @@ from op_cases import EACH_GRADIENT, RUNNERS, Runner, huge, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_coo import coo_decode, coo_encode
+from resilient_run.comm.ops.coo import coo_decode, coo_encode
 
 
 @RUNNERS

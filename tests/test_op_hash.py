@@ -5,10 +5,10 @@ import torch
 from op_cases import RUNNERS, Runner, same, sparse
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_coo import coo_encode
-from resilient_run.comm.op_hash import Hashed, HashMemory, hierarchical_hash
-from resilient_run.comm.op_partition import Parts, partition
-from resilient_run.comm.spread import Spread
+from resilient_run.comm.ops.coo import coo_encode
+from resilient_run.comm.ops.spread import Spread
+from resilient_run.comm.zen.hash import Hashed, HashMemory, hierarchical_hash
+from resilient_run.comm.zen.histogram import Parts, partition
 
 
 def assert_complete(found: Hashed, expected: Parts) -> None:

@@ -6,9 +6,9 @@ from op_cases import RUNNERS, Runner, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_coo import coo_encode
-from resilient_run.comm.op_partition import indices_at, partition, positions
-from resilient_run.comm.spread import Spread, murmur, murmur_cpu, murmur_cuda
+from resilient_run.comm.ops.coo import coo_encode
+from resilient_run.comm.ops.spread import Spread, murmur, murmur_cpu, murmur_cuda
+from resilient_run.comm.zen.histogram import indices_at, partition, positions
 
 # Density and elements (millions) of the embeddings of Table 3.1.
 MODELS = {"LSTM": (0.0113, 406), "DeepFM": (0.028, 214), "NMT": (0.0247, 112), "BERT": (0.0106, 23)}

@@ -6,8 +6,8 @@ from op_cases import DTYPES, RUNNERS, Runner, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_coo import Coo, coo_decode, coo_encode
-from resilient_run.comm.op_scatter import coo_add, scatter_add
+from resilient_run.comm.ops.coo import Coo, coo_decode, coo_encode
+from resilient_run.comm.ops.scatter import coo_add, scatter_add
 
 
 def indices(*numbers: int) -> Tensor:

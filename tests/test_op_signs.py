@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op import Backend
-from resilient_run.comm.op_random import random_indices, random_place, random_select
-from resilient_run.comm.op_signs import signs_decode, signs_encode
+from resilient_run.comm.ops.op import Backend
+from resilient_run.comm.ops.random import random_indices, random_place, random_select
+from resilient_run.comm.ops.signs import signs_decode, signs_encode
 
 BACKENDS: tuple[Backend, ...] = ("reference", "cpu", "cuda")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

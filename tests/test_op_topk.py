@@ -6,8 +6,8 @@ from op_cases import DTYPES, EACH_GRADIENT, RUNNERS, Runner, huge, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.op_coo import Coo
-from resilient_run.comm.op_topk import sampled_topk, topk
+from resilient_run.comm.ops.coo import Coo
+from resilient_run.comm.ops.topk import sampled_topk, topk
 
 NAN, INF = float("nan"), float("inf")
 

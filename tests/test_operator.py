@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from resilient_run.daemon.operator import Command, Operator, Request, Standby, make_operator
-from resilient_run.daemon.policy import RootPolicy
+from resilient_run.daemon.base.policy import RootPolicy
+from resilient_run.daemon.root.operator import Command, Operator, Request, Standby, make_operator
 
 REQUEST = Request(run_id="run", host="b", generation=3, reason="host b is lost")
 

@@ -13,11 +13,11 @@ import pytest
 from cluster import wait_until
 from hosts import Hosts, Trainer, payload, restored_bytes, wait_for_watermark
 
-from resilient_run.ckpt.idle import IdleProfile, Span
-from resilient_run.ckpt.schedule import Window, window
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.pacing import LinkMeter, Pacer
-from resilient_run.daemon.policy import ReplicationPolicy
+from resilient_run.ckpt.format.idle import IdleProfile, Span
+from resilient_run.ckpt.format.schedule import Window, window
+from resilient_run.daemon.base.policy import ReplicationPolicy
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.peers.pacing import LinkMeter, Pacer
 
 TWO_SPANS = IdleProfile(
     iteration_s=10.0, spans=(Span(start_s=1.0, length_s=2.0), Span(start_s=6.0, length_s=2.0)), collectives=2

@@ -16,12 +16,12 @@ import pytest
 from cluster import wait_until
 from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
 
-from resilient_run.ckpt import wire
 from resilient_run.ckpt.errors import CheckpointError, SlotError
-from resilient_run.ckpt.slot import CHUNK_BYTES, Slot, plan_layout
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.fetch import RANGE_BYTES, Peer, PeerError
-from resilient_run.daemon.holders import Holders
+from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.peers.fetch import RANGE_BYTES, Peer, PeerError
+from resilient_run.daemon.peers.holders import Holders
 from resilient_run.launcher.etcd_server import find_etcd
 
 

@@ -12,12 +12,12 @@ from etcd_process import EtcdProcess
 from hosts import Hosts, payload, restored_bytes
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.persist_plan import Answer, Request, is_due, merged
-from resilient_run.daemon.policy import PersistPolicy
-from resilient_run.daemon.rounds import Pair
-from resilient_run.daemon.tier import Tier
-from resilient_run.daemon.tier_manifest import RankFile
+from resilient_run.daemon.base.policy import PersistPolicy
+from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.run.rounds import Pair
+from resilient_run.daemon.tier.manifest import RankFile
+from resilient_run.daemon.tier.persist_plan import Answer, Request, is_due, merged
+from resilient_run.daemon.tier.tier import Tier
 
 
 @pytest.fixture

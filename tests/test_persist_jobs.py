@@ -10,7 +10,7 @@ import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, stop, wait_until
 from etcd_process import EtcdProcess
 
-from resilient_run.daemon.tier import Tier
+from resilient_run.daemon.tier.tier import Tier
 
 pytestmark = pytest.mark.slow
 

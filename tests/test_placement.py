@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_run.ckpt.placement import placement, replica_hosts
+from resilient_run.ckpt.format.placement import placement, replica_hosts
 
 HOSTS = st.integers(1, 60)
 REPLICAS = st.integers(1, 8)

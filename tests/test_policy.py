@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.policy import Policy
+from resilient_run.daemon.base.policy import Policy
 from resilient_run.launcher import cli
 from resilient_run.launcher.config import RunConfig
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from resilient_run.ckpt.profile import Profiler
+from resilient_run.ckpt.transport.profile import Profiler
 
 STEPS = 8
 WORKER = """
@@ -22,7 +22,7 @@ import json, os, sys, time
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from resilient_run.ckpt.profile import Profiler
+from resilient_run.ckpt.transport.profile import Profiler
 
 kind, steps, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def test_process_without_collectives_is_always_idle(monkeypatch: pytest.MonkeyPa
     regular = SimpleNamespace(
         monotonic=lambda: next(ticks) * 0.01, monotonic_ns=time.monotonic_ns, time_ns=time.time_ns
     )
-    monkeypatch.setattr("resilient_run.ckpt.profile.time", regular)
+    monkeypatch.setattr("resilient_run.ckpt.transport.profile.time", regular)
     profiler = Profiler(STEPS)
     while not profiler.done:
         iterate(profiler)

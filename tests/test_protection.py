@@ -3,25 +3,15 @@ the end.
 """
 
 import logging
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cluster import wait_until
 from solo_daemon import SoloDaemon
 
+from resilient_run.ckpt.capture.protection import Protection
 from resilient_run.ckpt.checkpointer import Checkpointer
-from resilient_run.ckpt.protection import Protection
-
-
-@pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
-    made = SoloDaemon(tmp_path)
-    made.start()
-    for name, value in made.environ().items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.stop()
 
 
 class Run:
@@ -63,7 +53,9 @@ def run(daemon: SoloDaemon) -> Iterator[Run]:
 
 
 def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    messages = [record.getMessage() for record in caplog.records if record.name == "resilient_run.ckpt.protection"]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "resilient_run.ckpt.capture.protection"
+    ]
     caplog.clear()
     return messages
 
@@ -78,6 +70,34 @@ def test_commits_that_keep_up_say_nothing(run: Run, caplog: pytest.LogCaptureFix
     run.commit_after(1, step_s=0.01)
     run.ckpt.close()
     assert _told(caplog) == [], "one commit that comes late is no news"
+
+
+def test_after_close_nothing_is_protected(run: Run) -> None:
+    run.commit_after(2, step_s=0.1)
+    assert run.ckpt.protected
+    run.ckpt.close()
+    reason = "it is closed: nothing is kept"
+    assert run.ckpt.protected == Protection(steps_at_risk=1, seconds_at_risk=0.0, reason=reason)
+    with pytest.warns(RuntimeWarning, match="closed: no more checkpoints are kept") as warned:
+        run.train(3, step_s=0.1)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert run.ckpt.protected == Protection(steps_at_risk=4, seconds_at_risk=0.0, reason=reason)
+    run.ckpt.close()
+    assert not run.ckpt.protected
+
+
+def test_in_a_fork_nothing_is_protected(run: Run) -> None:
+    """Also when the fork happens while the watch is busy."""
+    run.commit_after(2, step_s=0.1)
+    with run.watch._lock:
+        pid = os.fork()
+        if not pid:
+            present = run.ckpt.protected
+            os._exit(present.steps_at_risk if present.reason == "it is closed: nothing is kept" else 99)
+    wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), timeout_s=30, what="the fork")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert run.ckpt.protected
 
 
 def test_commits_that_stand_still_are_told_again_and_again_and_when_that_is_over(

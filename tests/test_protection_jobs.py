@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster, wait_until
 from hosts import Client
 
-from resilient_run.daemon.ctl import _status_text
+from resilient_run.daemon.ctl.cli import _status_text
 
 pytestmark = pytest.mark.slow
 

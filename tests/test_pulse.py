@@ -1,24 +1,11 @@
 """Signs of life on the wire: pauses, also to a daemon that comes back, and collectives."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from solo_daemon import SoloDaemon
 
 from resilient_run.ckpt.checkpointer import Checkpointer
-
-
-@pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
-    daemon = SoloDaemon(tmp_path)
-    daemon.start()
-    for name, value in daemon.environ().items():
-        monkeypatch.setenv(name, value)
-    yield daemon
-    daemon.stop()
 
 
 def said(daemon: SoloDaemon) -> list[str]:

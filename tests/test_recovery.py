@@ -14,7 +14,7 @@ import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
 from etcd_process import EtcdProcess
 
-from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 
 pytestmark = pytest.mark.slow
 
@@ -165,6 +165,7 @@ def test_lost_host_is_replaced_from_peer_memory(
     (summary,) = [event for host in [*survivors, standby] for event in host.summaries()]
     told = {host.name: host.recoveries()[-1]["total_s"] for host in [*survivors, standby]}
     assert summary["hosts"] == told
+    assert summary["kind"] == "host_lost", "whose worker exited because of it is not to blame"
     assert (summary["total_s"], told[summary["slowest"]]) == (max(told.values()), max(told.values()))
     assert sorted(summary["ranks"].values()) == ["local", "local", "peer"]
     assert summary["steps_lost"] <= 1
@@ -268,6 +269,25 @@ def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, 
         cluster.close()
         server.kill()
     assert_same_training(hosts, undisturbed[3])
+
+
+def test_etcd_without_its_data_ends_the_run_and_is_no_lost_host(cluster: Cluster, tmp_path: Path) -> None:
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    try:
+        hosts = launch_hosts(cluster, "abc", server.endpoint)
+        wait_until(lambda: hosts[0].reached(5), timeout_s=60, what="step 5", host=hosts[0])
+        server.kill()
+        server.forget()
+        server.start()
+        for host in hosts:
+            assert host.wait() == 1, host.output
+            assert "is over: etcd came back without its data: keep its data directory" in host.output
+            assert "is broken: " not in host.output
+            assert (host.starts(), host.recoveries()) == (1, []), host.output
+    finally:
+        cluster.close()
+        server.kill()
 
 
 def committed(endpoint: str, below: str) -> int:

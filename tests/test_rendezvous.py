@@ -26,11 +26,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig
-from resilient_run.daemon.rounds import Round as DaemonRound
-from resilient_run.launcher import claim
-from resilient_run.launcher.rendezvous import EtcdRendezvous
-from resilient_run.launcher.rounds import Round
+from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.run.rounds import Round as DaemonRound
+from resilient_run.launcher.rendezvous import claim
+from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
+from resilient_run.launcher.rendezvous.rounds import Round
 
 WAIT_S = 60.0
 OUTAGE_S = 4.5
@@ -393,6 +393,25 @@ def test_outage_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         again = {host: launchers._threads.submit(launchers.handlers[host].next_rendezvous) for host in "ab"}
         server.start()
         assert ranks({host: future.result(WAIT_S) for host, future in again.items()}) == {"a": 0, "b": 1}
+    finally:
+        launchers.close()
+        server.kill()
+
+
+def test_etcd_that_comes_back_without_its_data_is_named_as_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    launchers = Launchers(server.endpoint, "run", monkeypatch)
+    try:
+        launchers.make("a", (1, 1))
+        launchers.joined("a")
+        server.kill()
+        server.forget()
+        server.start()
+        handler = launchers.handlers["a"]
+        assert "without its data" in wait_until(lambda: handler.closed).reason
     finally:
         launchers.close()
         server.kill()

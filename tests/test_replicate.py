@@ -13,15 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from resilient_run.comm.compressed import Compressed
-from resilient_run.comm.compressors import TopK
+from resilient_run.comm.compress.compressed import Compressed
+from resilient_run.comm.compress.compressors import TopK
+from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.execute import OptionScheme
-from resilient_run.comm.feedback import ErrorFeedback
-from resilient_run.comm.plan import Plan, PlanGroup
+from resilient_run.comm.net.scheme import Scheme
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.plan.plan import Plan, PlanGroup
 from resilient_run.comm.replicate import ReplicateHook, planned, register_replicated
-from resilient_run.comm.scheme import Scheme
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.runtime.execute import OptionScheme
 
 pytestmark = pytest.mark.usefixtures("alone")
 

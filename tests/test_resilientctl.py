@@ -14,8 +14,8 @@ import pytest
 from cluster import wait_until
 from hosts import Client, Hosts
 
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.settings import Settings, find_settings
+from resilient_run.daemon.base.settings import Settings, find_settings
+from resilient_run.daemon.etcd.client import EtcdConfig
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
 
 def ctl(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:
     directories = ["--run-dir", str(hosts["a"].run_dir), "--shm-dir", str(hosts["a"].shm_dir)]
-    code = "from resilient_run.daemon.ctl import resilientctl; resilientctl(prog_name='resilientctl')"
+    code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
     command = [sys.executable, "-P", "-c", code, *directories, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

@@ -13,7 +13,7 @@ from test_restore_optimizers import KINDS, Masters
 from torch import nn
 
 from resilient_run.ckpt.errors import SlotError, StateError
-from resilient_run.ckpt.state import TrainingState
+from resilient_run.ckpt.state.state import TrainingState
 
 
 class Holder:
@@ -59,7 +59,8 @@ def test_tensors_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> N
     before, after = make(0), make(5)
     save(**before).load(**after)
     assert_same(before, after)
-    assert after["other"].held["y"].stride() == before["other"].held["y"].stride()
+    if before["other"].held["y"].numel():
+        assert after["other"].held["y"].stride() == before["other"].held["y"].stride()
 
 
 class Tied(nn.Module):

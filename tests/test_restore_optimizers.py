@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from resilient_run.ckpt.errors import StateError
-from resilient_run.ckpt.held import Unregistered, held_optimizers, unregistered
-from resilient_run.ckpt.state import TrainingState
+from resilient_run.ckpt.format.manifest import leaf_paths
+from resilient_run.ckpt.state import held
+from resilient_run.ckpt.state.held import Unregistered, held_optimizers, unregistered
+from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.ckpt.state.tree import entries, unflatten
 
 Optimizer = torch.optim.Optimizer
 
@@ -417,6 +420,151 @@ def test_the_wrapper_of_a_registered_optimizer_is_no_stranger() -> None:
     sam = Sam(module.parameters())
     assert unregistered(sam, {"model": module, "optimizer": sam.base}) is None
     assert unregistered(sam.base, {"model": module, "optimizer": sam}) is None
+
+
+class Engine:
+    """Holds a module and an optimizer, and saves what `saves` makes of the optimizer's state."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, saves: Callable[[Any], Any] = dict) -> None:
+        self.module, self.optimizer, self.saves, self.calls = module, optimizer, saves, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        return {"parts": [(self.saves(self.optimizer.state_dict()), self.module.state_dict())]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loaded, module = state["parts"][0]
+        self.optimizer.load_state_dict(loaded)
+        self.module.load_state_dict(module)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    "cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+    "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)], [3]
+    ),
+    "chained": lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], optimizer
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_does_not_keep_its_optimizer(kind: str) -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    schedule = SCHEDULES[kind](optimizer)
+    assert held_optimizers(schedule)[0] is optimizer
+    text = unregistered(optimizer, {"model": module, "schedule": schedule})
+    assert text is not None
+    assert "SGD steps model.0.weight and 3 more, but no registered object keeps its state" in text
+    assert unregistered(optimizer, {"model": module, "schedule": schedule, "optimizer": optimizer}) is None
+
+
+@pytest.mark.usefixtures("process_group")
+def test_wrappers_keep_their_optimizer_and_the_schedules_of_wrappers_do_not() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    schedulefree = pytest.importorskip("schedulefree")
+    lightning = pytest.importorskip("lightning.pytorch.core.optimizer")
+    fabric = pytest.importorskip("lightning.fabric.wrappers")
+    from lightning.fabric.strategies import SingleDeviceStrategy
+
+    module = model()
+    inner = torch.optim.AdamW(module.parameters())
+    accelerator = accelerate.Accelerator(cpu=True)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+    prepared, prepared_schedule = accelerator.prepare(inner, schedule)
+    wrappers = [
+        prepared,
+        lightning.LightningOptimizer(inner),
+        fabric._FabricOptimizer(inner, SingleDeviceStrategy()),
+        schedulefree.ScheduleFreeWrapper(inner),
+        Borrowing(inner),
+        Engine(module, inner),
+    ]
+    for wrapper in wrappers:
+        assert unregistered(inner, {"model": module, "wrapper": wrapper}) is None, wrapper
+    for wrapper in (schedule, prepared_schedule):
+        assert unregistered(prepared, {"model": module, "wrapper": wrapper}) is not None, wrapper
+    flat = Flat([module], torch.optim.AdamW)
+    train(module, flat, 1)
+    assert unregistered(flat.optimizers[0], {"model": module, "wrapper": flat}) is None
+
+
+def test_what_an_object_keeps_is_asked_once_and_only_of_one_that_holds_the_optimizer() -> None:
+    module = model()
+    optimizer, other = (torch.optim.SGD(module.parameters()) for _ in range(2))
+    keeping = Engine(module, optimizer)
+    losing = Engine(module, optimizer, lambda state: {"lr": state["param_groups"][0]["lr"]})
+    failing = Engine(module, optimizer, lambda state: state["nothing"])
+    stranger = Engine(module, other)
+    for engine, kept in ((keeping, True), (losing, False), (failing, True), (stranger, False)):
+        assert (unregistered(optimizer, {"model": module, "engine": engine}) is None) == kept
+    assert [engine.calls for engine in (keeping, losing, failing, stranger)] == [1, 1, 1, 0]
+
+
+# The names of parameters, by which their order is known.
+
+
+def order(state: TrainingState) -> dict[str, Any]:
+    return unflatten(entries(state.flatten().node)["order"], lambda index: index)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_parameters_of_no_registered_module_are_named_by_the_leaf_in_their_memory() -> None:
+    parts = sharded()
+    engine = Engine(parts, torch.optim.SGD(parts.parameters()))
+    names = [f"engine.parts.0.1.{key}" for key in parts.state_dict()]
+    assert order(TrainingState({"engine": engine}, rng=False)) == {"engine": [names]}
+    weights = [torch.ones(2, 3), torch.ones(2, 3), torch.ones(0), torch.ones(0), torch.ones(4)]
+    values = {"w": weights[:2], "empty": [item.detach() for item in weights[2:4]], "table": np.ones(3)}
+    state = TrainingState({"optimizer": torch.optim.SGD(weights), **values, "blob": b"1" * 2000}, rng=False)
+    assert order(state) == {"optimizer": [["values.w.0", "values.w.1", None, None, None]]}
+
+
+def test_any_of_a_tied_parameters_names_will_do() -> None:
+    def make(*paths: str) -> dict[str, Any]:
+        weights = [torch.ones(3), torch.zeros(3)]
+        for weight in weights:
+            weight.grad = torch.ones(3)
+        optimizer = torch.optim.SGD(weights, momentum=0.9)
+        optimizer.step()
+        return {"optimizer": optimizer, **dict.fromkeys(paths, weights[0]), "last": weights[1]}
+
+    saved = save(**make("tied"))
+    after = make("first", "tied")
+    assert order(TrainingState(after, rng=False)) == {"optimizer": [["values.first", "values.last"]]}
+    saved.load(**after)
+
+
+def test_names_follow_a_module_that_took_the_place_of_another() -> None:
+    module = model()
+    parts = {"model": module, "optimizer": torch.optim.SGD(module.parameters())}
+    state = TrainingState(parts, rng=False)
+    assert order(state)["optimizer"][0][0] == "model.0.weight"
+    state.replace({"model": torch.compile(module, backend="eager")})
+    assert order(state)["optimizer"][0][0] == "model._orig_mod.0.weight"
+
+    engine = Engine(module, parts["optimizer"])
+    state = TrainingState({"engine": engine}, rng=False)
+    assert order(state)["engine"][0][0] == "engine.parts.0.1.0.weight"
+    wrapped = Engine(nn.ModuleDict({"inside": module}), parts["optimizer"])
+    state.replace({"engine": wrapped})
+    assert order(state)["engine"][0][0] == "engine.parts.0.1.inside.0.weight"
+
+
+def test_leaves_are_searched_for_names_only_when_something_has_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Any] = []
+    monkeypatch.setattr(held, "leaf_paths", lambda node: searches.append(node) or leaf_paths(node))
+    module = model()
+    state = TrainingState({"engine": Engine(module, torch.optim.Adam(module.parameters()))}, rng=False)
+    for _ in range(3):
+        state.flatten()
+        train(module, state.objects["engine"].optimizer, 1)
+    # The states of the parameters, which the second one is the first to have, come before the module.
+    assert len(searches) == 2
 
 
 # Other objects in the place of those that were registered, and more groups.

@@ -13,7 +13,7 @@ from cluster import wait_until
 from etcd_process import EtcdProcess
 from hosts import Hosts, Trainer, wait_for_watermark
 
-from resilient_run.daemon.etcd import Entry, EtcdConfig
+from resilient_run.daemon.etcd.client import Entry, EtcdConfig
 
 LEASE_S = 5
 WAIT_S = 30.0
@@ -60,10 +60,10 @@ def decided(hosts: Hosts, kind: str) -> dict[str, Any]:
     return found
 
 
-def members(hosts: Hosts, names: str, ready: int = 0) -> None:
+def members(hosts: Hosts, names: str, ready: int = 0, session: str = "s") -> None:
     """Let launchers of these hosts be there."""
     for name in names:
-        put(hosts, f"rdzv/members/{name}", {"session": "s", "nproc": 1, "role": "", "pid": 1, "ready": ready})
+        put(hosts, f"rdzv/members/{name}", {"session": session, "nproc": 1, "role": "", "pid": 1, "ready": ready})
 
 
 def fail(hosts: Hosts, generation: int, kind: str, host: str, **fields: Any) -> None:
@@ -278,6 +278,35 @@ def test_quarantine_and_the_operator(hosts: Hosts, tmp_path: Path) -> None:
         "operator",
     ]
     assert list(status["quarantines"]) == ["b"]
+
+
+def test_survivor_is_not_blamed_for_a_lost_host(hosts: Hosts) -> None:
+    """The worker on b exits at once, a counts as lost when its lease expires: again and again."""
+    policy = {"root": {"quarantine_failures": 3}}
+    for name in "ab":
+        hosts[name].start()
+        hosts[name].open(policy=policy)
+    hosts.create_job()
+    for generation in (1, 2, 3):
+        members(hosts, "b")
+        members(hosts, "a", session=f"s{generation}")
+        hosts.form_round(generation, "ab", sessions={"a": f"s{generation}"})
+        fail(hosts, generation, "worker_exit", "b", rank=1, exitcode=1, message="rank 1 exited with code 1")
+        wait_until(
+            lambda generation=generation: sum(e["kind"] == "software failure" for e in decisions(hosts)) == generation,
+            timeout_s=WAIT_S,
+            what=f"exit {generation} is noted",
+        )
+        hosts.etcd(lambda etcd: etcd.delete(hosts.prefix + "rdzv/members/a"))
+        wait_until(
+            lambda generation=generation: sum(e["kind"] == "hardware failure" for e in decisions(hosts)) == generation,
+            timeout_s=WAIT_S,
+            what=f"loss {generation} is noted",
+        )
+    noted = keys(hosts, "root/")["root/failures"].value["failures"]
+    assert [(item["host"], item["kind"]) for item in noted] == [("a", "host_lost")] * 3
+    assert noted[-1]["message"] == "host a is lost, and rank 1 exited with code 1"
+    assert decided(hosts, "quarantine")["hosts"] == ["a"]
 
 
 def test_crash_loop_closes_the_run(hosts: Hosts) -> None:

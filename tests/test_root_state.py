@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon import root_state
-from resilient_run.daemon.commit import parse_held
-from resilient_run.daemon.etcd import Entry, Etcd, EtcdConfig, update
-from resilient_run.daemon.root_state import RootState
-from resilient_run.daemon.rounds import Pair, Round
+from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
+from resilient_run.daemon.root import state as root_state
+from resilient_run.daemon.root.state import RootState
+from resilient_run.daemon.root.view import RootView
+from resilient_run.daemon.run.commit import parse_held
+from resilient_run.daemon.run.rounds import Pair, Round
 
 REPLICAS = 2
 
@@ -76,6 +78,11 @@ def changes(draw: Any) -> dict[str, dict[str, Any] | None]:
     return found
 
 
+def lasting(view: RootView) -> RootView:
+    """`view` without what only a root knows that was there when its round was formed."""
+    return replace(view, gone={number: hosts for number, hosts in view.gone.items() if number == view.generation})
+
+
 def newest_committable(round_: Round, reports: Mapping[str, dict[int, frozenset[Pair]]]) -> Pair | None:
     """The definition: the newest pair, made in this generation or restored by it, of which no replica is missing."""
     found = {pair for report in reports.values() for pairs in report.values() for pair in pairs}
@@ -111,7 +118,7 @@ def test_state_is_that_of_one_who_reads_everything_anew(
             continue
         anew = RootState("a", REPLICAS)
         anew.apply(entries)
-        assert (state.view, state.ignored, state.watermark) == (anew.view, anew.ignored, anew.watermark)
+        assert (lasting(state.view), state.ignored, state.watermark) == (anew.view, anew.ignored, anew.watermark)
         assert {key: state.revision(key) for key in VALUES} == {key: anew.revision(key) for key in VALUES}
         assert (state.tally is None) == (anew.tally is None) == (state.view.round is None)
         if state.tally is not None and anew.tally is not None and state.view.round is not None:
@@ -128,6 +135,35 @@ def test_view_stays_as_it_was() -> None:
     state.apply({"ckpt/held/b": None, "root/leader": Entry(value={}, revision=2)})
     assert (before.held.keys(), before.revisions) == ({"b"}, {"ckpt/held/b": 1})
     assert (state.view.held, state.view.revisions) == ({}, {"root/leader": 2})
+
+
+def test_who_is_gone_is_settled_when_the_next_round_is_formed() -> None:
+    def seats(generation: int, *sessions: str) -> dict[str, Any]:
+        members = [{"host": session[0], "session": session, "nproc": 1} for session in sessions]
+        return {"rdzv/round": Entry(value={"generation": generation, "members": members}, revision=1)}
+
+    def launcher(session: str) -> dict[str, Any]:
+        return {f"rdzv/members/{session[0]}": Entry(value={"session": session, "ready": 0}, revision=1)}
+
+    state = RootState("a", REPLICAS)
+    state.apply({**seats(1, "a1", "b1", "c1"), **launcher("a1"), **launcher("b1"), **launcher("c1")})
+    assert state.view.gone == {}, "nobody asks while it is whole"
+    state.apply({"rdzv/failure/1": Entry(value=FAILURE, revision=1)})
+    assert state.view.gone == {1: ()}
+    state.apply({"rdzv/members/b": None})
+    assert state.view.gone == {1: ("b",)}
+    state.apply(launcher("b1"))
+    assert state.view.gone == {1: ()}, "etcd was away"
+    state.apply(launcher("b2"))
+    assert state.view.gone == {1: ("b",)}, "another launcher"
+    state.apply({**seats(2, "a1", "b2"), "rdzv/members/a": None})
+    assert state.view.gone == {1: ("b",)}, "a is in the next round, and c stands by"
+    state.apply({"rdzv/members/b": None, "rdzv/members/c": None})
+    assert state.view.gone == {1: ("b",)}
+    state.apply({"rdzv/failure/2": Entry(value=FAILURE, revision=1)})
+    assert state.view.gone == {1: ("b",), 2: ("a", "b")}
+    state.apply(seats(4, "a2"))
+    assert state.view.gone == {}, "nobody saw how 3 was formed"
 
 
 def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +218,7 @@ def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) 
             await asyncio.gather(following, return_exceptions=True)
             await etcd.delete_prefix(prefix)
             await etcd.close()
-        assert early.view == late.view
+        assert lasting(early.view) == late.view
         assert early.watermark == (1, 5)
 
     asyncio.run(scenario())

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_run.daemon.etcd import Entry
-from resilient_run.daemon.quarantine import Quarantine
-from resilient_run.launcher.forming import Decision, next_round, standby
-from resilient_run.launcher.rounds import (
+from resilient_run.daemon.etcd.client import Entry
+from resilient_run.daemon.run.quarantine import Quarantine
+from resilient_run.launcher.rendezvous.forming import Decision, next_round, standby
+from resilient_run.launcher.rendezvous.rounds import (
     Closed,
     Failure,
     Job,
@@ -21,6 +21,7 @@ from resilient_run.launcher.rounds import (
     View,
     assign_ranks,
     broken,
+    explained,
     newcomers,
 )
 
@@ -244,6 +245,31 @@ def test_broken_because_the_run_went_on() -> None:
     ended = broken(view(ready("ab", 0)), 2)
     assert ended is not None
     assert "ended" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("after", "standbys", "failure", "blamed"),
+    [
+        (("a.1", "b.1"), "", FAILURE, "a"),
+        (("a.1", "b.2"), "", FAILURE, "b"),
+        (("a.1", "c.1"), "", FAILURE, "b"),
+        (("a.1", "c.1"), "b", FAILURE, "a"),
+        (("a.2", "c.1"), "", FAILURE, "a"),
+        (("a.1", "b.2"), "", replace(FAILURE, exitcode=-9), "a"),
+        (("a.1", "b.2"), "", replace(FAILURE, kind="hang"), "a"),
+    ],
+)
+def test_worker_exit_is_explained_by_a_host_that_is_gone_in_the_next_round(
+    after: tuple[str, ...], standbys: str, failure: Failure, blamed: str
+) -> None:
+    before = Round(generation=1, members=(seat("a"), seat("b")), restore=None)
+    seats = tuple(replace(seat(session[0]), session=session) for session in after)
+    now = replace(view(ready(standbys, 0)), round=Round(generation=2, members=seats, restore=None))
+    found = explained(failure, before, now)
+    assert found.host == blamed
+    assert (found is failure) == (blamed == "a")
+    if found is not failure:
+        assert (found.kind, found.message) == ("host_lost", "host b is lost, and rank 0 exited")
 
 
 def test_newcomers_are_wanted_only_while_there_is_room() -> None:

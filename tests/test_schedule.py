@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_run.ckpt.idle import IdleProfile, Iteration, Span, common, typical
-from resilient_run.ckpt.schedule import Chunk, TransferCost, partition, plan
+from resilient_run.ckpt.format.idle import IdleProfile, Iteration, Span, common, typical
+from resilient_run.ckpt.format.schedule import Chunk, TransferCost, partition, plan
 
 TICK = TransferCost(startup_s=1.0, bytes_per_s=10.0)
 

@@ -10,13 +10,13 @@ from sparse_gradients import gradients, in_order
 from torch import Tensor
 
 from resilient_run.comm.errors import CommError, MessageError
-from resilient_run.comm.limits import LIMITS, Sparsity
-from resilient_run.comm.parallel import IndexFree, Strawman
+from resilient_run.comm.measure.limits import LIMITS, Sparsity
+from resilient_run.comm.net.transport import Traffic, Transport
+from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.schemes import SCHEMES, named
 from resilient_run.comm.sparsity import densities, skewness
-from resilient_run.comm.transport import Traffic, Transport
-from resilient_run.comm.two_level import TwoLevel
-from resilient_run.comm.zen import Zen
+from resilient_run.comm.zen.parallel import IndexFree, Strawman
+from resilient_run.comm.zen.zen import Zen
 
 LOSSLESS = ("agsparse", "dense", "index-free", "omnireduce", "sparcml", "sparse-ps", "zen")
 IN_RANK_ORDER = ("agsparse", "index-free", "omnireduce", "sparse-ps")

@@ -23,7 +23,7 @@ AS_USER = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups")
 # Python and this repository may lie where only root can read; writing stays forbidden.
 MAY_READ = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
 NEWER = """
-from resilient_run.ckpt import slot, wire
+from resilient_run.ckpt.format import slot, wire
 slot.MAGIC, wire.VERSION = slot.MAGIC[:-1] + bytes([slot.MAGIC[-1] + 1]), wire.VERSION + 1
 from resilient_run.daemon.cli import resilientd
 resilientd(prog_name="resilientd")

@@ -12,7 +12,7 @@ import pytest
 from cluster import Host, kill, recovered, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
 
-from resilient_run.daemon.rounds import Round
+from resilient_run.daemon.run.rounds import Round
 
 
 class Half(Host):

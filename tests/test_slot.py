@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import SlotError
-from resilient_run.ckpt.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_header, plan_layout
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_header, plan_layout
 
 PAYLOAD_BYTES = 2 * CHUNK_BYTES + 12345
 MANIFEST = b'{"some":"manifest"}'
@@ -258,7 +258,7 @@ def test_a_writer_killed_at_any_moment_leaves_no_torn_slot(tmp_path: Path) -> No
         """
         import sys
         import numpy as np, xxhash
-        from resilient_run.ckpt.slot import CHUNK_BYTES, Slot
+        from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
         slot = Slot.open(sys.argv[1], writable=True)
         size = int(sys.argv[2])
         step = int(sys.argv[3])

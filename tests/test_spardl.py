@@ -8,14 +8,14 @@ from gradients import Run, check_all_agree, check_nothing_lost, gradient, lost_s
 from ranks import run_ranks
 from torch import Tensor
 
-from resilient_run.comm.entries import kept_of
+from resilient_run.comm.baselines.spardl_cost import log2_rounds, spardl_cost
+from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.spardl import SparDL
-from resilient_run.comm.spardl_cost import log2_rounds, spardl_cost
-from resilient_run.comm.srs import sending_bags
-from resilient_run.comm.teams import Teams, Width
-from resilient_run.comm.topk_a import TopkA
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.net.entries import kept_of
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.spardl.spardl import SparDL
+from resilient_run.comm.spardl.srs import sending_bags
+from resilient_run.comm.spardl.teams import Teams, Width
 
 STEPS = 3
 NUMEL = 3001

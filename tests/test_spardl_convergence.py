@@ -3,8 +3,8 @@
 import torch
 from byte_model import train
 
-from resilient_run.comm.spardl import SparDL
-from resilient_run.comm.topk_a import TopkA
+from resilient_run.comm.baselines.topk_a import TopkA
+from resilient_run.comm.spardl.spardl import SparDL
 
 
 def test_global_residuals_converge_and_local_ones_do_so_visibly_worse() -> None:

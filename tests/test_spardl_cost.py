@@ -2,7 +2,7 @@
 
 import pytest
 
-from resilient_run.comm.spardl_cost import Cost, choose_teams, spardl_cost
+from resilient_run.comm.baselines.spardl_cost import Cost, choose_teams, spardl_cost
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ from gradients import Run, check_all_agree, check_nothing_lost, gradient, lost_s
 from ranks import run_ranks
 from torch import Tensor
 
-from resilient_run.comm.entries import kept_of
+from resilient_run.comm.baselines.gtopk import GTopk
+from resilient_run.comm.baselines.ok_topk import OkTopk
+from resilient_run.comm.baselines.spardl_cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
+from resilient_run.comm.baselines.topk_a import TopkA
+from resilient_run.comm.baselines.topk_dsa import TopkDSA
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.gtopk import GTopk
-from resilient_run.comm.ok_topk import OkTopk
-from resilient_run.comm.spardl_cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
-from resilient_run.comm.sparse_scheme import SparseScheme
-from resilient_run.comm.topk_a import TopkA
-from resilient_run.comm.topk_dsa import TopkDSA
-from resilient_run.comm.transport import Transport
+from resilient_run.comm.net.entries import kept_of
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme
 
 DENSITY = 1 / 32
 LOSSLESS: tuple[type[SparseScheme], ...] = (TopkA, TopkDSA, OkTopk)

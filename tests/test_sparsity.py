@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from resilient_run.comm import sparsity
-from resilient_run.comm.partition import Balanced, Even, join
-from resilient_run.comm.sparse import Sparse
+from resilient_run.comm.zen.partition import Balanced, Even, join
+from resilient_run.comm.zen.sparse import Sparse
 
 TABLE_3_1 = {
     "LSTM": (20_000_000, 0.0113),

@@ -27,11 +27,11 @@ from cluster import Cluster, Host, kill, recovered, wait_until
 from gated import STEPS, Gate, assert_undisturbed
 from hosts import Client, Hosts
 
-from resilient_run.ckpt import wire
-from resilient_run.daemon.crowd import Crowd
-from resilient_run.daemon.etcd import EtcdConfig
-from resilient_run.daemon.repeats import RepeatFilter
-from resilient_run.daemon.supervise import Supervisor
+from resilient_run.ckpt.format import wire
+from resilient_run.daemon.base.crowd import Crowd
+from resilient_run.daemon.base.repeats import RepeatFilter
+from resilient_run.daemon.base.supervise import Supervisor
+from resilient_run.daemon.etcd.client import EtcdConfig
 
 MIB = 1 << 20
 PIDS = Path("/sys/fs/cgroup/pids")
@@ -152,7 +152,7 @@ def wait_for_commits(client: Client, gate: Gate, *, more: int = 5) -> None:
 
 
 def status_text(host: Host) -> str:
-    code = "from resilient_run.daemon.ctl import resilientctl; resilientctl()"
+    code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl()"
     command = [sys.executable, "-P", "-c", code, "--run-dir", str(host.run_dir), "status"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
@@ -363,7 +363,7 @@ def test_the_largest_source_loses_its_oldest() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resilient_run.daemon.supervise._PAUSE_S", (0.001, 0.002))
+    monkeypatch.setattr("resilient_run.daemon.base.supervise._PAUSE_S", (0.001, 0.002))
 
 
 @pytest.mark.usefixtures("quick")

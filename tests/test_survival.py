@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_run.ckpt.placement import Placement, placement
-from resilient_run.ckpt.survival import fatal_domains, sampled_survival, survival, union_bound
-from resilient_run.daemon.ctl import resilientctl
+from resilient_run.ckpt.format.placement import Placement, placement
+from resilient_run.ckpt.format.survival import fatal_domains, sampled_survival, survival, union_bound
+from resilient_run.daemon.ctl.cli import resilientctl
 
 
 def tried(plan: Placement, failures: int) -> Fraction:

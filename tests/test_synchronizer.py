@@ -8,12 +8,12 @@ import torch
 from ranks import run_hosts
 from torch import Tensor, nn
 
-from resilient_run.comm.compressors import named
+from resilient_run.comm.compress.compressors import named
+from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.execute import OptionScheme, options_of
-from resilient_run.comm.fabric import Fabric
-from resilient_run.comm.feedback import ErrorFeedback
-from resilient_run.comm.scheme import Reduction, Scheme
+from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.net.scheme import Reduction, Scheme
+from resilient_run.comm.runtime.execute import OptionScheme, options_of
 from resilient_run.comm.synchronizer import GradientSynchronizer, dense_groups, group_key
 
 GROUPS = [["4.bias"], ["4.weight", "2.bias"], ["0.weight", "2.weight", "0.bias"]]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hosts import Host
 
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.notify import ServiceManager
 
 UNIT = Path(__file__).parent.parent / "systemd" / "resilientd.service"
@@ -190,7 +190,7 @@ def test_resilient_run_finds_the_daemon_of_the_service(tmp_path: Path) -> None:
     shm_dir = Path("/dev/shm") / f"rr-test-{os.getpid()}-{tmp_path.name}"
     script = tmp_path / "script.py"
     script.write_text("import os; print('socket', os.environ['RESILIENT_SOCKET'])\n")
-    code = "from resilient_run.daemon.ctl import resilientctl; resilientctl(prog_name='resilientctl')"
+    code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
     inside = f"""
     mount -t tmpfs none /run
     {sys.executable} -P -m resilient_run.daemon --run-dir /run/resilientd --shm-dir {shm_dir} &

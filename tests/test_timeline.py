@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from resilient_run.daemon.etcd import Entry
-from resilient_run.daemon.goodput import PHASES
-from resilient_run.launcher.rounds import View
-from resilient_run.launcher.timeline import Timeline, newest_step
+from resilient_run.daemon.base.goodput import PHASES
+from resilient_run.daemon.etcd.client import Entry
+from resilient_run.launcher.rendezvous.rounds import View
+from resilient_run.launcher.timeline import Timeline, newest_step, whole
 
 
 def event(name: str, rank: int, generation: int = 2, **fields: Any) -> dict[str, Any]:
@@ -121,6 +121,27 @@ def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path:
     assert written["rendezvous_s"] == pytest.approx(1.5, abs=1e-3)
     assert "detect_s" not in written
     assert written["total_s"] >= 1.5
+
+
+def test_a_worker_s_exit_may_have_another_cause(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline.correct(kind="host_lost", cause="no recovery is under way")
+    for kind in ("worker_exit", "hang"):
+        timeline.begin(kind=kind, cause="c", detect_s=0.0, last_step=3)
+        timeline.correct(kind="host_lost", cause="host b is lost")
+        recover(timeline, ranks={0}, restored_step=3)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(event["kind"], event["cause"]) for event in events] == [("host_lost", "host b is lost"), ("hang", "c")]
+
+
+def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
+    about = {"generation": 3, "restored_step": 7, "steps_lost": None, "ranks": {}}
+    survivor = {**about, "host": "a", "kind": "host_lost", "cause": "host b is lost", "total_s": 2.0}
+    newcomer = {**about, "host": "b", "kind": "worker_exit", "cause": "rank 0 exited", "total_s": 3.0}
+    told = whole([survivor, newcomer])
+    assert (told["kind"], told["cause"], told["slowest"]) == ("host_lost", "host b is lost", "b")
+    assert whole([newcomer, {**survivor, "kind": "worker_exit"}])["cause"] == "rank 0 exited"
 
 
 def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:

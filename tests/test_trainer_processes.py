@@ -14,7 +14,7 @@ from cluster import wait_until
 from hosts import Hosts
 from solo_daemon import SoloDaemon
 
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
 
 Process = subprocess.Popen[str]
 StartRanks = Callable[..., list[Process]]

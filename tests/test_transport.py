@@ -8,9 +8,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 from resilient_run.comm.errors import MessageError, OpError
-from resilient_run.comm.op import Op
-from resilient_run.comm.scheme import Dense
-from resilient_run.comm.transport import Transport, from_bytes, to_bytes
+from resilient_run.comm.net.scheme import Dense
+from resilient_run.comm.net.transport import Transport, from_bytes, to_bytes
+from resilient_run.comm.ops.op import Op
 
 
 def message(sender: int, receiver: int, unit_bytes: int = 1) -> Tensor:

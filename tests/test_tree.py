@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from click.testing import CliRunner
 
-from resilient_run.comm import constraints, tree
-from resilient_run.comm.cli import resilient_comm
-from resilient_run.comm.tree import Comm, Comp, Decomp, Option, Phase, Role, Routine, Steps
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.comm.plan import constraints, tree
+from resilient_run.comm.plan.tree import Comm, Comp, Decomp, Option, Phase, Role, Routine, Steps
 
 GATHER = Routine.ALL_GATHER
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_watermark
 
-from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError
-from resilient_run.ckpt.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
-from resilient_run.daemon.commit import Agreed
-from resilient_run.daemon.etcd import EtcdConfig
+from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeError
+from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
+from resilient_run.daemon.base.record import JobRecord
+from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.jobs import Jobs
-from resilient_run.daemon.memory import MemoryBudget, default_limit_bytes
-from resilient_run.daemon.record import JobRecord
-from resilient_run.daemon.rounds import Pair, Round
-from resilient_run.daemon.slots import Geometry, JobSlots, SlotFile
-from resilient_run.daemon.vault import Vault, open_directory
+from resilient_run.daemon.run.commit import Agreed
+from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.slots.memory import MemoryBudget, default_limit_bytes
+from resilient_run.daemon.slots.slots import Geometry, JobSlots, SlotFile
+from resilient_run.daemon.slots.vault import Vault, open_directory
 
 MIB = 1 << 20
 OFFSET, CAPACITY = plan_layout(len(MANIFEST), PAYLOAD_BYTES)
@@ -243,7 +243,9 @@ def test_garbage_is_nothing_of_a_run_that_has_another_launcher_here(shm_dir: Pat
             vault.open(replace(record(), host=host, launcher_pid=launcher_pid))
         jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
         jobs.scan()
+        await jobs.collect(orphan_ttl_s=0.0)
         assert (await jobs.collect_garbage(lambda uid: True))["removed"] == []
+        assert len(list(open_vault(shm_dir).scan())) == 2
         for slots in open_vault(shm_dir).scan():
             slots.update_record(launcher_pid=None)
         jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
@@ -318,6 +320,15 @@ def test_budget_never_promises_more_than_the_tmpfs_has(shm_dir: Path) -> None:
     with pytest.raises(MemoryBudgetError, match="does not fit"):
         budget.allocate("one", 2 * free)
     assert budget.used_bytes == 0
+
+
+def test_limit_of_file_sizes_is_named(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = hosts["a"]
+    monkeypatch.setattr(host, "prefix", ["prlimit", f"--fsize={2 * CAPACITY - 1}"])
+    (trainer,) = hosts.run("a")
+    with pytest.raises(SlotSizeError, match=rf"at most {2 * CAPACITY - 1} bytes: raise that \(`ulimit -f unlimited`"):
+        trainer.allocate(2 * CAPACITY)
+    trainer.allocate()
 
 
 def test_killed_daemon_adopts_its_slots_and_goes_on(hosts: Hosts) -> None:

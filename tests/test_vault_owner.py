@@ -14,7 +14,7 @@ from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-CTL = "from resilient_run.daemon.ctl import resilientctl; resilientctl(prog_name='resilientctl')"
+CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
 
 
 class Login(Host):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from cluster import wait_until
 
-from resilient_run.launcher.warm import WarmProcess, WorkerStarter, warm_workers
+from resilient_run.launcher.workers.warm import WarmProcess, WorkerStarter, warm_workers
 
 WORKER_ENV = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 COMMAND = (sys.executable, "-u", "script.py", "positional", "--rr-off", "--flag=é")
@@ -525,7 +525,7 @@ def _broken_sitecustomize(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
 def test_what_cannot_be_forked_starts_cold(
     starter: WorkerStarter, start: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "resilient_run.launcher.warm"):
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
         process = start(starter)
     assert not isinstance(process, WarmProcess)
     assert process.wait(60) == 0
@@ -542,7 +542,7 @@ def test_hook_that_is_not_reached_never_runs_the_script(
     (first / "sitecustomize.py").write_text("")
     (site_packages / "first.pth").write_text(f"import sys; sys.path.insert(0, {str(first)!r})\n")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    with caplog.at_level(logging.INFO, "resilient_run.launcher.warm"):
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
         process = _start(starter, "-u", _script("open('runs', 'a').write('x')"))
     assert process.wait(60) == 0
     assert "another sitecustomize" in caplog.text
@@ -587,15 +587,15 @@ def test_zygote_that_stops_answering_costs_a_cold_start(
 ) -> None:
     others = set(psutil.Process().children())
     assert _start(starter, "-u", _script()).wait(60) == 0
-    monkeypatch.setattr("resilient_run.launcher.warm._FORK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("resilient_run.launcher.workers.warm._FORK_TIMEOUT_S", 0.1)
     (zygote,) = set(psutil.Process().children()) - others
     zygote.suspend()
-    with caplog.at_level(logging.INFO, "resilient_run.launcher.warm"):
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
         process = _start(starter, "-u", "script.py")
     assert process.wait(60) == 0
     assert not isinstance(process, WarmProcess)
     assert "cannot reach the zygote" in caplog.text
-    monkeypatch.setattr("resilient_run.launcher.warm._FORK_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("resilient_run.launcher.workers.warm._FORK_TIMEOUT_S", 60.0)
     assert isinstance(_restart(starter), WarmProcess)
 
 
@@ -608,7 +608,7 @@ def _restart(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
 LAUNCHER = """
     import sys, time
     from torch.distributed.elastic.multiprocessing import api
-    from resilient_run.launcher.warm import warm_workers
+    from resilient_run.launcher.workers.warm import warm_workers
 
     def start(rank):
         return api.get_subprocess_handler(

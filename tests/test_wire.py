@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import BY_NAME, CheckpointError, WireError
-from resilient_run.ckpt.wire import MAX_FRAME_BYTES, decode, encode, read_message, recv_message
+from resilient_run.ckpt.format.wire import MAX_FRAME_BYTES, decode, encode, read_message, recv_message
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

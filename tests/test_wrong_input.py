@@ -88,6 +88,17 @@ def test_no_room_is_refused_before_the_first_step(cluster: Cluster, script: Path
     assert not host.steps()
 
 
+def test_slots_that_can_never_be_made_end_the_run_at_once(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+    host = cluster.host("a")
+    host.prefix = ["prlimit", f"--fsize={1 << 20}"]
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "1024", "5", "0"])
+    assert host.wait() == 1
+    assert "SlotSizeError" in host.output
+    assert "no restart cures this: cannot allocate a slot" in host.output
+    assert f"at most {1 << 20} bytes: raise that (`ulimit -f unlimited`" in host.output
+    assert host.starts() == 1
+
+
 def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
     first = cluster.host("a")
     first.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"])

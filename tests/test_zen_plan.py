@@ -2,7 +2,7 @@
 
 import pytest
 
-from resilient_run.comm.zen_plan import Rows, decide, imbalance
+from resilient_run.comm.zen.plan import Rows, decide, imbalance
 
 NUMEL = 1_000_000
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from resilient_run.ckpt.fingerprint import fingerprint_cpu, weights
+from resilient_run.ckpt.capture.fingerprint import fingerprint_cpu, weights
 
 WAIT_S = 30.0
 

@@ -1,0 +1,462 @@
+"""Captures behind training: one thread that copies each step's state into a slot, as soon as a slot is free.
+
+What is committed is what `step()` saw: that is proven by fingerprints (`copying.py`), not by the waits here. They only
+make captures succeed: an optimizer waits for a copy under way before it changes what is being read. A capture that has
+not begun by then, because the watermark lags or the daemon is away, is skipped and counted.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Literal
+
+import torch
+
+from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
+from ..format.digests import Digester
+from ..format.manifest import Node, encode, object_name
+from ..format.slot import plan_layout
+from ..format.wire import Message
+from ..link.env import TrainerEnv
+from ..link.link import Link
+from ..state.state import TrainingState
+from .copying import CapturePlan, Copier, Staged
+from .slots import MappedSlot, SlotPair, Version
+from .stats import CaptureStats
+
+_ALLOCATE_S: Final = 300.0
+_GROW_S: Final = 5.0
+_REFUSED_S: Final = 10.0
+_log = logging.getLogger(__name__)
+
+
+class _Phase(IntEnum):
+    PENDING = 0  # waits for a slot; training may cancel it
+    COPYING = 1  # reads live tensors; a change to them makes the capture fail
+    RELEASED = 2  # live tensors may change, on devices after `Staged.hold`
+    COPIED = 3  # the staging memory may be reused
+    COMPLETE = 4
+    SKIPPED = 5
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Job:
+    step: int
+    node: Node
+    plan: CapturePlan
+    staged: Staged
+    trained: frozenset[str]
+    phase: _Phase = _Phase.PENDING
+    target: MappedSlot | None = None
+    hurries: bool = False
+
+
+class Capturer:
+    """Captures the states that are submitted to it; made for one generation of one rank.
+
+    Attributes:
+        stats: What it cost; written by the training thread and the capture thread, read by anybody.
+    """
+
+    def __init__(self, env: TrainerEnv, *, topology: int) -> None:
+        """Prepare; `start` begins."""
+        self.stats = CaptureStats()
+        self._env = env
+        self._topology = topology
+        self._slots = SlotPair(env)
+        self._copier = Copier()
+        self._changed = threading.Condition()
+        self._newest = 0
+        self._told: Message | None = None  # the capture that was missed last, as the daemon knows
+        self._job: _Job | None = None
+        self._idle = False
+        self._closing = False
+        self._preferred_offset = 0
+        self._stale = True  # the slots must be asked for, again after each attachment
+        self._refused: CapturePlan | None = None
+        self._refused_s = 0.0
+        self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
+        self._failure: CheckpointError | None = None
+        self._plan: CapturePlan | None = None
+        self._digester: tuple[CapturePlan, Digester] | None = None  # of the capture thread
+        self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
+        self._on_complete: Callable[[str, Version], None] = lambda path, version: None
+        self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
+
+    @property
+    def watermark(self) -> Version | None:
+        """The newest committed generation and step that this rank heard of."""
+        return self._slots.watermark
+
+    @property
+    def reads(self) -> bool:
+        """Whether a capture reads live tensors, or waits for a slot and then will."""
+        job = self._job
+        # Copies from devices go on after the release, and the stream of training must still be told.
+        return job is not None and job.phase < (_Phase.COMPLETE if job.staged.captures else _Phase.RELEASED)
+
+    def on_attached(self) -> None:
+        """Take the news of an attachment: slots may be other files now, and may have room again."""
+        with self._changed:
+            self._stale = True
+            self._refused = None
+            self._told = None
+
+    def on_agreed(self, watermark: Version | None, next_: Version) -> None:
+        """Take the news of a commit, or of the next capture."""
+        with self._changed:
+            self._slots.hear(watermark, next_)
+            job = self._job
+            if job is not None and job.phase is _Phase.PENDING and job.step < self._slots.next:
+                self._skip(job)
+            self._tell_missed()
+            self._changed.notify_all()
+
+    def prefer(self, payload_offset: int) -> None:
+        """Ask for slots with this payload offset if it leaves room enough: the daemon has one that it can keep."""
+        self._preferred_offset = payload_offset
+
+    def start(self, link: Link, on_complete: Callable[[str, Version], None] | None = None) -> None:
+        """Begin to capture, with slots from the daemon behind `link`.
+
+        Args:
+            link: To the daemon.
+            on_complete: Called in the capture thread with the path and version of each complete capture.
+        """
+        self._link = link
+        self._on_complete = on_complete or self._on_complete
+        self._thread.start()
+
+    def submit(self, step: int, state: TrainingState, *, eager: bool = False) -> None:
+        """Begin the capture of `state` as it is now, after `step` steps; large leaves are read later, and verified.
+
+        Args:
+            step: Completed steps.
+            state: What to capture.
+            eager: Whether all of it is copied at once.
+
+        Raises:
+            StateError: The state holds something that cannot be captured.
+            CheckpointError: The daemon refused the memory for the first capture.
+        """
+        self.release()
+        self._raise_failure()
+        with self._changed:
+            self._newest = step
+            if self._refused is not None and time.monotonic() - self._refused_s > _REFUSED_S:
+                self._refused = None  # there may be room by now
+            if self._slots.slots and not self._slots.wants(step):
+                self._pass(step)
+                return
+        try:
+            flat = state.flatten()
+            plan = self._plan  # the capture thread takes it away when a capture is discarded
+            if plan is None or not plan.matches(flat):
+                plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
+            staged = plan.stage(flat)
+        except BaseException:
+            # The script may catch it and go on: then the other ranks must not wait for this capture.
+            with self._changed:
+                self._pass(step)
+            raise
+        job = _Job(step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained)
+        with self._changed:
+            self._job = job
+            if self._idle and not self._must_allocate(job):
+                # Claimed at once, so that a training step shorter than a thread switch is captured all the same.
+                self._claim(job)
+            self._changed.notify_all()
+            self._await_slots(job)
+        self._raise_failure()
+
+    def _await_slots(self, job: _Job) -> None:
+        """Wait for the first slots, so that all ranks begin with the same step; shorter for larger ones in their place.
+
+        A state that grows with every step would else never have slots before the step after it.
+        """
+        first = not self._slots.slots
+        if not first and (not self._outgrown(job) or self._patience_spent):
+            return
+        arrived = self._changed.wait_for(
+            lambda: (
+                job.phase is not _Phase.PENDING
+                or job.plan is self._refused
+                or (bool(self._slots.slots) and not self._outgrown(job))
+            ),
+            _ALLOCATE_S if first else _GROW_S,
+        )
+        # A daemon that is away must not stop every step.
+        self._patience_spent = not arrived
+
+    def release(self) -> None:
+        """Return when live tensors may be changed: wait for a copy under way, give up one that has not begun.
+
+        Those on devices may be changed by what is put on the current streams from then on, which waits for their copy.
+        """
+        with self._changed:
+            job = self._job
+            if job is None:
+                return
+            if job.phase is _Phase.PENDING:
+                self._skip(job)
+            job.hurries = True
+            self._changed.wait_for(lambda: job.phase >= _Phase.RELEASED)
+        job.staged.hold()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the newest submitted step is captured, waiting up to `timeout_s` for it.
+
+        Raises:
+            CheckpointError: The daemon refused the memory for the first capture.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or (job := self._current) is None or job.phase >= _Phase.COMPLETE,
+                timeout_s,
+            )
+            captured = (job := self._current) is not None and job.phase is _Phase.COMPLETE
+        self._raise_failure()
+        return captured
+
+    def wait_decided(self, timeout_s: float) -> bool:
+        """Return whether the newest submitted step is committed, or never will be, within `timeout_s`."""
+        with self._changed:
+            job = self._current
+            return job is None or self._changed.wait_for(
+                lambda: job.phase is _Phase.SKIPPED or self._slots.next > job.step, timeout_s
+            )
+
+    def close(self) -> None:
+        """Let a copy under way end, and give up a waiting one; then close the link and unmap the slots."""
+        with self._changed:
+            self._closing = True
+            job = self._job
+            if job is not None:
+                if job.phase is _Phase.PENDING:
+                    self._skip(job)
+                self._changed.wait_for(lambda: job.phase >= _Phase.COMPLETE)
+            self._changed.notify_all()
+        self._link.close()
+        self._thread.join()
+        self._slots.close()
+
+    @property
+    def _current(self) -> _Job | None:
+        """The capture of the newest submitted step, None without one."""
+        return self._job if self._job is not None and self._job.step == self._newest else None
+
+    def _raise_failure(self) -> None:
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (action := self._next_action()) is None:
+                    self._idle = True
+                    self._changed.wait()
+                    self._idle = False
+                job = self._job
+            if action == "stop" or job is None:
+                return
+            try:
+                with _device(job.plan):
+                    if action == "allocate":
+                        self._allocate(job)
+                    else:
+                        self._capture(job)
+            except Exception:  # noqa: BLE001 - the boundary of this thread: training goes on without the capture
+                _log.exception("the capture of step %d failed", job.step)
+                with self._changed:
+                    if action == "allocate":
+                        self._refused, self._refused_s = job.plan, time.monotonic()
+                    self._skip(job)
+
+    def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
+        job = self._job
+        if job is None:
+            return "stop" if self._closing else None
+        if job.phase is _Phase.PENDING and not self._must_allocate(job):
+            self._claim(job)
+        if job.phase is _Phase.COPYING:
+            return "copy"
+        if self._closing:
+            return "stop"
+        # Slots in use are asked for again at once, so that the daemon hears what they hold; the first ones on demand.
+        wanted = job.phase is _Phase.PENDING or self._slots.slots
+        if wanted and self._must_allocate(job):
+            return "allocate"
+        return None
+
+    def _must_allocate(self, job: _Job) -> bool:
+        return job.plan is not self._refused and (self._stale or self._outgrown(job))
+
+    def _outgrown(self, job: _Job) -> bool:
+        return not self._slots.fits(len(job.plan.tensors), job.plan.layout.payload_bytes)
+
+    def _claim(self, job: _Job) -> None:
+        if not self._outgrown(job):
+            job.target = self._slots.take(job.step)
+        if job.target is not None:
+            job.phase = _Phase.COPYING
+
+    def _skip(self, job: _Job) -> None:
+        if job.phase < _Phase.COMPLETE:
+            job.phase = _Phase.SKIPPED
+            self._pass(job.step)
+        self._changed.notify_all()
+
+    def _pass(self, step: int) -> None:
+        self.stats.skipped += 1
+        self._slots.give_up(step)
+        self._tell_missed()
+
+    def _tell_missed(self) -> None:
+        missed = self._slots.missed
+        if missed is not None and missed != self._told:
+            self._told = missed
+            self._link.notify("missed", **missed)
+
+    def _allocate(self, job: _Job) -> None:
+        with self._changed:
+            self._stale = False
+        try:
+            slots = self._slots.map(self._ask_slots(job), pin=bool(job.plan.devices))
+        except (CheckpointError, OSError) as error:
+            self._refuse(job, error)
+            return
+        with self._changed:
+            self._slots.use(slots)
+            self._tell_missed()
+            if job.phase is _Phase.PENDING:
+                self._claim(job)
+            self._changed.notify_all()
+        for mapped in slots:
+            if mapped.held is not None and mapped.held[0] == self._env.generation:
+                # The daemon may have missed it while it was away.
+                self._announce(mapped)
+
+    def _ask_slots(self, job: _Job) -> list[str]:
+        """Return the paths of slots that the daemon has for captures like `job`."""
+        manifest_bytes = len(encode(job.plan.tensors, job.node)) + self._digester_of(job).encoded_bytes
+        payload_bytes = job.plan.layout.payload_bytes
+        if self._slots.fits(manifest_bytes, payload_bytes):
+            first = self._slots.slots[0].slot
+            return self._lend(first.payload_offset, first.capacity_bytes)
+        if self._slots.slots:
+            # A state that has grown may go on with it. Half as much again keeps the number of moves small.
+            try:
+                return self._lend(*plan_layout(manifest_bytes * 3 // 2, payload_bytes * 3 // 2))
+            except MemoryBudgetError:
+                _log.info("no room for slots that are larger than step %d needs", job.step)
+        return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=self._preferred_offset))
+
+    def _lend(self, payload_offset: int, capacity_bytes: int) -> list[str]:
+        answer = self._link.request(
+            "allocate", timeout_s=_ALLOCATE_S, capacity_bytes=capacity_bytes, payload_offset=payload_offset
+        )
+        paths: list[str] = answer["paths"]
+        return paths
+
+    def _refuse(self, job: _Job, error: CheckpointError | OSError) -> None:
+        with self._changed:
+            self._refused, self._refused_s = job.plan, time.monotonic()
+            if not self._slots.slots:
+                if isinstance(error, SlotSizeError):
+                    # No restart cures this one: the launcher shall not try.
+                    self._link.notify("refused", message=str(error))
+                self._failure = error if isinstance(error, CheckpointError) else DaemonError(str(error))
+            self._changed.notify_all()
+            if self._closing:
+                return
+        _log.error("no slots of the size that captures need now (%s); captures are skipped", error)
+
+    def _capture(self, job: _Job) -> None:
+        target, plan = job.target, job.plan
+        assert target is not None
+        started_s = time.monotonic()
+        digester = self._digester_of(job)
+        manifest = encode(plan.tensors, job.node)
+        if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
+            with self._changed:
+                self._stale = True
+                self._skip(job)
+            return
+        target.held = None
+        target.slot.begin()
+        copied = self._copier.copy(
+            plan,
+            job.staged,
+            target,
+            hurries=lambda: job.hurries,
+            on_released=lambda: self._advance(job, _Phase.RELEASED),
+            on_copied=lambda: self._advance(job, _Phase.COPIED),
+        )
+        if copied.changed is not None:
+            self._discard(job, copied.changed)
+            return
+        payload = target.slot.buffer[target.slot.payload_offset :]
+        target.slot.publish(
+            run_id=self._env.run_id,
+            topology=self._topology,
+            rank=self._env.rank,
+            world_size=self._env.world_size,
+            generation=self._env.generation,
+            step=job.step,
+            payload_bytes=plan.layout.payload_bytes,
+            manifest=digester.extend(manifest, payload, copied.checksums, job.staged.fingerprints),
+            checksums=copied.checksums,
+        )
+        target.held = (self._env.generation, job.step)
+        self._announce(target)
+        self.stats.captures += 1
+        self.stats.bytes += plan.layout.payload_bytes
+        self.stats.capture_s += time.monotonic() - started_s
+        self._advance(job, _Phase.COMPLETE)
+
+    def _digester_of(self, job: _Job) -> Digester:
+        plan = job.plan
+        if self._digester is None or self._digester[0] is not plan:
+            pieces = [(piece.leaf, piece.start) for pieces in plan.chunks for piece in pieces if piece.leaf is not None]
+            digester = Digester(plan.specs, plan.layout, job.node, pieces, rank=self._env.rank, trained=job.trained)
+            self._digester = plan, digester
+        return self._digester[1]
+
+    def _discard(self, job: _Job, changed: str) -> None:
+        name = object_name(changed)
+        _log.warning(
+            "step %d was not captured: %s changed while it was being copied behind training; "
+            "from now on all of %r is copied inside step()",
+            job.step,
+            changed,
+            name,
+        )
+        with self._changed:
+            self._eager.add(name)
+            self._plan = None
+            self.stats.discarded += 1
+            self._skip(job)
+
+    def _announce(self, mapped: MappedSlot) -> None:
+        assert mapped.held is not None
+        generation, step = mapped.held
+        self._link.notify("complete", path=str(mapped.slot.path), generation=generation, step=step)
+        self._on_complete(str(mapped.slot.path), mapped.held)
+
+    def _advance(self, job: _Job, phase: _Phase) -> None:
+        with self._changed:
+            job.phase = phase
+            self._changed.notify_all()
+
+
+def _device(plan: CapturePlan) -> contextlib.AbstractContextManager[object]:
+    # A new thread would otherwise make a CUDA context on the first device of the host.
+    return torch.cuda.device(plan.devices[0]) if plan.devices else contextlib.nullcontext()

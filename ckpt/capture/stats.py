@@ -1,0 +1,27 @@
+"""What captures cost the training, for whoever looks at `Checkpointer.stats`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptureStats:
+    """What captures cost so far.
+
+    Attributes:
+        stall_s: Seconds that the training thread spent in `step()` and waiting before optimizer steps.
+        waited_s: Those of them in which it waited for replicas: in the first steps of a run, while the idle spans of
+            the network are learned, and in every step with the scheme `blocking`.
+        capture_s: Seconds that the capture thread spent copying and hashing.
+        captures: Complete captures.
+        skipped: Steps that were not captured, the discarded ones included.
+        discarded: Captures that were given up because something changed the state while it was being copied.
+        bytes: Payload bytes of all complete captures.
+    """
+
+    stall_s: float = 0.0
+    waited_s: float = 0.0
+    capture_s: float = 0.0
+    captures: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    bytes: int = 0

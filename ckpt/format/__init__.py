@@ -1,0 +1,1 @@
+"""What trainers, launchers and daemons agree on: slots, manifests, messages, digests, placement; torch-free."""

@@ -1,0 +1,171 @@
+"""Putting exact values where an optimizer's `load_state_dict` made others of them: torch casts what it loads."""
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .held import held_optimizers, local
+from .tree import same
+
+
+def without_uncastable(state: Any) -> Any:
+    """Return an optimizer's `state` without what torch's cast would break: text, bytes and arrays; `put` brings them.
+
+    What is not laid out as torch does comes back as it is.
+    """
+    match state:
+        case {"state": dict(states), "param_groups": list()}:
+            return {**state, "state": {key: _castable(value) for key, value in states.items()}}
+    return state
+
+
+def _castable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _castable(item) for key, item in value.items() if not isinstance(item, str | bytes | np.ndarray)}
+    return value
+
+
+@contextlib.contextmanager
+def sharing_kept(item: Any) -> Iterator[None]:
+    """Let optimizers in `item` that have one `state` or one list of groups between them have one again afterwards.
+
+    A wrapper such as Lightning's shows the state of the optimizer inside as its own; loading gives it one of its own.
+    """
+    shared = [
+        (one, other, name, before)
+        for one, other in itertools.combinations(held_optimizers(item), 2)
+        for name in ("state", "param_groups")
+        if (before := getattr(one, name, None)) is not None and before is getattr(other, name, None)
+    ]
+    yield
+    for one, other, name, before in shared:
+        if getattr(one, name) is getattr(other, name):
+            continue
+        loaded = getattr(other if getattr(one, name) is before else one, name)
+        for optimizer in (one, other):
+            setattr(optimizer, name, loaded)
+
+
+class OptionTensors:
+    """Tensors that are options of an object's parameter groups, such as a learning rate that a script keeps a name for.
+
+    torch's optimizers replace them by copies of what they load.
+    """
+
+    def __init__(self, item: Any) -> None:
+        """Remember those that `item` has now."""
+        self._before = [
+            (optimizer, [{key: value for key, value in group.items() if key != "params"} for group in groups])
+            for optimizer in held_optimizers(item)
+            if (groups := getattr(optimizer, "param_groups", None))
+        ]
+
+    def put_back(self) -> None:
+        """Let groups have them again, with the content of what took their place."""
+        chosen: dict[int, torch.Tensor] = {}
+        for optimizer, befores in self._before:
+            if len(optimizer.param_groups) == len(befores):
+                for group, before in zip(optimizer.param_groups, befores, strict=True):
+                    for key, original in before.items():
+                        if key in group:
+                            group[key] = _put_back(original, group[key], chosen)
+
+
+def _put_back(original: Any, new: Any, chosen: dict[int, torch.Tensor]) -> Any:
+    if isinstance(original, tuple) and isinstance(new, tuple) and len(original) == len(new):
+        return tuple(_put_back(one, other, chosen) for one, other in zip(original, new, strict=True))
+    if not (isinstance(original, torch.Tensor) and isinstance(new, torch.Tensor)):
+        return new
+    # Groups that have one tensor between them in the checkpoint get one of these.
+    if id(new) not in chosen and not any(original is other for other in chosen.values()):
+        chosen[id(new)] = new if new is original else _filled(original, new)
+    return chosen.get(id(new), new)
+
+
+def _filled(original: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return `original` with the content of `new`, or `new` where that has another form."""
+    if (original.dtype, original.shape, original.device) != (new.dtype, new.shape, new.device):
+        return new
+    with torch.no_grad():
+        return original.copy_(new)
+
+
+def put(item: Any, wanted: Any) -> None:
+    """Make the state of `item`, which has loaded `wanted`, equal to it wherever that is in reach.
+
+    In reach are the tensors that `item.state_dict()` hands out, and plain values in the dicts and lists of the
+    optimizers that `item` holds. Whether everything is equal afterwards is for others to check.
+    """
+    live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
+    made: dict[int, torch.Tensor] = {}
+    for container, key, now, value in _differences(item.state_dict(), wanted):
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+            first = made.setdefault(id(value), now)
+            if first is now or id(container) not in live:
+                _become(now, value)
+            else:
+                container[key] = first
+        elif id(container) in live:
+            container[key] = value
+    _share_options(item, wanted)
+
+
+def _share_options(item: Any, wanted: Any) -> None:
+    """Give parameter groups the very tensors of `wanted`, of which torch makes copies: groups may have one `lr`."""
+    match wanted:
+        case {"state": dict(), "param_groups": list(wanted_groups)}:
+            for optimizer in held_optimizers(item):
+                groups = getattr(optimizer, "param_groups", None) or []
+                if [len(group["params"]) for group in groups] == [len(group["params"]) for group in wanted_groups]:
+                    for group, options in zip(groups, wanted_groups, strict=True):
+                        group.update({key: value for key, value in options.items() if isinstance(value, torch.Tensor)})
+
+
+def _become(now: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Give `now` the dtype, device and bytes of `wanted`, for everybody who has a reference to it."""
+    with torch.no_grad():
+        if (now.dtype, now.device.type, now.shape) == (wanted.dtype, wanted.device.type, wanted.shape):
+            now.copy_(wanted)
+        elif type(now) is torch.Tensor:
+            now.data = wanted
+        else:
+            # A DTensor's `data` would leave its shard as it is. One that cannot be swapped is found by the check.
+            with contextlib.suppress(RuntimeError):
+                torch.utils.swap_tensors(now, wanted.detach())  # type: ignore[no-untyped-call]
+
+
+def _containers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Yield the dicts and lists in the optimizer's state."""
+    remaining = [getattr(optimizer, "state", None)]
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, dict | list):
+            yield value
+            remaining.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _differences(now: Any, wanted: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yield each dict or list of `now`, the key, and both values, where `wanted` has something else."""
+    for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
+        there = now.get(key) if isinstance(now, dict) else now[key]
+        both = (
+            isinstance(value, dict)
+            and isinstance(there, dict)
+            and isinstance(value, Counter) == isinstance(there, Counter)
+        )
+        if both or (isinstance(value, list) and isinstance(there, list) and len(value) == len(there)):
+            yield from _differences(there, value)
+        elif not _is_same(there, value):
+            yield now, key, there, value
+
+
+def _is_same(now: Any, wanted: Any) -> bool:
+    if isinstance(now, torch.Tensor) and isinstance(wanted, torch.Tensor):
+        one, other = local(now), local(wanted)
+        return now is wanted or (one.device.type == other.device.type and same(one, other))
+    return type(now) is type(wanted) and not isinstance(now, tuple) and repr(now) == repr(wanted)

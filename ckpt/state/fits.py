@@ -1,0 +1,99 @@
+"""Comparing a checkpoint with the registered objects before anything is loaded: what can be seen not to fit."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+
+from ..errors import StateError
+from ..format.manifest import Node, TensorSpec
+from .tree import unflatten
+
+_MAX_DIFFERENCES: Final = 5
+
+
+def check_fits(
+    objects: dict[str, Any],
+    saved: dict[str, Node],
+    current: dict[str, Node],
+    saved_specs: tuple[TensorSpec, ...],
+    current_specs: tuple[TensorSpec, ...],
+) -> None:
+    """Compare names, the shapes and dtypes of modules, and the parameter groups of optimizers.
+
+    Args:
+        objects: The registered objects by name.
+        saved: The nodes that the checkpoint has of them.
+        current: Their nodes now.
+        saved_specs: What the leaves of `saved` are.
+        current_specs: What the leaves of `current` are.
+
+    Raises:
+        StateError: They differ.
+        SlotError: A node is malformed.
+    """
+    differences = [f"{name}: not in the checkpoint" for name in current if name not in saved]
+    differences += [f"{name}: in the checkpoint, but not registered" for name in saved if name not in current]
+    for name, item in objects.items():
+        if name not in saved:
+            continue
+        before = unflatten(saved[name], saved_specs.__getitem__)
+        now = unflatten(current[name], current_specs.__getitem__)
+        if isinstance(item, torch.nn.Module):
+            differences += _module_differences(name, before, now)
+        elif is_optimizer_state(now):
+            differences += _optimizer_differences(name, before, now)
+        elif isinstance(now, dict) and isinstance(item, torch.optim.Optimizer) and not isinstance(before, dict):
+            differences.append(f"{name}: in the checkpoint, but not as an optimizer")
+    if differences:
+        raise StateError(
+            "the checkpoint does not fit, nothing was loaded: "
+            + some(differences)
+            + ". Register the same objects with the same shapes (Checkpointer.planned_step says before restore() which "
+            "step it continues from), or start a new run id"
+        )
+
+
+def some(differences: Iterable[str]) -> str:
+    """Return the first differences, and how many more there are."""
+    listed = list(differences)
+    more = len(listed) - _MAX_DIFFERENCES
+    return "; ".join(listed[:_MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
+
+
+def _module_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:
+    if not isinstance(saved, dict):
+        yield f"{name}: in the checkpoint, but not as a module"
+        return
+    for key, before in saved.items():
+        if key not in current:
+            yield f"{name}.{key}: in the checkpoint, but not in the model"
+            continue
+        now = current[key]
+        if isinstance(before, TensorSpec) and isinstance(now, TensorSpec):
+            if before.content != now.content:
+                yield f"{name}.{key}: {before} in the checkpoint, {now} in the model"
+        elif isinstance(now, TensorSpec):
+            yield f"{name}.{key}: no tensor in the checkpoint, {now} in the model"
+    for key in current:
+        if key not in saved:
+            yield f"{name}.{key}: in the model, but not in the checkpoint"
+
+
+def _optimizer_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:
+    if not is_optimizer_state(saved):
+        yield f"{name}: in the checkpoint, but not as an optimizer"
+        return
+    before = [len(group["params"]) for group in saved["param_groups"]]
+    now = [len(group["params"]) for group in current["param_groups"]]
+    if before != now:
+        yield f"{name}: parameter groups of {before} tensors in the checkpoint, of {now} in the optimizer"
+
+
+def is_optimizer_state(saved: Any) -> bool:
+    """Tell whether `saved` is laid out as torch's optimizers do, which check little of what they load."""
+    match saved:
+        case {"state": dict(), "param_groups": list(groups)}:
+            members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+            return all(isinstance(ids, list) and all(type(item) is int for item in ids) for ids in members)
+    return False

@@ -1,0 +1,272 @@
+"""Which torch optimizers an object holds, whatever its class, and which one trains parameters behind our back."""
+
+import operator
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final
+
+import torch
+
+from ..format.manifest import leaf_paths
+from .tree import PLAIN_TENSORS, Flattener
+
+Optimizer = torch.optim.Optimizer
+
+_MAX_DEPTH: Final = 6
+_MAX_OBJECTS: Final = 10_000
+_MAX_CHILDREN: Final = 1_000
+_OWN: Final = ("state", "param_groups", "defaults")
+"""What an optimizer has of its parameters: large, and without optimizers in it."""
+_LEAVES: Final = (
+    torch.Tensor,
+    torch.nn.Module,
+    str,
+    bytes,
+    int,
+    float,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+)
+
+
+def held_optimizers(item: Any) -> list[Optimizer]:
+    """Return the optimizers that `item` is or holds in attributes, lists and dicts, the outermost first.
+
+    The search is bounded, and does not look into modules.
+    """
+    found: list[Optimizer] = []
+    seen: set[int] = set()
+    queue = deque([(item, 0)])
+    while queue and len(seen) < _MAX_OBJECTS:
+        value, depth = queue.popleft()
+        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found.append(value)
+        if depth < _MAX_DEPTH:
+            queue.extend((child, depth + 1) for child in islice(_children(value), _MAX_CHILDREN))
+    return found
+
+
+def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that `optimizer` updates, none of a wrapper that has no groups of its own."""
+    return [tensor for group in _groups([optimizer]) for tensor in group]
+
+
+def _groups(optimizers: Iterable[Optimizer]) -> list[list[torch.Tensor]]:
+    return [group["params"] for held in optimizers for group in getattr(held, "param_groups", None) or []]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        shard: torch.Tensor = tensor.to_local()
+    return shard
+
+
+class ParameterOrder:
+    """The names of the parameters of registered optimizers, in the order of their states.
+
+    An optimizer's `state_dict()` knows its parameters by their position alone. A parameter's name is its key in a
+    registered module or else the path, in the flattened state, of the leaf that is the same tensor in memory.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._groups: dict[str, list[list[torch.Tensor]]] = {}
+        self._in_modules: list[tuple[str, int]] = []
+        self._in_leaves: list[tuple[torch.Tensor, int]] = []
+        self._named: dict[str, set[int]] = {}
+        self._names: dict[str, list[list[str | None]]] = {}
+
+    def names(
+        self, optimizers: dict[str, list[Optimizer]], modules: dict[str, torch.nn.Module], flat: Flattener
+    ) -> dict[str, list[list[str | None]]]:
+        """Return the names of each group's parameters, by the name of the object; None for those without a name.
+
+        Cheap while groups, modules and `flat`, the state with everything registered, have the same tensors in the
+        same places as before; other objects under the same names need a new `ParameterOrder`.
+        """
+        groups = {name: _groups(several) for name, several in optimizers.items()}
+        in_modules = [
+            (f"{name}.{key}", id(parameter))
+            for name, module in modules.items()
+            for key, parameter in module.named_parameters(remove_duplicate=False)
+        ]
+        if not (_are_same(groups, self._groups) and in_modules == self._in_modules and self._are_leaves(flat)):
+            self._groups = {name: [list(group) for group in several] for name, several in groups.items()}
+            self._in_modules = in_modules
+            self._find(flat)
+        return self._names
+
+    def differences(self, name: str, saved: list[list[str | None]], *, has_state: bool) -> Iterator[str]:
+        """Yield which parameters had another place in `saved` than when `names` was called last.
+
+        Args:
+            name: Of the object that is or holds the optimizers.
+            saved: The names in each group of the checkpoint.
+            has_state: Whether the checkpoint has a state for parameters: without one only their groups matter.
+        """
+        for index, (before, now) in enumerate(zip(saved, self._groups[name], strict=False)):
+            members = {id(parameter) for parameter in now}
+            for position, (key, parameter) in enumerate(zip(before, now, strict=False)):
+                allowed = {id(parameter)} if has_state else members
+                if key in self._named and not self._named[key] & allowed:
+                    is_now = self._names[name][index][position] or "another tensor"
+                    yield (
+                        f"{name}: parameter {position} of group {index} is {key} in the checkpoint, {is_now} in the "
+                        "optimizer, which must get them in the same order each time (a set has none)"
+                    )
+                    return
+
+    def _find(self, flat: Flattener) -> None:
+        known = {identity for _, identity in self._in_modules}
+        others = {id(tensor): tensor for several in self._groups.values() for group in several for tensor in group}
+        others = {identity: tensor for identity, tensor in others.items() if identity not in known}
+        named = list(self._in_modules)
+        self._in_leaves = []
+        if others:
+            leaves = {_in_memory(leaf): index for index, leaf in enumerate(flat.leaves)}
+            found = {identity: leaves.get(_in_memory(tensor)) for identity, tensor in others.items()}
+            self._in_leaves = [(others[identity], index) for identity, index in found.items() if index is not None]
+            paths: dict[int, list[str]] = {}
+            for path, index in leaf_paths(flat.node).items():
+                paths.setdefault(index, []).append(path.removeprefix("objects."))
+            named += [(path, id(tensor)) for tensor, index in self._in_leaves for path in paths[index]]
+        self._named = {}
+        for key, identity in named:
+            self._named.setdefault(key, set()).add(identity)
+        names = {identity: key for key, identity in reversed(named)}
+        self._names = {
+            name: [[names.get(id(tensor)) for tensor in group] for group in several]
+            for name, several in self._groups.items()
+        }
+
+    def _are_leaves(self, flat: Flattener) -> bool:
+        """Tell whether the parameters that were found in leaves are the same leaves of `flat`."""
+        return all(
+            index < len(flat.leaves) and _in_memory(tensor) == _in_memory(flat.leaves[index])
+            for tensor, index in self._in_leaves
+        )
+
+
+def _in_memory(leaf: Any) -> Hashable:
+    """Return what equal tensors in the same memory have in common; of others something that nothing else has."""
+    tensor = local(leaf)
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and tensor.data_ptr():
+        return tensor.data_ptr(), tensor.shape, tensor.dtype
+    return id(leaf)
+
+
+def _are_same(one: dict[str, list[list[torch.Tensor]]], other: dict[str, list[list[torch.Tensor]]]) -> bool:
+    return one.keys() == other.keys() and all(
+        len(groups) == len(other[name])
+        and all(
+            len(group) == len(known) and all(map(operator.is_, group, known))
+            for group, known in zip(groups, other[name], strict=True)
+        )
+        for name, groups in one.items()
+    )
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    own = _OWN if isinstance(value, Optimizer) else ()
+    attributes = getattr(value, "__dict__", {})
+    slots = (name for kind in type(value).__mro__ for name in _slots(kind))
+    return [
+        *(child for name, child in attributes.items() if name not in own),
+        *(getattr(value, name) for name in slots if name not in own and hasattr(value, name)),
+    ]
+
+
+def _slots(kind: type) -> Iterable[str]:
+    names = kind.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else names
+
+
+def unregistered(optimizer: Optimizer, objects: dict[str, Any]) -> str | None:
+    """Return what to tell of an optimizer that steps parameters of registered modules and has its state in no object.
+
+    An object that holds an optimizer keeps its state if it is an optimizer itself, or if its `state_dict()` has the key
+    "param_groups" somewhere: a scheduler holds one and does not keep it. An object whose `state_dict()` fails now may
+    well keep it.
+
+    Args:
+        optimizer: The one that is about to step.
+        objects: The registered objects by name.
+    """
+    # One that holds a registered one, as SAM does, is that one's wrapper.
+    wrapped = held_optimizers(optimizer)
+    mine = {id(tensor) for held in wrapped for tensor in parameters(held)}
+    names = [
+        f"{name}.{key}"
+        for name, item in objects.items()
+        if isinstance(item, torch.nn.Module)
+        for key, parameter in item.named_parameters()
+        if id(parameter) in mine
+    ]
+    inside = set(map(id, wrapped))
+    if not names or any(
+        inside.intersection(map(id, held_optimizers(item))) and _keeps(item) for item in objects.values()
+    ):
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{type(optimizer).__qualname__} steps {names[0]}{more}, but no registered object keeps its state: it is not "
+        "part of checkpoints, and a recovery goes on without it. Register it, or call checkpointer.replace() if "
+        "it took the place of one that is registered"
+    )
+
+
+def _keeps(item: Any) -> bool:
+    if isinstance(item, Optimizer):
+        return True
+    try:
+        return any("param_groups" in str(key).split(".") for key, _ in dict_items(item.state_dict()))
+    except Exception:  # noqa: BLE001 - an object of the script; what it raises, its capture raises too
+        return True
+
+
+def dict_items(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of the dicts in `tree`, of dicts, lists and tuples, at any depth."""
+    if isinstance(tree, dict):
+        yield from tree.items()
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+        yield from dict_items(child)
+
+
+class Unregistered:
+    """Warns once of an optimizer that trains registered modules without being registered."""
+
+    def __init__(self, objects: Callable[[], dict[str, Any]]) -> None:
+        """Watch for optimizers that none of `objects()` holds."""
+        self._objects = objects
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._warned = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Judge `optimizer` when it is seen for the first time; cheap from then on."""
+        if self._warned or optimizer in self._judged:
+            return
+        self._judged.add(optimizer)
+        text = unregistered(optimizer, self._objects())
+        if text is not None:
+            self._warned = True
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def forget(self) -> None:
+        """Judge anew from now on: other objects are registered."""
+        self._judged = weakref.WeakSet()

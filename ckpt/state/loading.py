@@ -1,0 +1,324 @@
+"""Loading a slot into the registered objects: exactly, or not at all.
+
+Objects load through their own methods. torch's optimizers cast what they load, so what they made of it is replaced;
+then the whole state is flattened again and compared with the slot, bit for bit.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ..errors import SlotError, StateError, TopologyError
+from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
+from .exact import OptionTensors, put, sharing_kept, without_uncastable
+from .fits import check_fits, some
+from .held import dict_items, held_optimizers, parameters
+from .state import TrainingState, get_rng, set_rng
+from .tree import Flattener, entries, shard_spec, unflatten
+from .values import renew
+from .verify import Comparison, Difference
+
+
+def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> list[str]:
+    """Do what `TrainingState.load` says."""
+    current = state.flatten()
+    loader = _Loader(manifest, payload, current)
+    saved = entries(manifest.tree)
+    # An older version did not write down the order of parameters.
+    if saved.keys() - {"order"} != {"objects", "values", "rng"}:
+        raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
+    objects, now = entries(saved["objects"]), entries(entries(current.node)["objects"])
+    check_fits(state.objects, objects, now, manifest.tensors, current.specs())
+    modules = state.modules
+    _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
+    loader.keep(current, [(objects[name], now[name]) for name in modules])
+    values = unflatten(saved["values"], loader.own)
+    if not isinstance(values, dict):
+        raise SlotError(f"manifest tree has a {type(values).__name__} for the values, not a dict")
+    rng = unflatten(saved["rng"], loader.own)
+    # Modules first: what others share with them is right by the time that they load it.
+    states = {name: _module_state(item, objects[name], loader) for name, item in modules.items()}
+    states |= {name: unflatten(node, loader.own) for name, node in objects.items() if name not in modules}
+    trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
+    options = [OptionTensors(item) for item in state.objects.values() if _holds(item)]
+    for name, loaded in states.items():
+        with _loading(f"{name}: load_state_dict()"), sharing_kept(state.objects[name]):
+            state.objects[name].load_state_dict(without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
+    for tensors in options:
+        tensors.put_back()
+    with _loading("state_dict() of what was loaded"):
+        leaves = Flattener({name: item.state_dict() for name, item in state.objects.items()}).leaves
+    renew(state.values, values, others=leaves, shared=loader.owned(leaf_paths(saved["objects"]).values()))
+    warnings = [
+        f"values.{name} is not in the checkpoint and stays what it was" for name in state.values if name not in values
+    ]
+    if state.has_rng and rng is None:
+        warnings.append("the checkpoint has no states of random number generators, which stay what they are")
+    warnings += _check(state, manifest, payload, states, options)
+    for optimizer, names in trained:
+        lost = [name for name in names if name not in _trained(optimizer, modules)]
+        if lost:
+            raise _inexact(
+                [f"{name}: load_state_dict() made another parameter of it than the optimizer has" for name in lost]
+            )
+    # Last, because making a state may draw numbers.
+    if state.has_rng and rng is not None:
+        with _loading("rng: setting it"):
+            set_rng(rng)
+        _check_rng(saved["rng"], manifest, payload)
+    return warnings
+
+
+def _check_order(state: TrainingState, saved: dict[str, Node], objects: dict[str, Node]) -> None:
+    """Refuse optimizers that have their parameters in another order: each would go on with the state of another one.
+
+    The order now is that of the latest `state.flatten()`.
+    """
+    differences = [
+        difference
+        for name in state.held
+        if name in saved
+        for difference in state.order.differences(name, _names(saved[name]), has_state=_has_state(objects[name]))
+    ]
+    if differences:
+        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
+
+
+def _has_state(node: Node) -> bool:
+    """Tell whether an object may have states of parameters: any leaf may be one, but not a torch optimizer's option."""
+    match tree := unflatten(node, str):
+        case {"state": dict(states), "param_groups": list()}:
+            return bool(states)
+    return bool(leaf_paths(node)) or any(
+        key == "state" and isinstance(value, dict) and value for key, value in dict_items(tree)
+    )
+
+
+def _names(node: Node) -> list[list[str | None]]:
+    """Return the parameters' names that the manifest has for each group of an object."""
+    groups = unflatten(node, _no_leaf)
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not a list for each group")
+    if not all(name is None or isinstance(name, str) for group in groups for name in group):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not only names")
+    return groups
+
+
+def _no_leaf(index: int) -> NoReturn:
+    raise SlotError(f"manifest has leaf {index} among the names of parameters")
+
+
+def _check(
+    state: TrainingState,
+    manifest: Manifest,
+    payload: torch.Tensor,
+    states: dict[str, Any],
+    options: list[OptionTensors],
+) -> list[str]:
+    """Return what a person should know, after a second chance for what optimizers and modules made of their state."""
+    strict, lenient = _differences(state, manifest, payload)
+    if strict:
+        for name, loaded in states.items():
+            if isinstance(state.objects[name], torch.nn.Module) or _holds(state.objects[name]):
+                with _loading(f"{name}: state_dict() of what was loaded"):
+                    put(state.objects[name], loaded)
+        for tensors in options:
+            tensors.put_back()
+        strict, lenient = _differences(state, manifest, payload)
+    if strict:
+        raise _inexact(map(str, strict))
+    return list(map(str, lenient))
+
+
+def _differences(
+    state: TrainingState, manifest: Manifest, payload: torch.Tensor
+) -> tuple[list[Difference], list[Difference]]:
+    """Return what must not differ from the slot and does, and what may."""
+    with _loading("state_dict() of what was loaded"):
+        try:
+            current = state.flatten()
+        except StateError as error:
+            raise _inexact([str(error)]) from None
+    comparison = Comparison(manifest, payload, current)
+    saved, now = entries(manifest.tree), entries(current.node)
+    befores, afters = entries(saved["objects"]), entries(now["objects"])
+    strict: list[Difference] = []
+    lenient: list[Difference] = []
+    for name, item in state.objects.items():
+        found = list(comparison.differences(befores[name], afters[name], name))
+        if _is_strict(item):
+            strict += found or comparison.sharing(befores[name], afters[name], name)
+        else:
+            strict += [difference for difference in found if not difference.plain]
+            lenient += [difference for difference in found if difference.plain]
+    before, after = entries(saved["values"]), entries(now["values"])
+    for name, node in before.items():
+        strict += comparison.differences(node, after[name], f"values.{name}")
+    return strict, lenient
+
+
+def _check_rng(saved: Node, manifest: Manifest, payload: torch.Tensor) -> None:
+    flat = Flattener({"rng": get_rng()})
+    before, now = entries(saved), entries(entries(flat.node)["rng"])
+    comparison = Comparison(manifest, payload, flat)
+    # Generators of GPUs that are not here cannot be used.
+    names = [name for name in now if name in before and (name != "cuda" or len(before[name]) == len(now[name]))]
+    found = [
+        difference for name in names for difference in comparison.differences(before[name], now[name], f"rng.{name}")
+    ]
+    if found:
+        raise _inexact(map(str, found))
+
+
+def _inexact(differences: Any) -> StateError:
+    return StateError(
+        "the checkpoint was not restored exactly; the state is loaded in part, and the run ends here: "
+        + some(differences)
+        + ". Let load_state_dict() take all that state_dict() returns, as it is"
+    )
+
+
+@contextlib.contextmanager
+def _loading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StateError(f"{what} raised {error!r}; the state is loaded in part, and the run ends here") from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict"):
+            lines = " ".join(str(error).split())
+            raise StateError(f"{what}: {lines}; the state is loaded in part, and the run ends here") from error
+        # It may be a collective that another rank's failure broke: a restart may cure it.
+        error.add_note(f"in {what}")
+        raise
+
+
+def _holds(item: Any) -> bool:
+    return bool(held_optimizers(item))
+
+
+def _is_strict(item: Any) -> bool:
+    """Tell whether plain values of `item` have to come back exactly, too; tensors always have to."""
+    return isinstance(item, torch.nn.Module) or type(item).__module__.partition(".")[0] == "torch" or _holds(item)
+
+
+def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Module]) -> list[str]:
+    """Return the names of the modules' parameters that `optimizer` has."""
+    mine = {id(tensor) for tensor in parameters(optimizer)}
+    return [
+        f"{name}.{key}"
+        for name, module in modules.items()
+        for key, parameter in module.named_parameters()
+        if id(parameter) in mine
+    ]
+
+
+def _module_state(module: torch.nn.Module, node: Node, loader: "_Loader") -> Any:
+    current = module.state_dict()
+    # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
+    state = OrderedDict((key, unflatten(child, loader.own_copy)) for key, child in entries(node).items())
+    state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
+    return state
+
+
+class _Loader:
+    """Makes tensors of the leaves of one manifest, on the meshes of the current state."""
+
+    def __init__(self, manifest: Manifest, payload: torch.Tensor, current: Flattener) -> None:
+        self._manifest = manifest
+        self._payload = payload
+        self._meshes = {_mesh_key(shard_spec(shard)): shard.device_mesh for shard in current.shards.values()}
+        self._kept: dict[int, Any] = {}
+        self._owned: dict[int, Any] = {}
+        self._spans: dict[int, int] = {}
+        for spec in manifest.tensors:
+            if spec.within is not None:
+                first, offset = spec.within
+                self._spans[first] = max(self._spans.get(first, 0), offset + spec.nbytes)
+        self._spanning: dict[int, torch.Tensor] = {}
+
+    def keep(self, current: Flattener, modules: list[tuple[Node, Node]]) -> None:
+        """Let others that had a module's tensors have them again: `modules` has nodes of the slot and of `current`."""
+        for saved, now in modules:
+            places = leaf_paths(now)
+            for path, index in leaf_paths(saved).items():
+                leaf = current.leaves[places[path]] if path in places else None
+                if isinstance(leaf, torch.Tensor):
+                    self._kept[index] = current.shards.get(places[path], leaf)
+
+    def own(self, index: int) -> Any:
+        """Return leaf `index`, the same each time, in a module's memory if it was there, else in memory of its own."""
+        if index in self._kept:
+            return self._kept[index]
+        if index not in self._owned:
+            self._owned[index] = self._make(index)
+        return self._owned[index]
+
+    def owned(self, indices: Iterable[int]) -> set[int]:
+        """Return the `id`s of those of these leaves that `own` has returned in memory of their own."""
+        return {id(self._owned[index]) for index in indices if index in self._owned}
+
+    def own_copy(self, index: int) -> Any:
+        """Return leaf `index` in memory of its own, on the type of device that it was captured from."""
+        return self._make(index)
+
+    def _make(self, index: int) -> Any:
+        spec, offset = self._manifest.tensors[index], self._manifest.offsets[index]
+        data = self._payload[offset : offset + spec.nbytes]
+        if spec.kind == "bytes":
+            return data.numpy().tobytes()
+        if spec.kind == "numpy":
+            return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy()).copy()
+        dtype = getattr(torch, spec.dtype)
+        stored = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
+        if spec.within is not None:
+            made = self._shared(spec, stored, *spec.within)
+        else:
+            stride = spec.stride or stored.stride()
+            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device).copy_(stored)
+        return made if spec.shard is None else self._shard(spec.shard, made)
+
+    def _shared(self, spec: TensorSpec, stored: torch.Tensor, first: int, offset: int) -> torch.Tensor:
+        """Return `stored` in the memory that it shares with others."""
+        if first not in self._spanning:
+            self._spanning[first] = torch.empty(self._spans[first], dtype=torch.uint8, device=spec.device)
+        storage, size = self._spanning[first].untyped_storage(), stored.element_size()
+        empty = torch.empty(0, dtype=stored.dtype, device=spec.device)
+        return empty.set_(storage, offset // size, spec.shape, spec.stride or stored.stride()).copy_(stored)
+
+    def _shard(self, spec: ShardSpec, local: torch.Tensor) -> Any:
+        mesh = self._meshes.get(_mesh_key(spec))
+        if mesh is None:
+            raise TopologyError(
+                f"the checkpoint has a tensor sharded over a mesh of shape {list(spec.mesh_shape)} and ranks "
+                f"{list(spec.mesh_ranks)}, which the current state does not use: shard the model as before, "
+                "or start a new run id"
+            )
+        from torch.distributed.tensor import DTensor
+
+        placements = [decode_placement(placement) for placement in spec.placements]
+        shape, stride = torch.Size(spec.shape), tuple(spec.stride)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def decode_placement(placement: tuple[str | int, ...]) -> Any:
+    """Return torch's placement for one of a `ShardSpec`."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    match placement:
+        case ("S", int(dim)):
+            return Shard(dim)
+        case ("SS", int(dim), int(split_factor)):
+            return _StridedShard(dim, split_factor=split_factor)
+        case ("P", str(operation)):
+            return Partial(operation)
+    return Replicate()
+
+
+def _mesh_key(spec: ShardSpec) -> tuple[Any, ...]:
+    return spec.mesh_shape, spec.mesh_ranks, spec.mesh_dim_names

@@ -1,0 +1,237 @@
+"""The training state: what the user registered, gathered as one tree; `loading.py` replaces it by a checkpoint."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import xxhash
+
+from ..errors import StateError
+from ..format.manifest import Manifest, leaf_paths
+from .held import ParameterOrder, held_optimizers, local, parameters
+from .tree import Flattener
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that a checkpoint holds through its two methods."""
+
+    def state_dict(self) -> Any:
+        """Return the state as plain data and tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state that `state_dict` returned."""
+
+
+class TrainingState:
+    """Registered objects, plain values and random number generators.
+
+    Attributes:
+        objects: The objects by name, those in lists and dicts as "name.0" or "name.key"; of a DistributedDataParallel
+            the module inside, so that names have no prefix.
+        values: Plain data, captured at each step and replaced by `load`.
+        has_rng: Whether the random number generators are part of it.
+        modules: Those of the objects that are modules, by name.
+        held: The torch optimizers that an object is or holds, by its name, if there are any.
+        optimizers: All of them.
+        trained: Names of the objects that are modules, or are or hold optimizers.
+        order: The names of the optimizers' parameters when `flatten` was called last.
+    """
+
+    def __init__(self, registered: dict[str, Any], *, rng: bool) -> None:
+        """Sort what the user registered into stateful objects and plain values.
+
+        Raises:
+            StateError: A container mixes both, or an object's state dict is not local to its rank.
+        """
+        self.objects: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        for name, item in registered.items():
+            objects = dict(_objects(name, item))
+            if not objects:
+                self.values[name] = item
+            for path, found in objects.items():
+                if path in self.objects:
+                    raise StateError(f"{path} is registered twice: give one of the two another name")
+                self.objects[path] = found
+        self.has_rng = rng
+        self._find_trained()
+
+    def replace(self, registered: dict[str, Any]) -> None:
+        """Register other objects under names that are registered already.
+
+        Raises:
+            StateError: A name is not that of an object or of a container of as many objects; nothing was replaced.
+        """
+        objects: dict[str, Any] = {}
+        for name, item in registered.items():
+            new = dict(_objects(name, item))
+            old = {path for path in self.objects if path == name or path.startswith(f"{name}.")}
+            if not new or new.keys() != old:
+                names, places = ", ".join(new) or "no object", ", ".join(sorted(old)) or "nothing"
+                raise StateError(
+                    f"{name}: {names} cannot take the place of {places}: "
+                    "replace objects by objects, under the names that were registered"
+                )
+            objects |= new
+        self.objects |= objects
+        self._find_trained()
+
+    def flatten(self) -> Flattener:
+        """Return the current state, its tensors by reference.
+
+        Raises:
+            StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
+        """
+        objects = {name: item.state_dict() for name, item in self.objects.items()}
+        rng = get_rng() if self.has_rng else None
+        try:
+            flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
+            flat.add("order", self.order.names(self.held, self.modules, flat))
+            if flat.sharing or flat.repeating:
+                self._check_memory(flat)
+        except StateError as error:
+            raise StateError(str(error).removeprefix("objects.")) from None
+        return flat
+
+    def estimate_bytes(self) -> int:
+        """Return the bytes of a capture, counting two tensors per parameter for an optimizer that has no state yet."""
+        now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
+        fresh = [
+            optimizer for optimizer in self.optimizers if not any(_state(held) for held in held_optimizers(optimizer))
+        ]
+        later = {id(parameter): parameter for optimizer in fresh for parameter in parameters(optimizer)}
+        return now_bytes + sum(2 * local(parameter).nbytes for parameter in later.values())
+
+    def device(self) -> torch.device | None:
+        """Return the first GPU that holds tensors of the state, None when there is none."""
+        leaves = (leaf for leaf in self.flatten().leaves if isinstance(leaf, torch.Tensor))
+        return next((leaf.device for leaf in leaves if leaf.is_cuda), None)
+
+    def topology(self, world_size: int) -> int:
+        """Return the fingerprint of the world size and of the shapes of the device meshes in use."""
+        shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in self.flatten().shards.values()})
+        return xxhash.xxh3_64_intdigest(json.dumps([world_size, shapes]).encode())
+
+    def load(self, manifest: Manifest, payload: torch.Tensor) -> list[str]:
+        """Replace the state by the one in `payload` (uint8, on the CPU); nothing keeps a reference to it.
+
+        Returns:
+            Plain values of objects of others that are not what was loaded, for a warning.
+
+        Raises:
+            StateError: Names, shapes or dtypes differ, and nothing was loaded; or the state is not, bit for bit, what
+                was loaded. The message has the first differences.
+            TopologyError: A tensor was sharded over a mesh that the current state does not use; nothing was
+                loaded.
+            SlotError: The manifest is malformed; nothing was loaded.
+        """
+        # Only a restart needs it.
+        from .loading import load
+
+        return load(self, manifest, payload)
+
+    def _find_trained(self) -> None:
+        held = {name: held_optimizers(item) for name, item in self.objects.items()}
+        self.held = {name: several for name, several in held.items() if several}
+        self.modules = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
+        self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
+        self.trained = frozenset([*self.held, *self.modules])
+        self.order = ParameterOrder()
+
+    def _check_memory(self, flat: Flattener) -> None:
+        """Refuse tensors that could not be brought back as they lie in memory."""
+        modules: dict[int, str] = {}
+        others: dict[int, str] = {}
+        for path, index in leaf_paths(flat.node).items():
+            path = path.removeprefix("objects.")
+            owner = next((item for name, item in self.objects.items() if path.startswith(f"{name}.")), None)
+            (modules if isinstance(owner, torch.nn.Module) else others).setdefault(index, path)
+        for index in flat.repeating:
+            if index in modules:
+                raise StateError(
+                    f"{modules[index]}: several of its elements are one in memory, which load_state_dict() cannot "
+                    "write; register a copy of it, made by clone()"
+                )
+        for overlap in flat.sharing:
+            paths = sorted(modules.get(index) or others[index] for index in overlap)
+            # Modules are loaded into the memory that they have.
+            if not flat.can_share(overlap) and not modules.keys() >= overlap.keys():
+                problem = "and not all of them are dense"
+            elif modules.keys() & overlap.keys() and others.keys() & (overlap.keys() - modules.keys()):
+                problem = "of a module and of another object"
+            else:
+                continue
+            raise StateError(
+                f"{' and '.join(paths[:3])} share a part of their memory, {problem}, which a checkpoint does not bring "
+                "back: let state_dict() return copies, or only one of them"
+            )
+
+
+def _objects(name: str, item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the stateful objects that `item` is or has, by name; none for plain values."""
+    try:
+        leaves = dict(_leaves(name, item))
+    except RecursionError:
+        return
+    objects = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stateful)}
+    plain = [path for path, leaf in leaves.items() if path not in objects and leaf is not None]
+    if objects and plain:
+        raise StateError(
+            f"{name} has objects with state_dict() ({next(iter(objects))}) and plain values ({plain[0]}): "
+            "register them under names of their own"
+        )
+    for path, leaf in objects.items():
+        yield path, _unwrap(path, leaf)
+
+
+def _leaves(name: str, item: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, Stateful) or not isinstance(item, list | tuple | dict):
+        yield name, item
+        return
+    for key, child in item.items() if isinstance(item, dict) else enumerate(item):
+        yield from _leaves(f"{name}.{key}", child)
+
+
+def _unwrap(name: str, item: Any) -> Any:
+    if hasattr(item, "consolidate_state_dict"):
+        raise StateError(
+            f"{name}: the state dict of {type(item).__qualname__} is gathered from all ranks by "
+            "consolidate_state_dict(); register the optimizer of this rank's part, its attribute `optim`"
+        )
+    if not isinstance(item, torch.nn.Module):
+        return item
+    # Looked up and not imported, because whoever uses it has imported it.
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp1 is not None and any(isinstance(module, fsdp1) for module in item.modules()):
+        raise StateError(f"{name}: FullyShardedDataParallel gathers its state across ranks; use fully_shard (FSDP2)")
+    return item.module if isinstance(item, torch.nn.parallel.DistributedDataParallel) else item
+
+
+def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return getattr(optimizer, "state", None) or {}
+
+
+def get_rng() -> dict[str, Any]:
+    """Return the states of the generators of this process, for `set_rng`."""
+    version, words, gauss = random.getstate()
+    return {
+        "python": (version, np.array(words, dtype=np.uint32), gauss),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+    }
+
+
+def set_rng(state: dict[str, Any]) -> None:
+    """Make the generators of this process go on from `state`, which a capture has under "rng"."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

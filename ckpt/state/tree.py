@@ -1,0 +1,370 @@
+"""The tree codec: nested state ↔ JSON nodes and a list of leaves that hold bytes. Nothing is pickled.
+
+A node is a JSON scalar (None, bool, finite float, 64-bit int, str), or an array that begins with a tag:
+
+- `["l", node…]`, `["t", node…]`, `["d", [key node…], [value node…]]`, `["C", …]`: list, tuple, dict, Counter
+- `["x", index]`: the leaf with that index (tensor, numpy array, or long bytes)
+- `["i", hex]`, `["f", hex]`, `["z", real, imaginary]`, `["b", base64]`: other int, float, complex, short
+bytes - `["s", dtype, hex]`: numpy scalar - `["dtype", name]`, `["device", name]`, `["size", n…]`:
+torch.dtype, torch.device, torch.Size
+"""
+
+import base64
+import binascii
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+
+from ..errors import SlotError, StateError
+from ..format.manifest import ITEM_BYTES, Node, ShardSpec, TensorSpec, check_numpy_dtype, is_dense
+
+LONG_BYTES: Final = 1024
+"""Bytes objects longer than this are leaves, shorter ones are part of the manifest."""
+
+Leaf = torch.Tensor | np.ndarray | bytes
+
+PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_REMEDY: Final = "give only plain Python data, tensors and numpy arrays, also in what state_dict() returns"
+
+
+class _UnsupportedError(Exception):
+    """A value that has no place in a tree; `path` collects the keys to it, innermost first."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.path: list[str] = []
+
+
+class Flattener:
+    """Splits one tree into a node and its leaves; a tensor that occurs several times is one leaf.
+
+    Attributes:
+        node: The tree.
+        leaves: What `["x", index]` refers to; of a DTensor the local shard.
+        keys: One hashable key per leaf: two flattened trees with equal keys have equal `specs`.
+        shards: The DTensor of each leaf that is a shard of one, by index.
+        sharing: Leaves that are not the same but share bytes, each with where it begins in the memory that they span,
+            in bytes. Sets that a checkpoint can lay out again in the same way are in `specs`.
+        repeating: Leaves of which several elements are one in memory, as `expand` makes them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        """Flatten `tree`.
+
+        Raises:
+            StateError: It contains something unsupported; the message has its path, its type and the remedy.
+        """
+        self.leaves: list[Leaf] = []
+        self.keys: list[tuple[Any, ...]] = []
+        self._indices: dict[tuple[Any, ...], int] = {}
+        self.shards: dict[int, Any] = {}
+        self.repeating: list[int] = []
+        self._storages: dict[int, list[int]] = {}
+        # Imported by whoever makes DTensors; importing it here would cost every trainer half a second.
+        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        try:
+            self.node: Node = self._encode(tree)
+        except _UnsupportedError as error:
+            path = ".".join(reversed(error.path)) or "state"
+            raise StateError(f"{path}: {error}; {_REMEDY}") from None
+        except RecursionError:
+            raise StateError(f"state is nested too deeply or contains itself; {_REMEDY}") from None
+        self.sharing = [
+            overlap
+            for indices in self._storages.values()
+            if len(indices) > 1
+            for overlap in _overlaps({index: _place_in_memory(self.leaves[index]) for index in indices})
+        ]
+        self._within: dict[int, tuple[int, int]] = {}
+        for overlap in self.sharing:
+            if all(self._can_share(index, offset) for index, offset in overlap.items()):
+                for index, offset in overlap.items():
+                    self._within[index] = min(overlap), offset
+                    self.keys[index] = (*self.keys[index], min(overlap), offset)
+
+    def add(self, key: str, value: Any) -> None:
+        """Put `value`, which has no leaves, into the tree, which is a dict."""
+        _, keys, children = self.node
+        keys.append(key)
+        children.append(self._encode(value))
+
+    def can_share(self, overlap: dict[int, int]) -> bool:
+        """Tell whether a checkpoint can lay out the leaves of this item of `sharing` as they lie now."""
+        return all(index in self._within for index in overlap)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return what each leaf takes."""
+        return tuple(self._spec(index, leaf) for index, leaf in enumerate(self.leaves))
+
+    def _encode(self, value: Any) -> Node:
+        kind = type(value)
+        if value is None or kind is str or kind is bool:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else ["i", hex(value)]
+        if kind is float:
+            return value if math.isfinite(value) else ["f", struct.pack(">d", value).hex()]
+        if kind is dict or kind is OrderedDict or kind is defaultdict or kind is Counter:
+            tag = "C" if kind is Counter else "d"
+            return [tag, [self._encode(key) for key in value], list(self._children(value.items()))]
+        if kind is list:
+            return ["l", *self._children(enumerate(value))]
+        if kind is tuple:
+            return ["t", *self._children(enumerate(value))]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        return self._rare(value)
+
+    def _children(self, items: Iterable[tuple[Any, Any]]) -> Iterator[Node]:
+        for key, item in items:
+            try:
+                yield self._encode(item)
+            except _UnsupportedError as error:
+                error.path.append(str(key))
+                raise
+
+    def _tensor(self, tensor: torch.Tensor) -> Node:
+        shard, shard_key = None, None
+        if self._dtensor and isinstance(tensor, self._dtensor):
+            with torch.no_grad():
+                shard, tensor = tensor, tensor.to_local()
+            shard_key = (shard.shape, shard.stride(), shard.placements, shard.device_mesh)
+        if type(tensor) not in PLAIN_TENSORS:
+            raise _UnsupportedError(f"tensors of type {_name(tensor)} are not supported")
+        if tensor.layout is not torch.strided:
+            raise _UnsupportedError(f"{tensor.layout} tensors are not supported")
+        if tensor.is_meta:
+            raise _UnsupportedError("tensors on the meta device hold no data")
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        key = (tensor.dtype, tensor.shape, tensor.device, shard_key, stride)
+        # Empty tensors have no memory by which to tell them apart.
+        address = tensor.data_ptr() if tensor.numel() else id(tensor)
+        place = (key, address, tensor.is_conj(), tensor.is_neg())
+        index = self._indices.get(place)
+        if index is None:
+            storage = tensor.untyped_storage()
+            _check_storage(tensor, storage.nbytes())
+            index = self._indices[place] = len(self.leaves)
+            self.leaves.append(tensor)
+            self.keys.append(key)
+            if tensor.numel():
+                self._storages.setdefault(storage.data_ptr(), []).append(index)
+            if stride is not None and any(
+                size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)
+            ):
+                self.repeating.append(index)
+            if shard is not None:
+                self.shards[index] = shard
+        return ["x", index]
+
+    def _rare(self, value: Any) -> Node:
+        match value:
+            case np.generic():
+                self._check_numpy(value.dtype)
+                return ["s", value.dtype.str, value.tobytes().hex()]
+            case complex() if type(value) is complex:
+                return ["z", self._encode(value.real), self._encode(value.imag)]
+            case bytes() if type(value) is bytes:
+                if len(value) <= LONG_BYTES:
+                    return ["b", base64.b64encode(value).decode()]
+                return self._host_leaf(value, ("bytes", len(value)))
+            case np.ndarray() if type(value) is np.ndarray:
+                self._check_numpy(value.dtype)
+                return self._host_leaf(value, ("numpy", value.dtype, value.shape))
+            case torch.dtype():
+                return ["dtype", str(value).removeprefix("torch.")]
+            case torch.device():
+                return ["device", str(value)]
+            case torch.Size():
+                return ["size", *value]
+        raise _UnsupportedError(f"values of type {_name(value)} are not supported")
+
+    def _host_leaf(self, value: Leaf, key: tuple[Any, ...]) -> Node:
+        self.leaves.append(value)
+        self.keys.append(key)
+        return ["x", len(self.leaves) - 1]
+
+    @staticmethod
+    def _check_numpy(dtype: np.dtype[Any]) -> None:
+        try:
+            check_numpy_dtype(dtype.str)
+        except ValueError as error:
+            raise _UnsupportedError(str(error)) from None
+
+    def _spec(self, index: int, leaf: Leaf) -> TensorSpec:
+        if isinstance(leaf, bytes):
+            return TensorSpec(kind="bytes", dtype="uint8", shape=(len(leaf),))
+        if isinstance(leaf, np.ndarray):
+            return TensorSpec(kind="numpy", dtype=leaf.dtype.str, shape=leaf.shape)
+        shard = self.shards.get(index)
+        laid_out = not leaf.is_contiguous() and is_dense(leaf.shape, leaf.stride())
+        name = str(leaf.dtype).removeprefix("torch.")
+        if name not in ITEM_BYTES:
+            raise StateError(f"tensors of {leaf.dtype} are not supported; {_REMEDY}")
+        return TensorSpec(
+            kind="torch",
+            dtype=name,
+            shape=tuple(leaf.shape),
+            device=leaf.device.type,
+            shard=None if shard is None else shard_spec(shard),
+            stride=leaf.stride() if laid_out else None,
+            within=self._within.get(index),
+        )
+
+    def _can_share(self, index: int, offset: int) -> bool:
+        leaf = self.leaves[index]
+        assert isinstance(leaf, torch.Tensor)
+        plain = not leaf.is_conj() and not leaf.is_neg()
+        return plain and is_dense(leaf.shape, leaf.stride()) and offset % leaf.element_size() == 0
+
+
+def _place_in_memory(leaf: Leaf) -> tuple[int, int]:
+    """Return the addresses where `leaf`, which is not empty, begins and ends."""
+    assert isinstance(leaf, torch.Tensor)
+    elements = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.data_ptr(), leaf.data_ptr() + elements * leaf.element_size()
+
+
+def _overlaps(places: dict[int, tuple[int, int]]) -> list[dict[int, int]]:
+    """Return the sets of leaves that share bytes, each leaf with its distance from the first byte of its set."""
+    found: list[dict[int, int]] = []
+    members: dict[int, int] = {}
+    begin = end = -1
+    for index, (start, stop) in sorted(places.items(), key=lambda item: item[1]):
+        if start >= end:
+            found.append(members)
+            members, begin = {}, start
+        members[index] = start - begin
+        end = max(end, stop)
+    return [overlap for overlap in [*found, members] if len(overlap) > 1]
+
+
+def shard_spec(dtensor: Any) -> ShardSpec:
+    """Return how `dtensor` is laid over its mesh."""
+    mesh = dtensor.device_mesh
+    return ShardSpec(
+        shape=tuple(dtensor.shape),
+        stride=tuple(dtensor.stride()),
+        mesh_shape=tuple(mesh.mesh.shape),
+        mesh_ranks=tuple(mesh.mesh.flatten().tolist()),
+        mesh_dim_names=None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
+        placements=tuple(_placement(placement) for placement in dtensor.placements),
+    )
+
+
+def _placement(placement: Any) -> tuple[str | int, ...]:
+    split_factor = getattr(placement, "split_factor", None)
+    if split_factor is not None:
+        return ("SS", placement.dim, split_factor)
+    if placement.is_shard():
+        return ("S", placement.dim)
+    return ("R",) if placement.is_replicate() else ("P", placement.reduce_op)
+
+
+def unflatten(node: Node, leaf: Callable[[int], Any]) -> Any:
+    """Return the tree of `node`; `leaf` makes the value of each leaf index, once.
+
+    Raises:
+        SlotError: The node is not one that `Flattener` writes.
+    """
+    made: dict[int, Any] = {}
+
+    def once(index: int) -> Any:
+        if index not in made:
+            made[index] = leaf(index)
+        return made[index]
+
+    try:
+        return _decode(node, once)
+    except (TypeError, ValueError, IndexError, RecursionError, RuntimeError, binascii.Error) as error:
+        raise SlotError(f"manifest tree is malformed: {error!r}") from error
+
+
+def _decode(node: Node, leaf: Callable[[int], Any]) -> Any:
+    if not isinstance(node, list):
+        if isinstance(node, dict):
+            _malformed(node)
+        return node
+    match node:
+        case ["x", int(index)] if type(index) is int and index >= 0:
+            return leaf(index)
+        case ["l", *items]:
+            return [_decode(item, leaf) for item in items]
+        case ["t", *items]:
+            return tuple(_decode(item, leaf) for item in items)
+        case ["d" | "C" as tag, list(keys), list(values)]:
+            pairs = zip(keys, values, strict=True)
+            mapping = {_decode(key, leaf): _decode(value, leaf) for key, value in pairs}
+            return Counter(mapping) if tag == "C" else mapping
+        case ["i", str(digits)]:
+            return int(digits, 16)
+        case ["f", str(digits)]:
+            return struct.unpack(">d", bytes.fromhex(digits))[0] if len(digits) == 16 else _malformed(node)
+        case ["z", real, imaginary]:
+            return complex(_decode(real, leaf), _decode(imaginary, leaf))
+        case ["b", str(text)]:
+            return base64.b64decode(text, validate=True)
+        case ["s", str(name), str(digits)]:
+            check_numpy_dtype(name)
+            return np.ndarray((), dtype=np.dtype(name), buffer=bytearray(bytes.fromhex(digits)))[()]
+        case ["dtype", str(name)] if isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        case ["device", str(name)]:
+            return torch.device(name)
+        case ["size", *sizes]:
+            return torch.Size(sizes)
+    return _malformed(node)
+
+
+def entries(node: Node) -> dict[str, Node]:
+    """Return the child nodes of a dict node by key.
+
+    Raises:
+        SlotError: It is not the node of a dict with string keys.
+    """
+    match node:
+        case ["d", list(keys), list(children)] if len(keys) == len(children):
+            if all(isinstance(key, str) for key in keys):
+                return dict(zip(keys, children, strict=True))
+    raise SlotError(f"manifest tree is malformed: no dict of names in {str(node)[:80]}")
+
+
+def _malformed(node: Node) -> NoReturn:
+    raise ValueError(f"unknown node {str(node)[:80]}")
+
+
+def _check_storage(tensor: torch.Tensor, held_bytes: int) -> None:
+    """Refuse a tensor whose storage was made smaller than it, as `untyped_storage().resize_(0)` does to free memory."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + count) * tensor.element_size()
+    if count and end > held_bytes:
+        raise _UnsupportedError(
+            f"its memory was freed: its storage holds {held_bytes} of the {end} bytes up to its end"
+        )
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def same(left: Any, right: Any) -> bool:
+    """Tell whether two leaves are bit-identical; NaN equals itself."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return False
+        return torch.equal(
+            left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8)
+        )
+    if isinstance(left, np.ndarray):
+        return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+    return bool(left is right or left == right)

@@ -1,0 +1,1 @@
+"""Replication by the trainers themselves, in the idle spans of the training network."""

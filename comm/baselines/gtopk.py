@@ -1,0 +1,72 @@
+"""gTopk: a tree keeps the greatest k elements of each sum of two, and its root tells everybody (Shi et al. 2019)."""
+
+import torch
+from torch import Tensor
+
+from ..errors import CommError
+from ..net.entries import Entries, added, kept_of, rounded, settle, size_bytes, take, to_dense, top_k
+from ..net.transport import Transport
+from ..spardl.sparse_scheme import SparseScheme, Synchronized
+
+
+class GTopk(SparseScheme):
+    """Reduction tree, then broadcast tree: 2·log2 n rounds, 4·k·log2 n words along the longest way.
+
+    Residuals are as published: a rank keeps its own part of all that is not in the result or that it did not select.
+    What the tree discards of a sum that another branch brings into the result is lost.
+
+    Args:
+        transport: Of a power of two of ranks.
+        density: k / numel.
+
+    Raises:
+        CommError: The ranks are not a power of two.
+    """
+
+    name = "gtopk"
+
+    def __init__(self, transport: Transport, *, density: float = 0.01) -> None:
+        super().__init__(transport, density=density)
+        if transport.size & (transport.size - 1):
+            raise CommError(f"gtopk needs a power of two of ranks, not {transport.size}; use spardl, which takes any")
+
+    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+        kept = kept_of(accumulated.numel(), self.density)
+        work = accumulated.clone()
+        mine = take(work, top_k(work, kept), dtype)
+        final = self._broadcast(self._reduce_tree(mine, kept, accumulated.dtype), kept, dtype)
+        settle(accumulated, work, mine, final)
+        total = to_dense(final, accumulated.numel())
+        return Synchronized(total=total, values=final.values, residual=accumulated)
+
+    def _reduce_tree(self, mine: Entries, kept: int, exact: torch.dtype) -> Entries:
+        """Return the root's list on rank 0, and on others what they sent last."""
+        dtype, rank = mine.values.dtype, self.transport.rank
+        distance = 1
+        while distance < self.transport.size:
+            phase = rank % (2 * distance)
+            if phase == 0:
+                source, size = rank + distance, size_bytes(kept, dtype)
+                message = self.transport.exchange({}, [source], sizes_bytes={source: size})[source]
+                other = Entries.from_message(message, dtype)
+                summed = added([mine, other], exact)
+                best = top_k(summed.values, kept)
+                mine = Entries(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
+            else:
+                outgoing = {rank - distance: mine.to_message()} if phase == distance else {}
+                self.transport.exchange(outgoing, [], sizes_bytes={})
+            distance *= 2
+        return mine
+
+    def _broadcast(self, mine: Entries, kept: int, dtype: torch.dtype) -> Entries:
+        rank, message = self.transport.rank, mine.to_message()
+        distance = self.transport.size // 2
+        while distance:
+            phase = rank % (2 * distance)
+            outgoing = {rank + distance: message} if phase == 0 else {}
+            sources = [rank - distance] if phase == distance else []
+            known = {source: size_bytes(kept, dtype) for source in sources}
+            received = self.transport.exchange(outgoing, sources, sizes_bytes=known)
+            message = next(iter(received.values()), message)
+            distance //= 2
+        return Entries.from_message(message, dtype)

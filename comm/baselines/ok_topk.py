@@ -1,0 +1,168 @@
+"""Ok-Topk: owners of balanced regions sum what exceeds one threshold and send what exceeds another (Li et al. 2022)."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..net.entries import Entries, joined, kept_of, rounded, settle, size_bytes, take, to_dense, top_k
+from ..net.transport import Transport
+from ..spardl import bruck
+from ..spardl.sparse_scheme import SparseScheme, Synchronized
+
+_THRESHOLD_PERIOD = 32
+_REGION_PERIOD = 64
+_TOLERANCE = 2.0
+_UNBALANCED = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What is used again for many steps, because it changes slowly.
+
+    Attributes:
+        step: Steps done, the same on all ranks.
+        local: Magnitude from which on this rank's elements are selected.
+        total: Magnitude from which on sums are kept, the same on all ranks; None: to be evaluated again.
+        ends: Index behind each region, the same on all ranks.
+    """
+
+    step: int
+    local: float
+    total: float | None
+    ends: list[int]
+
+
+class OkTopk(SparseScheme):
+    """O(k) sparse all-reduce: split and reduce by regions, then balance and all-gather.
+
+    Thresholds stand for exact selections: exact ones every 32 steps, and as soon as a threshold selects more than
+    twice or less than half of k. Regions that split each rank's selection evenly are agreed on every 64 steps. Between
+    2·k·(n-1)/n and 6·k·(n-1)/n words. A rank keeps what it did not select and what is not in the result, which is
+    all: an owner sees every selected part of an element.
+    """
+
+    name = "ok-topk"
+
+    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+        kept = kept_of(accumulated.numel(), self.density)
+        work = accumulated.clone()
+        estimate, chosen = self._select(key, accumulated, kept)
+        mine = take(work, chosen, dtype)
+        region = self._reduce_regions(mine, estimate, accumulated.dtype)
+        estimate, best = self._select_sums(region, estimate, kept)
+        final = self._gather(Entries(indices=region.indices[best], values=rounded(region.values[best], dtype)), dtype)
+        if not kept / _TOLERANCE <= final.count <= kept * _TOLERANCE:
+            estimate = replace(estimate, total=None)
+
+        settle(accumulated, work, mine, final)
+        total = to_dense(final, accumulated.numel())
+        memory = asdict(replace(estimate, step=estimate.step + 1))
+        return Synchronized(total=total, values=final.values, residual=accumulated, memory=memory)
+
+    def _select(self, key: str, accumulated: Tensor, kept: int) -> tuple[Estimate, Tensor]:
+        """Return what is known with this step's regions and local threshold, and the indices that it selects."""
+        memory = self._memories.get(key)
+        magnitudes = accumulated.abs()
+        chosen = None
+        if memory is None:
+            estimate = Estimate(step=0, local=0.0, total=None, ends=[])
+        else:
+            estimate = Estimate(**memory)
+            if estimate.step % _THRESHOLD_PERIOD:
+                # Not `>=`: a NaN must be selected too.
+                chosen = (~(magnitudes < estimate.local)).nonzero().view(-1).int()
+        if chosen is None or not kept / _TOLERANCE <= chosen.numel() <= kept * _TOLERANCE:
+            chosen = top_k(accumulated, kept)
+            estimate = replace(estimate, local=float(magnitudes[chosen].min()))
+        if estimate.step % _REGION_PERIOD == 0:
+            estimate = replace(estimate, ends=_balanced_ends(self.transport, chosen, accumulated.numel()))
+        return estimate, chosen
+
+    def _reduce_regions(self, mine: Entries, estimate: Estimate, exact: torch.dtype) -> Entries:
+        """Return the sums of all that any rank selected in this rank's region."""
+        rank, dtype = self.transport.rank, mine.values.dtype
+        inner = torch.tensor(estimate.ends[:-1], dtype=torch.int32, device=mine.indices.device)
+        cuts = torch.searchsorted(mine.indices, inner).cpu()
+        parts = zip(mine.indices.tensor_split(cuts), mine.values.tensor_split(cuts), strict=True)
+        received = self.transport.all_to_all(
+            [Entries(indices=indices, values=values).to_message() for indices, values in parts]
+        )
+        start, end = (0, *estimate.ends)[rank], estimate.ends[rank]
+        sums = torch.zeros(end - start, dtype=exact, device=mine.values.device)
+        touched = torch.zeros(end - start, dtype=torch.bool, device=mine.values.device)
+        for message in received:
+            entries = Entries.from_message(message, dtype)
+            places = entries.indices.long() - start
+            sums[places] += entries.values
+            touched[places] = True
+        places = touched.nonzero().view(-1)
+        return Entries(indices=(places + start).to(torch.int32), values=sums[places])
+
+    def _select_sums(self, region: Entries, estimate: Estimate, kept: int) -> tuple[Estimate, Tensor]:
+        """Return which sums of `region` exceed the threshold of all ranks, evaluated again when it is time."""
+        magnitudes = region.values.abs()
+        total = estimate.total
+        if total is None or estimate.step % _THRESHOLD_PERIOD == 0:
+            candidates = magnitudes[top_k(magnitudes, kept)].to(torch.float32)
+            messages = bruck.all_gather(self.transport, range(self.transport.size), candidates.view(torch.uint8))
+            every = torch.cat([message.clone().view(torch.float32) for message in messages])
+            total = float(every[top_k(every, kept)].min())
+        return replace(estimate, total=total), (~(magnitudes < total)).nonzero().view(-1)
+
+    def _gather(self, mine: Entries, dtype: torch.dtype) -> Entries:
+        """Return the kept sums of all regions, moved between ranks first if some have far more than the others."""
+        ranks, rank = self.transport.size, self.transport.rank
+        count = torch.tensor([mine.count], device=mine.indices.device).view(torch.uint8)
+        sizes = [count.numel()] * ranks
+        counts = [
+            int(message.clone().view(torch.int64))
+            for message in bruck.all_gather(self.transport, range(ranks), count, sizes_bytes=sizes)
+        ]
+        if max(counts) * ranks > _UNBALANCED * sum(counts):
+            ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
+            mine = _moved(self.transport, mine, list(accumulate(counts)), ends, dtype)
+            counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        messages = bruck.all_gather(
+            self.transport,
+            range(ranks),
+            mine.to_message(),
+            sizes_bytes=[size_bytes(number, dtype) for number in counts],
+        )
+        assert mine.count == counts[rank]
+        return joined([Entries.from_message(message, dtype) for message in messages])
+
+
+def _balanced_ends(transport: Transport, chosen: Tensor, numel: int) -> list[int]:
+    """Return the mean of where each rank would end its regions to split its own selection evenly."""
+    ranks = transport.size
+    places = [min(chosen.numel() - 1, (rank + 1) * chosen.numel() // ranks) for rank in range(ranks - 1)]
+    wished = torch.cat(
+        [chosen[places].double(), torch.tensor([float(numel)], dtype=torch.float64, device=chosen.device)]
+    )
+    transport.all_reduce(wished)
+    ends = [min(numel, round(end / ranks)) for end in wished.tolist()]
+    return [*ends[:-1], numel]
+
+
+def _moved(transport: Transport, mine: Entries, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype) -> Entries:
+    """Return this rank's part of all elements in the order of ranks, where `had` and `ends` are the parts' ends."""
+    rank = transport.rank
+    began, begins = [0, *had[:-1]], [0, *ends[:-1]]
+
+    def overlap(holder: int, taker: int) -> tuple[int, int]:
+        start = max(began[holder], begins[taker])
+        return start - began[holder], max(start, min(had[holder], ends[taker])) - began[holder]
+
+    def part(taker: int) -> Tensor:
+        start, end = overlap(rank, taker)
+        return Entries(indices=mine.indices[start:end], values=mine.values[start:end]).to_message()
+
+    spans = [overlap(holder, rank) for holder in range(transport.size)]
+    received = transport.all_to_all(
+        [part(taker) for taker in range(transport.size)],
+        sizes_bytes=[size_bytes(end - start, dtype) for start, end in spans],
+    )
+    return joined([Entries.from_message(message, dtype) for message in received])

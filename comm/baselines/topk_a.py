@@ -1,0 +1,31 @@
+"""TopkA: every rank gathers the greatest elements of all the others (SparCML; SparDL, Table 1)."""
+
+import torch
+from torch import Tensor
+
+from ..net.entries import Entries, add_to, kept_of, size_bytes, take, top_k
+from ..spardl import bruck
+from ..spardl.sparse_scheme import SparseScheme, Synchronized
+
+
+class TopkA(SparseScheme):
+    """All-gather of each rank's top-k, with what was not sent as its residual.
+
+    A rank receives 2·k·(n-1) words in ⌈log2 n⌉ rounds, for any n: Bruck's all-gather needs no power of two.
+    """
+
+    name = "topk-a"
+
+    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+        kept = kept_of(accumulated.numel(), self.density)
+        mine = take(accumulated, top_k(accumulated, kept), dtype)
+        ranks = range(self.transport.size)
+        sizes = [size_bytes(kept, dtype)] * len(ranks)
+        messages = bruck.all_gather(self.transport, ranks, mine.to_message(), sizes_bytes=sizes)
+        total = torch.zeros_like(accumulated)
+        lists = [Entries.from_message(message, dtype) for message in messages]
+        for entries in lists:
+            add_to(total, entries)
+        rounded = total.to(dtype)
+        values = torch.cat([rounded[entries.indices] for entries in lists])
+        return Synchronized(total=rounded, values=values, residual=accumulated)

@@ -1,0 +1,60 @@
+"""TopkDSA: owners add up their block of all ranks' greatest elements, then send it sparse or dense (SparCML)."""
+
+import torch
+from torch import Tensor
+
+from ..net.entries import Entries, kept_of, size_bytes, take, top_k
+from ..spardl import bruck
+from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from ..spardl.srs import Blocks
+
+
+class TopkDSA(SparseScheme):
+    """Split all-gather of each rank's top-k: direct sends to the owners of blocks, then an all-gather of their sums.
+
+    Nothing is discarded on the way, so a sum has up to n·k elements: between 4·k·(n-1)/n and (2·k + numel)·(n-1)/n
+    words, each block in the smaller of both formats. The result is that of `TopkA`, bit for bit.
+    """
+
+    name = "topk-dsa"
+
+    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+        transport, ranks = self.transport, self.transport.size
+        blocks = Blocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
+        mine = take(accumulated, top_k(accumulated, blocks.kept), dtype)
+        bounds = [blocks.span(block)[1] for block in range(ranks - 1)]
+        cuts = torch.searchsorted(mine.indices, torch.tensor(bounds, dtype=torch.int32, device=mine.indices.device))
+        parts = zip(mine.indices.tensor_split(cuts.cpu()), mine.values.tensor_split(cuts.cpu()), strict=True)
+        received = transport.all_to_all(
+            [Entries(indices=indices, values=values).to_message() for indices, values in parts]
+        )
+
+        start, end = blocks.span(transport.rank)
+        block_sum = torch.zeros(end - start, dtype=accumulated.dtype, device=accumulated.device)
+        touched = torch.zeros(end - start, dtype=torch.bool, device=accumulated.device)
+        for message in received:
+            entries = Entries.from_message(message, dtype)
+            places = entries.indices.long() - start
+            block_sum[places] += entries.values
+            touched[places] = True
+        total = torch.zeros(blocks.numel, dtype=dtype, device=accumulated.device)
+        total[start:end] = block_sum.to(dtype)
+        self._gather(total, touched, blocks)
+        return Synchronized(total=total, values=total, residual=accumulated)
+
+    def _gather(self, total: Tensor, touched: Tensor, blocks: Blocks) -> None:
+        """Fill the other ranks' blocks of `total`; a message with the size of the dense block is the dense block."""
+        start, end = blocks.span(self.transport.rank)
+        own = total[start:end]
+        places = touched.nonzero().view(-1)
+        if size_bytes(places.numel(), total.dtype) < own.nbytes:
+            message = Entries(indices=(places + start).to(torch.int32), values=own[places]).to_message()
+        else:
+            message = own.view(torch.uint8)
+        for block, received in enumerate(bruck.all_gather(self.transport, range(blocks.count), message)):
+            start, end = blocks.span(block)
+            if received.numel() == (end - start) * total.itemsize:
+                total[start:end].view(torch.uint8).copy_(received)
+            else:
+                entries = Entries.from_message(received, total.dtype)
+                total[entries.indices] = entries.values

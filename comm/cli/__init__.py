@@ -1,0 +1,1 @@
+"""The command `resilient-comm`, one module for each of its subcommands."""

@@ -1,0 +1,203 @@
+"""`resilient-comm bench`: how long each scheme takes, here, for gradients of given sizes and densities."""
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from ..errors import CommError
+from ..plan.picture import SUFFIXES, PictureError, load_figure
+from ..schemes import SCHEMES
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_TIMEOUT = timedelta(seconds=300)
+_SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9}
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]
+    """Elements of a gradient: 1000000 or 1M."""
+
+    name = "elements"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        factor = _SUFFIXES.get(value[-1:].upper(), 1)
+        try:
+            size = round(float(value if factor == 1 else value[:-1]) * factor)
+        except ValueError:
+            size = 0
+        if not 0 < size < 2**31:
+            self.fail(f"{value!r} is not a number of elements below 2^31, as 1000000 or 1M", param, ctx)
+        return size
+
+
+@click.command()
+@click.option("--scheme", "schemes", type=click.Choice([*SCHEMES]), multiple=True, help="Repeat it; all if not given.")
+@click.option("--size", "sizes", type=_Size(), multiple=True, default=("1M",), show_default=True, help="Elements.")
+@click.option(
+    "--density",
+    "densities",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    default=(0.01,),
+    show_default=True,
+    help="Share of the elements that is not zero, or that is selected by schemes which do so themselves.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(4,),
+    show_default=True,
+    help="Ranks over loopback; inside torchrun its ranks are taken.",
+)
+@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="The first is not measured.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of the messages' time.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--picture", type=_FILE, help="Draw the times, as .svg or .png.")
+def bench(
+    schemes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    densities: tuple[float, ...],
+    workers: tuple[int, ...],
+    steps: int,
+    repeats: int,
+    as_json: bool,
+    picture: Path | None,
+) -> None:
+    """Time schemes on made-up gradients: whole steps, their messages alone, bytes and rounds.
+
+    Ranks are threads of this process that talk over loopback with Gloo. Inside a job of torchrun, as with
+    `torchrun … --no-python resilient-comm bench`, the job's ranks are measured over its network, with NCCL on GPUs.
+
+    All times are of the slowest rank. Messages alone are those of the last step, repeated without computing.
+    """
+    if picture is not None and picture.suffix not in SUFFIXES:
+        raise click.BadParameter(
+            f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
+        )
+    cases = [(size, density) for size in sizes for density in densities]
+    names = schemes or tuple(SCHEMES)
+    try:
+        rows = (
+            _in_job(names, cases, steps=steps, repeats=repeats)
+            if "RANK" in os.environ
+            else [row for count in workers for row in _on_loopback(count, names, cases, steps=steps, repeats=repeats)]
+        )
+        if not rows:
+            return
+        if picture is not None:
+            _draw(rows, picture)
+    except CommError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps({"measured": rows}) if as_json else _text(rows))
+
+
+def _on_loopback(
+    count: int, names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
+) -> list[dict[str, Any]]:
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed import ProcessGroupGloo
+
+    from ..measure.timing import RecordingTransport
+
+    store = HashStore()
+
+    def rank(number: int) -> list[dict[str, Any]]:
+        group: Any = ProcessGroupGloo(store, number, count, _TIMEOUT)
+        return _measured(RecordingTransport(group), names, cases, steps=steps, repeats=repeats)
+
+    with ThreadPoolExecutor(count) as pool:
+        return next(iter(pool.map(rank, range(count))))
+
+
+def _in_job(
+    names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Return what was measured on rank 0, nothing on the others."""
+    import torch.distributed as dist
+
+    from ..measure.timing import RecordingTransport
+    from .job import joined_job
+
+    with joined_job(_TIMEOUT) as device:
+        group = dist.group.WORLD
+        assert group is not None
+        rows = _measured(RecordingTransport(group, device), names, cases, steps=steps, repeats=repeats)
+        return rows if dist.get_rank() == 0 else []
+
+
+def _measured(
+    transport: Any, names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
+) -> list[dict[str, Any]]:
+    from ..measure.timing import example_gradient, inputs_for, measure, scheme_at
+
+    rows = []
+    for numel, density in cases:
+        gradients = [example_gradient(numel, transport.rank, step).to(transport.device) for step in range(steps)]
+        for name in names:
+            case = {"workers": transport.size, "numel": numel, "density": density, "scheme": name}
+            try:
+                scheme = scheme_at(name, transport, density)
+            except CommError as error:
+                rows.append({**case, "refused": str(error)})
+                continue
+            inputs = inputs_for(scheme, gradients, density)
+            found = measure(scheme, transport, inputs, repeats=repeats)
+            rows.append(
+                {
+                    **case,
+                    "step_s": median(found.step_s),
+                    "messages_s": median(found.messages_s),
+                    "received_bytes": found.received_bytes,
+                    "header_bytes": found.header_bytes,
+                    "rounds": found.rounds,
+                }
+            )
+    return rows
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    width = max(len(row["scheme"]) for row in rows)
+    lines = []
+    for case in dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in rows):
+        here = [row for row in rows if (row["workers"], row["numel"], row["density"]) == case]
+        lines += ["", f"{case[0]} workers, {case[1]} elements, density {case[2]:g}"]
+        lines.append(f"{'scheme':<{width}}  {'step ms':>9}  {'messages ms':>11}  {'received MB':>11}  {'rounds':>6}")
+        for row in sorted(here, key=lambda row: row.get("step_s", float("inf"))):
+            if "refused" in row:
+                lines.append(f"{row['scheme']:<{width}}  {row['refused']}")
+                continue
+            lines.append(
+                f"{row['scheme']:<{width}}  {row['step_s'] * 1e3:>9.2f}  {row['messages_s'] * 1e3:>11.2f}  "
+                f"{row['received_bytes'] / 1e6:>11.3f}  {row['rounds']:>6}"
+            )
+    return "\n".join(lines[1:])
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+
+    timed = [row for row in rows if "refused" not in row]
+    cases = list(dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in timed))
+    figure = load_figure()(figsize=(7, 1 + 2.4 * len(cases)), layout="constrained")
+    for axes, case in zip(figure.subplots(len(cases), squeeze=False).flat, cases, strict=True):
+        here = [row for row in timed if (row["workers"], row["numel"], row["density"]) == case]
+        here.sort(key=lambda row: float(row["step_s"]))
+        names = [row["scheme"] for row in here]
+        axes.barh(names, [row["step_s"] * 1e3 for row in here], color="#9aa5b1", label="step")
+        axes.barh(names, [row["messages_s"] * 1e3 for row in here], height=0.4, color="#2f7ed8", label="messages alone")
+        axes.invert_yaxis()
+        axes.set_title(f"{case[0]} workers, {case[1]} elements, density {case[2]:g}", loc="left", fontsize="medium")
+        axes.set_xlabel("milliseconds")
+        axes.legend(fontsize="small")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise PictureError(f"{path}: {error.strerror}: name a file that can be written") from error

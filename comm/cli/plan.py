@@ -1,0 +1,119 @@
+"""`resilient-comm plan`: what to do with the gradients of a model on a cluster."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ..cupcake.cupcake import PLANNERS, fusion_plan
+from ..errors import FileError
+from ..espresso.espresso import ESPRESSO_PLANNERS, espresso_plan
+from ..espresso.fused import alone_or_dense, fused_plan
+from ..espresso.fusion_cluster import cluster_plan
+from ..plan.cluster import read_cluster
+from ..plan.constraints import CONSTRAINTS, allowed
+from ..plan.fields import LARGEST, is_text, read_object
+from ..plan.model import Model, read_model
+from ..plan.picture import SUFFIXES, PictureError, draw
+from ..plan.plan import Plan
+from ..plan.system import read_system
+
+_FUSED = "espresso-fused"
+_WITH_BUCKETS = {"espresso": alone_or_dense, _FUSED: fused_plan}
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.option(
+    "--planner",
+    type=click.Choice([*PLANNERS, *ESPRESSO_PLANNERS, _FUSED]),
+    default="cupcake",
+    show_default=True,
+    help="Who plans; those named espresso choose a path of the tree for each tensor.",
+)
+@click.option("--model", "model_path", type=_FILE, required=True, help="JSON file with the gradients of the model.")
+@click.option("--system", "system_path", type=_FILE, required=True, help="JSON file with the costs of the cluster.")
+@click.option(
+    "--flops-per-s",
+    type=float,
+    help="The model file has operations (bwd_flop) in place of backward_s: the device does so many in a second.",
+)
+@click.option("--compressor", help="The compressor that the costs are for; the plan file keeps its name.")
+@click.option(
+    "--constraint",
+    "constraints",
+    type=click.Choice(list(CONSTRAINTS)),
+    multiple=True,
+    help="Only paths of the tree that meet this (espresso planners); may be given several times.",
+)
+@click.option("--out", type=_FILE, help="Write the plan file.")
+@click.option("--picture", type=_FILE, help="Draw the timeline, as .svg or .png.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, the same as in the plan file.")
+def plan(
+    planner: str,
+    model_path: Path,
+    system_path: Path,
+    flops_per_s: float | None,
+    compressor: str | None,
+    constraints: tuple[str, ...],
+    out: Path | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan how the gradients of a model are fused, compressed and communicated, and predict an iteration.
+
+    Times in the answer are in seconds. When compression does not pay the plan says so: compress is false.
+    """
+    if picture is not None and picture.suffix not in SUFFIXES:
+        raise click.BadParameter(
+            f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
+        )
+    if compressor is not None and not is_text(compressor):
+        raise click.BadParameter("write its name, as the plan file is to have it", param_hint="--compressor")
+    try:
+        model = read_model(model_path, flops_per_s=flops_per_s)
+        found = _plan(model, system_path, planner, compressor, constraints)
+        if not all(time_s <= LARGEST for time_s in (found.iteration_s, *found.baselines_s.values())):
+            raise FileError(
+                f"{system_path}: an iteration of {found.iteration_s:.3g} s: write costs in seconds and bytes"
+            )
+    except (FileError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        if out is not None:
+            found.write(out)
+        if picture is not None:
+            draw(found, picture)
+    except PictureError as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{out}: {error.strerror}: name a file that can be written") from error
+    click.echo(json.dumps(found.document()) if as_json else _text(found))
+
+
+def _plan(model: Model, system_path: Path, planner: str, compressor: str | None, constraints: tuple[str, ...]) -> Plan:
+    if planner in (*ESPRESSO_PLANNERS, _FUSED):
+        cluster = read_cluster(system_path, compressor)
+        if planner in _WITH_BUCKETS:
+            return _WITH_BUCKETS[planner](model, cluster, options=allowed(constraints))
+        return espresso_plan(model, cluster, planner=planner, options=allowed(constraints))
+    if constraints:
+        raise ValueError(f"--constraint is for the espresso planners: leave it out, or choose another than {planner}")
+    if "compressors" in read_object(system_path):
+        return cluster_plan(model, read_cluster(system_path, compressor), planner=planner)
+    return fusion_plan(model, read_system(system_path), planner=planner, compressor=compressor)
+
+
+def _text(found: Plan) -> str:
+    times_s = {found.planner: found.iteration_s, **found.baselines_s, "bound": found.bound_s}
+    width = max(map(len, times_s))
+    lines = [f"{found.model}: {found.reason}", f"planned in {found.planning_s * 1e3:.1f} ms", ""]
+    lines.append(f"{'strategy':<{width}}  {'iteration ms':>12}  {'to this plan':>12}")
+    for name, time_s in sorted(times_s.items(), key=lambda pair: pair[1]):
+        relation = f"{time_s / found.iteration_s - 1:+.1%}" if found.iteration_s else "-"
+        lines.append(f"{name:<{width}}  {time_s * 1e3:>12.3f}  {relation:>12}")
+    lines += ["", f"{'group':>5}  {'tensors':>7}  {'option':<10}  first … last"]
+    for number, group in enumerate(found.groups):
+        names = group.tensors[0] if len(group.tensors) == 1 else f"{group.tensors[0]} … {group.tensors[-1]}"
+        lines.append(f"{number:>5}  {len(group.tensors):>7}  {group.option:<10}  {names}")
+    return "\n".join(lines)

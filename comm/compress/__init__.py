@@ -1,0 +1,1 @@
+"""Gradient compressors, and what a rank remembers so that compression loses nothing for good."""

@@ -1,0 +1,110 @@
+"""What gradient compressors have in common: a tensor becomes a message, and a message a tensor again."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CommError
+from ..net.transport import from_bytes, to_bytes
+from ..ops.coo import Coo, coo_decode
+from ..ops.scatter import scatter_add
+
+_INDEX_BYTES = 4
+
+
+class Compressor(ABC):
+    """Turns 1-D floating-point tensors into smaller messages (1-D uint8, see `transport`).
+
+    Compressors keep nothing between steps; what they leave out is a matter of `feedback`. If the tensor has an inf or a
+    nan, so has what the message decodes to.
+    """
+
+    name: ClassVar[str]
+    """How users, plans and benchmarks call it."""
+
+    @abstractmethod
+    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
+        """Return the message of a tensor; `seed`, of 32 bits, is the same on all ranks."""
+
+    @abstractmethod
+    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+        """Return the tensor of `numel` elements of `dtype` that `compress` made a message of with the same seed.
+
+        Raises:
+            CommError: The message is not of such a tensor.
+        """
+
+    @abstractmethod
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int | None:
+        """Return the size of messages of such tensors, None where it depends on their values."""
+
+    def summed_as(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the dtype as which messages of one seed can be summed before they are decoded, None for none."""
+        return None
+
+    def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
+        """Add what a message decodes to, to the 1-D tensor `total`, in place."""
+        total += self.decompress(message, total.numel(), total.dtype, seed=seed)
+
+    def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
+        """Subtract what a message of a tensor of `dtype` decodes to from `dense`, which may be wider, in place."""
+        dense -= self.decompress(message, dense.numel(), dtype, seed=seed)
+
+
+class Sparsifier(Compressor):
+    """A compressor that sends some elements with their indices.
+
+    Args:
+        density: Share of the elements that is sent, k / numel; at least one element is.
+
+    Raises:
+        CommError: The density is not in (0, 1].
+    """
+
+    def __init__(self, density: float = 0.01) -> None:
+        if not 0 < density <= 1:
+            raise CommError(f"density {density} is not in (0, 1]; 0.01 sends one element of 100")
+        self.density = density
+
+    @abstractmethod
+    def select(self, dense: Tensor, k: int, *, seed: int) -> Coo:
+        """Return (about) `k` elements of a tensor."""
+
+    def count(self, numel: int, density: float | None = None) -> int:
+        """Return k for a tensor of `numel` elements."""
+        return min(numel, max(1, round(numel * (self.density if density is None else density))))
+
+    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
+        """Return the indices and values of the selected elements."""
+        return self.message(self.select(dense, self.count(dense.numel()), seed=seed))
+
+    @staticmethod
+    def message(entries: Coo) -> Tensor:
+        """Return the message of selected elements."""
+        return to_bytes(entries.indices, entries.values)
+
+    @staticmethod
+    def entries(message: Tensor, dtype: torch.dtype) -> Coo:
+        """Return the selected elements of a message.
+
+        Raises:
+            MessageError: The message is no list of indices and values of `dtype`.
+        """
+        count = message.numel() // (_INDEX_BYTES + dtype.itemsize)
+        indices, values = from_bytes(message, (torch.int32, count), (dtype, count))
+        return Coo(indices, values)
+
+    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+        """Return the dense tensor with the selected elements, 0 elsewhere."""
+        return coo_decode(*self.entries(message, dtype), numel)
+
+    def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
+        """Add the selected elements to `total`, in place."""
+        scatter_add(total, *self.entries(message, total.dtype))
+
+    def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
+        """Subtract the selected elements from `dense`, in place."""
+        entries = self.entries(message, dtype)
+        scatter_add(dense, entries.indices, -entries.values.to(dense.dtype))

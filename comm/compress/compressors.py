@@ -1,0 +1,183 @@
+"""The compressors: by magnitude, at random, by sign, and in half precision."""
+
+import torch
+from torch import Tensor
+
+from ..errors import CommError
+from ..net.entries import all_finite
+from ..net.transport import from_bytes, to_bytes
+from ..ops.bitmap import bitmap_bytes
+from ..ops.coo import Coo
+from ..ops.random import random_place, random_select
+from ..ops.signs import signs_decode, signs_encode
+from ..ops.topk import sampled_topk, topk
+from .compressor import Compressor, Sparsifier
+
+
+class TopK(Sparsifier):
+    """The elements of the largest magnitude, exactly (Aji and Heafield, 2017)."""
+
+    name = "topk"
+
+    def select(self, dense: Tensor, k: int, *, seed: int) -> Coo:
+        """Return the `k` elements of the largest magnitude."""
+        return topk(dense, k)
+
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the size of messages."""
+        return self.count(numel) * (4 + dtype.itemsize)
+
+
+class SampledTopK(Sparsifier):
+    """The elements above a threshold that a sample gives: Deep Gradient Compression (Lin et al., 2018, section 3.1).
+
+    About k of them: a quarter more or less. With `feedback.MomentumCorrection` this is DGC.
+    """
+
+    name = "dgc"
+
+    def select(self, dense: Tensor, k: int, *, seed: int) -> Coo:
+        """Return about `k` elements of large magnitude."""
+        return sampled_topk(dense, k, seed=seed)
+
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> None:
+        """Return None: how many elements reach the threshold depends on them."""
+
+
+class RandomK(Compressor):
+    """Elements drawn at random, the same on all ranks, so that no indices are sent (Stich et al., 2018).
+
+    One value becomes a nan when an element is an inf or a nan, whether that one is drawn or not.
+
+    Args:
+        density: Share of the elements that is sent, k / numel; at least one element is.
+
+    Raises:
+        CommError: The density is not in (0, 1].
+    """
+
+    name = "randomk"
+
+    def __init__(self, density: float = 0.01) -> None:
+        if not 0 < density <= 1:
+            raise CommError(f"density {density} is not in (0, 1]; 0.01 sends one element of 100")
+        self.density = density
+
+    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
+        """Return the values that the seed draws, one of them a nan if not all elements are finite."""
+        values = random_select(dense, self._count(dense.numel()), seed=seed)
+        values[:1] = torch.where(all_finite(dense), values[:1], torch.nan)
+        return to_bytes(values)
+
+    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+        """Return the dense tensor with the values where the seed drew them, 0 elsewhere."""
+        (values,) = from_bytes(message, (dtype, self._count(numel)))
+        return random_place(values, numel, seed=seed)
+
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the size of messages."""
+        return self._count(numel) * dtype.itemsize
+
+    def summed_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Return `dtype`: all ranks draw the same elements."""
+        return dtype
+
+    def _count(self, numel: int) -> int:
+        return min(numel, max(1, round(numel * self.density)))
+
+
+class EFSignSGD(Compressor):
+    """Signs, times the mean magnitude (Karimireddy et al., 2019)."""
+
+    name = "efsignsgd"
+
+    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
+        """Return the mean magnitude and the signs."""
+        signs = signs_encode(dense)
+        return to_bytes(signs.means[2:], signs.bitmap)
+
+    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+        """Return the mean magnitude with each element's sign."""
+        scale, bitmap = from_bytes(message, (torch.float32, 1), (torch.uint8, bitmap_bytes(numel)))
+        return signs_decode(bitmap, torch.cat([scale, -scale]).to(dtype), numel)
+
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the size of messages."""
+        return 4 + bitmap_bytes(numel)
+
+
+class OneBit(Compressor):
+    """Signs, each as the mean of the elements that have it (1-bit SGD, Seide et al., 2014, with one column)."""
+
+    name = "onebit"
+
+    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
+        """Return both means and the signs."""
+        signs = signs_encode(dense)
+        return to_bytes(signs.means[:2], signs.bitmap)
+
+    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+        """Return the mean of each element's sign."""
+        means, bitmap = from_bytes(message, (torch.float32, 2), (torch.uint8, bitmap_bytes(numel)))
+        return signs_decode(bitmap, means.to(dtype), numel)
+
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the size of messages."""
+        return 8 + bitmap_bytes(numel)
+
+
+class Half(Compressor):
+    """Half precision, fp16 or bf16. What overflows becomes inf, as in training with that type.
+
+    Args:
+        dtype: `torch.float16` or `torch.bfloat16`.
+    """
+
+    name = "half"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
+        """Return the rounded elements."""
+        return to_bytes(dense.to(self.dtype))
+
+    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+        """Return the rounded elements, widened."""
+        (values,) = from_bytes(message, (self.dtype, numel))
+        return values.to(dtype)
+
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the size of messages."""
+        return numel * self.dtype.itemsize
+
+    def summed_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the half precision that messages have."""
+        return self.dtype
+
+
+NAMES = ("topk", "dgc", "randomk", "efsignsgd", "onebit", "fp16", "bf16")
+
+
+def named(name: str, *, density: float = 0.01) -> Compressor:
+    """Return a compressor by its name, one of `NAMES`; `density` is for those that send a part.
+
+    Raises:
+        CommError: There is no such compressor, or the density is not in (0, 1].
+    """
+    match name:
+        case "topk":
+            return TopK(density)
+        case "dgc":
+            return SampledTopK(density)
+        case "randomk":
+            return RandomK(density)
+        case "efsignsgd":
+            return EFSignSGD()
+        case "onebit":
+            return OneBit()
+        case "fp16":
+            return Half(torch.float16)
+        case "bf16":
+            return Half(torch.bfloat16)
+    raise CommError(f"there is no compressor {name!r}; take one of {', '.join(NAMES)}")

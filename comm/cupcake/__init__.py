@@ -1,0 +1,1 @@
+"""Cupcake: which gradients are compressed and communicated together."""

@@ -1,0 +1,152 @@
+"""Cupcake: which gradients to fuse for compression and communication, and whether to compress at all (Chapter 5)."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from ..plan.curve import FREE, Affine
+from ..plan.model import Model
+from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, Plan, PlanGroup, Span
+from ..plan.system import System
+from .algorithm_5_1 import algorithm_5_1
+from .fusion import FusionProblem, Strategy
+from .fusion_baselines import best_bucketed, best_evenly_split, best_of, hipress, layer_wise
+from .fusion_exact import search
+from .fusion_front import bound_s, pareto
+
+Planner = Callable[[FusionProblem], Strategy]
+
+
+def cupcake(problem: FusionProblem) -> Strategy:
+    """Return the best fusion of compressed groups; where it has a cost, also without compression if that is no slower.
+
+    With `communicate_dense` known the result is the best of: all groups compressed, none compressed, the better of the
+    two with each group sent in the other way if that helps, and HiPress' choice.
+    """
+    best = fused(problem)
+    if problem.system.communicate_dense is None:
+        return best
+    best = best_of(problem, (dense(problem), best))
+    for index, group in enumerate(best):
+        other = (*best[:index], group._replace(compressed=not group.compressed), *best[index + 1 :])
+        best = best_of(problem, (best, other))
+    return best_of(problem, (best, hipress(problem)))
+
+
+def fused(problem: FusionProblem) -> Strategy:
+    """Return a strategy of compressed groups with the least iteration time."""
+    system = problem.system
+    straight = all(isinstance(cost, Affine) for cost in (system.compress, system.communicate, system.decompress))
+    best, proven = search(problem) if straight else ((), False)
+    return best if proven else pareto(problem)
+
+
+def dense(problem: FusionProblem) -> Strategy:
+    """Return the best fusion of groups that are not compressed.
+
+    Raises:
+        FileError: Nobody knows what communication without compression costs.
+    """
+    system = replace(problem.system, compress=FREE, communicate=problem.system.dense, decompress=FREE)
+    return tuple(group._replace(compressed=False) for group in fused(FusionProblem(problem.tensors, system)))
+
+
+PLANNERS: Mapping[str, Planner] = MappingProxyType(
+    {
+        "cupcake": cupcake,
+        "algorithm-5.1": algorithm_5_1,
+        "layer-wise": layer_wise,
+        "hipress": hipress,
+        "bucket-fusion": best_bucketed,
+        "evenly-split": best_evenly_split,
+        "dense": dense,
+    }
+)
+_EXPONENTIAL = "algorithm-5.1"
+_NEEDS_DENSE = ("hipress", "dense")
+
+
+def fusion_plan(
+    model: Model, system: System, *, planner: str = "cupcake", compressor: str | None = None, option: str = COMPRESSED
+) -> Plan:
+    """Return the plan that one of `PLANNERS` makes; that of `cupcake` compresses nothing if that gains next to nothing.
+
+    Args:
+        model: The tensors, in ready order.
+        system: What operations on groups cost.
+        planner: Its name.
+        compressor: The name of what the costs are for.
+        option: What the plan says of compressed groups.
+
+    Raises:
+        FileError: The system does not say what the planner needs.
+        ValueError: The planner does not know costs of this form.
+    """
+    problem = FusionProblem(model.tensors, system)
+    begin_s = time.perf_counter()
+    strategy = PLANNERS[planner](problem)
+    if planner == "cupcake":
+        strategy = _if_it_pays(problem, strategy)
+    planning_s = time.perf_counter() - begin_s
+    baselines_s = {
+        name: problem.iteration_s(plan(problem))
+        for name, plan in PLANNERS.items()
+        if name not in (_EXPONENTIAL, planner) and (system.communicate_dense or name not in _NEEDS_DENSE)
+    }
+    return Plan(
+        planner=planner,
+        model=model.name,
+        compressor=compressor,
+        groups=tuple(
+            PlanGroup(
+                tensors=tuple(tensor.name for tensor in model.tensors[group.start : group.end]),
+                option=option if group.compressed else DENSE,
+            )
+            for group in strategy
+        ),
+        reason=_reason(problem, strategy, planner, baselines_s),
+        iteration_s=problem.iteration_s(strategy),
+        planning_s=planning_s,
+        bound_s=bound_s(problem),
+        baselines_s=baselines_s,
+        timeline=tuple(_spans(problem, strategy)),
+    )
+
+
+def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
+    """Return the best strategy, or the best one without compression if that is predicted to be about as quick."""
+    if problem.system.communicate_dense is None or not any(group.compressed for group in best):
+        return best
+    without = dense(problem)
+    return without if problem.iteration_s(without) <= (1 + CLOSE) * problem.iteration_s(best) else best
+
+
+def _reason(problem: FusionProblem, strategy: Strategy, planner: str, baselines_s: dict[str, float]) -> str:
+    iteration_s = problem.iteration_s(strategy)
+    if problem.system.communicate_dense is None:
+        gain = "the system file has no communicate_dense, so it is not known whether compression pays"
+    elif not any(group.compressed for group in strategy):
+        chosen = planner == "cupcake"
+        gain = DOES_NOT_PAY if chosen else "this planner compresses nothing here"
+    elif iteration_s and "dense" in baselines_s:
+        gain = f"{baselines_s['dense'] / iteration_s:.2f} times as fast as the best fusion without compression"
+    else:
+        gain = "an iteration takes no time"
+    return f"{len(strategy)} groups of {len(problem)} tensors; {gain}"
+
+
+def _spans(problem: FusionProblem, strategy: Strategy) -> Iterator[Span]:
+    """Yield what the device and the network are busy with, in seconds since the backward pass began."""
+    busy_until_s = 0.0
+    for index, times in enumerate(problem.timeline(strategy)):
+        steps = (
+            ("device", "backward", (busy_until_s, times.encode_s[0])),
+            ("device", "compress", times.encode_s),
+            ("network", "communicate", times.communicate_s),
+            ("device", "decompress", times.decode_s),
+        )
+        busy_until_s = times.encode_s[1]
+        for lane, kind, (begin_s, end_s) in steps:
+            if end_s > begin_s:
+                yield Span(lane=lane, kind=kind, group=index, begin_s=begin_s, end_s=end_s)

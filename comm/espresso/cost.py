@@ -1,0 +1,199 @@
+"""What each step of an option costs: alpha-beta models of the collectives, curves for the compressor (Section 4.3).
+
+A participant holds a *region* of the tensor: all of it, or its part after a reduce-scatter or all-to-all. Compressed
+data cannot be summed in the network, so an all-gather, all-to-all or gather of it leaves as many *payloads* of that
+region as there were participants, and these travel on together until a decompression sums them. The GPUs of a host
+share its adapter; after a rooted collective in the host only the root sends.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan.cluster import Cluster, Link
+from ..plan.curve import Affine, Curve, Table
+from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
+from .strategy import Choice, CostedStep
+from .timeline import Resource
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """What a participant holds between two steps.
+
+    Attributes:
+        region: Its part of the tensor's elements.
+        payloads: How many compressed payloads of the region it holds; 0 when it is dense.
+        pieces: How many parts of the region are compressed by themselves, because they go different ways.
+        senders: GPUs of a host that hold something and share the adapter.
+    """
+
+    region: float = 1.0
+    payloads: int = 0
+    pieces: int = 1
+    senders: int = 1
+
+
+class Costs:
+    """What the steps of options take for tensors of some sizes on a cluster; a tensor of no bytes needs no step.
+
+    Args:
+        cluster: Links and compressor.
+        sizes_bytes: Dense bytes of the tensors, which are the kinds of the costed steps.
+    """
+
+    def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float]) -> None:
+        self._cluster = cluster
+        self._sizes_bytes = np.array(sizes_bytes, dtype=np.float64)
+
+    def options(self, options: Iterable[Option]) -> list[tuple[Option, Choice]]:
+        """Return the options that the compressor's devices allow, with their steps.
+
+        Collectives of one participant are left out. Steps that cost the same are the same objects.
+        """
+        devices = frozenset(self._cluster.compressor.coders)
+        start = Holding(senders=self._cluster.gpus_per_host)
+        holdings = {start: start}
+        # Thousands of options share a few steps, which are kept alive by the options: their identity is a quick key.
+        known: dict[tuple[int, tuple[Phase, ...], int], tuple[CostedStep | None, Holding]] = {}
+        found = []
+        for option in options:
+            if not option.devices <= devices:
+                continue
+            holding, steps = start, []
+            for step, ways in zip(option.steps, option.ways, strict=True):
+                key = id(step), ways, id(holding)
+                made = known.get(key)
+                if made is None:
+                    costed, after = self._costed(step, ways, holding)
+                    made = known[key] = costed, holdings.setdefault(after, after)
+                costed, holding = made
+                if costed is not None:
+                    steps.append(costed)
+            found.append((option, tuple(steps)))
+        return found
+
+    def _costed(self, step: Step, ways: tuple[Phase, ...], holding: Holding) -> tuple[CostedStep | None, Holding]:
+        if isinstance(step, Comp):
+            holding = replace(holding, payloads=1, pieces=math.prod(map(self._participants, ways)))
+        resource, seconds, after = self._cost(step, holding)
+        costed = CostedStep(resource=resource, seconds=seconds, label=str(step)) if resource else None
+        return costed, after
+
+    def _cost(self, step: Step, holding: Holding) -> tuple[Resource | None, Array, Holding]:
+        if isinstance(step, Comm):
+            resource, taken = self._comm(step, holding)
+            after = _after(step, holding, self._participants(step.phase))
+        else:
+            resource, taken = Resource(step.device.value), self._code(step, holding)
+            after = holding if isinstance(step, Comp) else replace(holding, payloads=0, pieces=1)
+        return resource, np.where(self._sizes_bytes > 0, taken, 0.0), after
+
+    def _code(self, step: Comp | Decomp, holding: Holding) -> Array:
+        coder = self._cluster.compressor.coders[Device(step.device)]
+        calls = 1 if self._cluster.compressor.batched else holding.pieces
+        call_bytes = holding.region * self._sizes_bytes / calls
+        if isinstance(step, Comp):
+            return calls * coder.compress.over(call_bytes)
+        if self._cluster.compressor.batched:
+            return coder.decompress.over(call_bytes) + coder.accumulate.over((holding.payloads - 1) * call_bytes)
+        further = (holding.payloads - 1) * coder.accumulate.over(call_bytes)
+        return calls * (coder.decompress.over(call_bytes) + further)
+
+    def _comm(self, step: Comm, holding: Holding) -> tuple[Resource | None, Array]:
+        cluster, participants = self._cluster, self._participants(step.phase)
+        if participants == 1:
+            return None, np.zeros_like(self._sizes_bytes)
+        held_bytes = holding.region * self._sizes_bytes
+        if step.compressed:
+            held_bytes = held_bytes * (holding.payloads * cluster.compressor.ratio)
+
+        def of(link: Link) -> Curve:
+            return link.of(step.routine, compressed=step.compressed)
+
+        if step.phase is Phase.FLAT and cluster.hosts > 1:
+            resource, cost = Resource.INTER, of(cluster.flat or cluster.inter)
+            if cluster.flat is None and cluster.gpus_per_host > 1:
+                cost = self._flat(step)
+        elif step.phase is Phase.INTER:
+            resource, held_bytes, cost = Resource.INTER, holding.senders * held_bytes, of(cluster.inter)
+        else:
+            resource, cost = Resource.INTRA, of(cluster.intra)
+        if isinstance(cost, Table):
+            return resource, cost.over(held_bytes)
+        rounds, share = traffic(step.routine, participants)
+        return resource, cost.alpha_s * rounds + cost.beta_s_per_byte * share * held_bytes
+
+    def _flat(self, step: Comm) -> Affine:
+        """Return what a flat collective costs by both links: the latency of the one between hosts, the slower pace."""
+        intra, inter = (
+            link.of(step.routine, compressed=step.compressed) for link in (self._cluster.intra, self._cluster.inter)
+        )
+        assert isinstance(intra, Affine)
+        assert isinstance(inter, Affine)
+        _, share = traffic(step.routine, self._participants(step.phase))
+        adapter = _flat_adapter_share(step, self._cluster.hosts, self._cluster.gpus_per_host)
+        slower = max(inter.beta_s_per_byte * adapter, intra.beta_s_per_byte * share)
+        return Affine(alpha_s=inter.alpha_s, beta_s_per_byte=slower / share)
+
+    def _participants(self, phase: Phase) -> int:
+        if phase is Phase.FLAT:
+            return self._cluster.hosts * self._cluster.gpus_per_host
+        return self._cluster.hosts if phase is Phase.INTER else self._cluster.gpus_per_host
+
+
+def traffic(routine: Routine, participants: int) -> tuple[int, float]:
+    """Return the rounds of a collective, and the bytes that the busiest participant moves for each byte it holds."""
+    others, part = participants - 1, (participants - 1) / participants
+    match routine:
+        case Routine.ALL_REDUCE:
+            return 2 * others, 2 * part
+        case Routine.REDUCE_SCATTER | Routine.ALL_TO_ALL:
+            return others, part
+        case Routine.ALL_GATHER | Routine.GATHER:
+            return others, float(others)
+        case Routine.REDUCE | Routine.BROADCAST:
+            return math.ceil(math.log2(participants)), 1.0
+
+
+def _flat_adapter_share(step: Comm, hosts: int, gpus: int) -> float:
+    """Return the bytes that the busiest adapter moves for each byte a GPU holds, when all GPUs take part.
+
+    Rings pass each adapter once; in an all-to-all every GPU of the host sends through it, and a root receives from all
+    other hosts.
+    """
+    participants = hosts * gpus
+    match step.routine:
+        case Routine.ALL_TO_ALL:
+            return gpus * (participants - gpus) / participants
+        case Routine.GATHER:
+            return float(participants - gpus)
+        case _:
+            return traffic(step.routine, participants)[1]
+
+
+def _after(step: Comm, holding: Holding, participants: int) -> Holding:
+    """Return what a participant holds after a collective."""
+    region, payloads, pieces, senders = holding.region, holding.payloads, holding.pieces, holding.senders
+    match step.routine:
+        case Routine.REDUCE_SCATTER:
+            region /= participants
+        case Routine.ALL_TO_ALL:
+            region, payloads, pieces = region / participants, payloads * participants, pieces // participants
+        case Routine.GATHER:
+            payloads *= participants
+        case Routine.ALL_GATHER if step.role is Role.WHOLE:
+            payloads *= participants
+        case Routine.ALL_GATHER:
+            region *= participants
+            pieces *= participants if step.compressed else 1
+        case _:
+            pass
+    if step.phase is Phase.INTRA1 and step.routine.rooted:
+        senders = 1
+    return Holding(region=region, payloads=payloads, pieces=pieces, senders=senders)

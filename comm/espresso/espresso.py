@@ -1,0 +1,324 @@
+"""Espresso: which option of the decision tree each tensor takes, by several planners (Chapter 4 of the thesis)."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from ..plan.cluster import Cluster, Coder
+from ..plan.constraints import (
+    Constraint,
+    all_to_all_twice,
+    compressed,
+    cpu_only,
+    dense_in_hosts,
+    gpu_only,
+    inter_all_gather,
+    inter_all_to_all,
+    same_device,
+    uncompressed,
+)
+from ..plan.curve import FREE
+from ..plan.model import Model
+from ..plan.plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, Plan, PlanGroup, Span
+from ..plan.tree import Comm, Device, Option, Step, all_options
+from .cost import Costs
+from .exact import Found, search
+from .greedy import greedy, offload
+from .strategy import Problem, Strategy
+
+# The times of steps are rounded (`Problem`): options whose times differ by less are equally quick.
+_ROUNDING_S = 1e-12
+# BytePS leaves smaller tensors alone (BYTEPS_MIN_COMPRESS_BYTES).
+BYTEPS_LEAST_BYTES = 65536
+
+
+class NoPlanError(ValueError):
+    """A planner has no option to choose from; says what rules them out."""
+
+
+class Espresso:
+    """A model on a cluster, with the options that may be used.
+
+    Args:
+        model: The tensors, in ready order.
+        cluster: Links, hosts and the compressor.
+        options: What may be used; those on devices that the compressor has no costs for are left out.
+
+    Raises:
+        NoPlanError: No option is left.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, options: Sequence[Option] | None = None) -> None:
+        self.model, self.cluster = model, cluster
+        self.sizes_bytes = [tensor.numel * cluster.bytes_per_element for tensor in model.tensors]
+        sizes = sorted(set(self.sizes_bytes))
+        costed = Costs(cluster, sizes).options(all_options() if options is None else options)
+        if not costed:
+            raise NoPlanError(f"no option is left: {cluster.compressor.name} has no costs for their devices")
+        self.options = tuple(option for option, _ in costed)
+        self.problem = Problem(
+            names=[tensor.name for tensor in model.tensors],
+            backward_s=[tensor.backward_s for tensor in model.tensors],
+            kinds=[sizes.index(size) for size in self.sizes_bytes],
+            choices=[steps for _, steps in costed],
+            overlap=cluster.links_overlap,
+        )
+
+    def among(self, *constraints: Constraint) -> list[int]:
+        """Return the options that meet all constraints.
+
+        Raises:
+            NoPlanError: There is none.
+        """
+        found = list(range(len(self.options)))
+        for constraint in constraints:
+            found = [index for index in found if constraint(self.options[index])]
+        if not found:
+            names = ", ".join(constraint.__name__ for constraint in constraints)
+            raise NoPlanError(f"no option is left that this planner may use ({names}); allow more, or another device")
+        return found
+
+    def or_dense(self, constraint: Constraint) -> list[int]:
+        """Return the options that meet a constraint, of which there must be one, and those without compression."""
+        return [*self.without, *self.among(compressed, constraint)]
+
+    @property
+    def without(self) -> list[int]:
+        """The options without compression."""
+        return [index for index, option in enumerate(self.options) if uncompressed(option)]
+
+    def best(self, choices: Iterable[int], *, start: Strategy | None = None) -> Found:
+        """Return what the exact planner finds among these options, and among those of `start`."""
+        among = list(choices)
+        return search(self.problem, self.problem.fronts(among), start or self.problem.quickest(among))
+
+    def plain(self, strategy: Strategy) -> Strategy:
+        """Return the strategy with flat all-reduces in place of other options without compression, unless slower."""
+        plain = next((index for index, option in enumerate(self.options) if str(option) == ALL_REDUCE), None)
+        if plain is None:
+            return strategy
+        used = [plain, *set(strategy)]
+        alone_s = dict(zip(used, self.problem.alone_s(np.array(used)).T, strict=True))
+        found = tuple(
+            plain
+            if uncompressed(self.options[choice]) and alone_s[plain][kind] <= alone_s[choice][kind] + _ROUNDING_S
+            else choice
+            for kind, choice in zip(self.problem.kinds, strategy, strict=True)
+        )
+        if found == strategy:
+            return strategy
+        limit_s = self.problem.iteration_s(strategy) + len(strategy) * _ROUNDING_S
+        return found if self.problem.iteration_s(found) <= limit_s else strategy
+
+    def on_cpu(self, choice: int) -> int:
+        """Return the option that is the same with CPUs; itself where that does not exist."""
+        moved = _on_cpu(self.options[choice])
+        return next((index for index, option in enumerate(self.options) if option == moved), choice)
+
+
+def _on_cpu(option: Option) -> Option:
+    def moved(step: Step) -> Step:
+        return step if isinstance(step, Comm) else replace(step, device=Device.CPU)
+
+    return Option(tuple(moved(step) for step in option.steps))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A strategy, and a time that none of those looked at beats; without the forward pass, 0 if unknown."""
+
+    strategy: Strategy
+    bound_s: float = 0.0
+
+
+Planner = Callable[[Espresso], Planned]
+
+
+def exact(job: Espresso) -> Planned:
+    """Return the best strategy of all options: on GPUs first, then on one device for each tensor, then all."""
+    strategy: Strategy | None = None
+    bound_s = 0.0
+    stages: list[list[int]] = []
+    for constraint in (gpu_only, same_device, None):
+        choices = [i for i, option in enumerate(job.options) if constraint is None or constraint(option)]
+        if choices and choices not in stages:
+            stages.append(choices)
+    for choices in stages:
+        found = job.best(choices, start=strategy)
+        strategy, bound_s = found.strategy, found.bound_s
+    assert strategy is not None
+    return Planned(strategy=strategy, bound_s=bound_s)
+
+
+def paper(job: Espresso) -> Planned:
+    """Return what Algorithm 4.1 finds, and then Algorithm 4.2 where the compressor runs on CPUs."""
+    problem = job.problem
+    fronts = problem.fronts(job.among(gpu_only))
+    found = greedy(problem, fronts, problem.quickest(job.among(uncompressed)), job.sizes_bytes)
+    if Device.CPU in job.cluster.compressor.coders:
+        found = offload(problem, found, {choice: job.on_cpu(choice) for choice in set(found)})
+    return Planned(strategy=found)
+
+
+def restricted(*constraints: Constraint) -> Planner:
+    """Return the exact planner for the options that meet all constraints."""
+
+    def plan(job: Espresso) -> Planned:
+        found = job.best(job.among(*constraints))
+        return Planned(strategy=found.strategy)
+
+    return plan
+
+
+def or_dense(constraint: Constraint) -> Planner:
+    """Return the exact planner for the options that meet a constraint and those without compression."""
+
+    def plan(job: Espresso) -> Planned:
+        return Planned(strategy=job.best(job.or_dense(constraint)).strategy)
+
+    return plan
+
+
+def myopic(job: Espresso) -> Planned:
+    """Return what is quickest for each tensor alone."""
+    return Planned(strategy=job.problem.quickest(range(len(job.options))))
+
+
+def hipress(job: Espresso) -> Planned:
+    """Return what is quickest for each tensor alone when GPUs may compress what travels between hosts."""
+    between_hosts = job.among(compressed, gpu_only, dense_in_hosts)
+    return Planned(strategy=job.problem.quickest([*job.without, *between_hosts]))
+
+
+def hitopkcomm(job: Espresso) -> Planned:
+    """Return all-gathers between hosts of all tensors, compressed on GPUs."""
+    return Planned(strategy=job.problem.quickest(job.among(gpu_only, inter_all_gather)))
+
+
+def byteps(job: Espresso) -> Planned:
+    """Return two-step sums between hosts of all tensors but the smallest, compressed on CPUs."""
+    compress = job.problem.quickest(job.among(cpu_only, inter_all_to_all))
+    leave = job.problem.quickest(job.among(uncompressed))
+    return Planned(
+        strategy=tuple(
+            choices[size_bytes < BYTEPS_LEAST_BYTES]
+            for size_bytes, choices in zip(job.sizes_bytes, zip(compress, leave, strict=True), strict=True)
+        )
+    )
+
+
+ESPRESSO_PLANNERS: Mapping[str, Planner] = MappingProxyType(
+    {
+        "espresso": exact,
+        "espresso-greedy": paper,
+        "espresso-all": restricted(compressed),
+        "espresso-myopic": myopic,
+        "espresso-gpu": restricted(gpu_only),
+        "espresso-cpu": or_dense(cpu_only),
+        "espresso-inter-allgather": or_dense(inter_all_gather),
+        "espresso-inter-alltoall": or_dense(inter_all_to_all),
+        "espresso-alltoall-twice": or_dense(all_to_all_twice),
+        "espresso-hipress": hipress,
+        "espresso-hitopkcomm": hitopkcomm,
+        "espresso-byteps": byteps,
+        "espresso-dense": restricted(uncompressed),
+    }
+)
+
+
+def upper_bound_s(model: Model, cluster: Cluster, options: Sequence[Option] | None = None) -> float:
+    """Return an iteration time that no strategy beats: compression takes no time (thesis, Section 4.8.1)."""
+    free = Coder(compress=FREE, decompress=FREE, accumulate=FREE)
+    coders = dict.fromkeys(cluster.compressor.coders, free)
+    costless = replace(cluster, compressor=replace(cluster.compressor, coders=coders))
+    job = Espresso(model, costless, [option for option in options or all_options() if gpu_only(option)])
+    return cluster.forward_s + job.best(range(len(job.options))).bound_s
+
+
+def espresso_plan(
+    model: Model,
+    cluster: Cluster,
+    *,
+    planner: str = "espresso",
+    options: Sequence[Option] | None = None,
+    baselines: bool = True,
+) -> Plan:
+    """Return the plan that one of `ESPRESSO_PLANNERS` makes.
+
+    Args:
+        model: The tensors, in ready order.
+        cluster: Hosts, links and the compressor.
+        planner: Its name.
+        options: What may be used; all of the tree by default.
+        baselines: Predict what the other planners achieve as well.
+
+    Raises:
+        NoPlanError: The planner has no option to choose from.
+    """
+    begin_s = time.perf_counter()
+    job = Espresso(model, cluster, options)
+    planned = ESPRESSO_PLANNERS[planner](job)
+    strategy = job.plain(planned.strategy)
+    planning_s = time.perf_counter() - begin_s
+    makespan_s = job.problem.iteration_s(strategy)
+    others = _others(job, planner) if baselines else {}
+    bound_s = planned.bound_s or exact(job).bound_s
+    chosen = [job.options[choice] for choice in strategy]
+    return Plan(
+        planner=planner,
+        model=model.name,
+        compressor=cluster.compressor.name,
+        groups=tuple(
+            PlanGroup(tensors=(tensor.name,), option=DENSE if str(option) == ALL_REDUCE else str(option))
+            for tensor, option in zip(model.tensors, chosen, strict=True)
+        ),
+        reason=_reason(job, planner, chosen, cluster.forward_s + makespan_s, others),
+        iteration_s=cluster.forward_s + makespan_s,
+        planning_s=planning_s,
+        bound_s=cluster.forward_s + min(bound_s, makespan_s),
+        baselines_s=others,
+        timeline=tuple(_spans(job.problem, strategy)),
+    )
+
+
+def _others(job: Espresso, planner: str) -> dict[str, float]:
+    """Return the iteration times of the other planners, but of those that have no option to choose from."""
+    found = {}
+    for name, plan in ESPRESSO_PLANNERS.items():
+        if name != planner:
+            try:
+                found[name] = job.cluster.forward_s + job.problem.iteration_s(plan(job).strategy)
+            except NoPlanError:
+                continue
+    return found
+
+
+def _reason(job: Espresso, planner: str, chosen: list[Option], iteration_s: float, others: Mapping[str, float]) -> str:
+    count = sum(map(compressed, chosen))
+    if not count:
+        considered = planner == "espresso" and len(job.without) < len(job.options)
+        return DOES_NOT_PAY if considered else "this planner compresses nothing here"
+    on_cpus = sum(Device.CPU in option.devices for option in chosen)
+    reason = f"{count} of {len(chosen)} groups compressed, {on_cpus} of them on CPUs"
+    if "espresso-dense" in others and iteration_s:
+        reason += f"; {others['espresso-dense'] / iteration_s - 1:+.1%} speed against espresso-dense"
+    return reason
+
+
+def _spans(problem: Problem, strategy: Strategy) -> Iterable[Span]:
+    """Yield what each queue is busy with."""
+    places = {name: index for index, name in enumerate(problem.names)}
+    kinds = {"backward": "backward", "comp:gpu": "compress", "comp:cpu": "compress"}
+    kinds |= {"decomp:gpu": "decompress", "decomp:cpu": "decompress"}
+    for span in problem.timeline(strategy).spans:
+        if span.end_s > span.start_s:
+            yield Span(
+                lane=span.lane,
+                kind=kinds.get(span.label, "communicate"),
+                group=places[span.tensor],
+                begin_s=span.start_s,
+                end_s=span.end_s,
+            )

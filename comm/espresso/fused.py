@@ -1,0 +1,127 @@
+"""Espresso on Cupcake's idea: paths of the tree for groups of tensors, where single ones would pay for many latencies.
+
+Tensors are fused into buckets before a path is chosen for each; the best of several bucket sizes counts, and of no
+fusion, with and without compression. Not in the thesis, whose chapters 4 and 5 treat the two apart.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..cupcake.fusion import FusionProblem
+from ..cupcake.fusion_baselines import bucketed
+from ..plan.cluster import Cluster
+from ..plan.constraints import uncompressed
+from ..plan.curve import FREE
+from ..plan.model import Model, Tensor
+from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, Plan
+from ..plan.system import System
+from ..plan.tree import Option, all_options
+from .espresso import espresso_plan
+
+BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
+"""64 KiB to 64 MiB."""
+
+_Groups = tuple[tuple[Tensor, ...], ...]
+
+
+def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
+    """Return the plan with the least predicted iteration among those of all bucket sizes; compression has to pay.
+
+    Args:
+        model: The tensors, in ready order.
+        cluster: Hosts, links and the compressor.
+        options: What may be used; all of the tree by default.
+
+    Raises:
+        NoPlanError: There is no option to choose from.
+    """
+    begin_s = time.perf_counter()
+    allowed = all_options() if options is None else options
+    fusions = _fusions(model, cluster)
+    plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
+    best = _if_it_pays(plans, _simpler(model, fusions, cluster, allowed))
+    planning_s = time.perf_counter() - begin_s
+    unfused = espresso_plan(model, cluster, options=options)
+    return replace(
+        best,
+        planner="espresso-fused",
+        planning_s=planning_s,
+        bound_s=min(plan.bound_s for plan in plans),
+        baselines_s={"espresso": unfused.iteration_s, **unfused.baselines_s},
+        reason=f"{len(best.groups)} groups of {len(model.tensors)} tensors; {best.reason}",
+    )
+
+
+def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
+    """Return Espresso's plan for single tensors, unless compression gains nothing over buckets without it.
+
+    Raises:
+        NoPlanError: There is no option to choose from.
+    """
+    alone = espresso_plan(model, cluster, options=options)
+    begin_s = time.perf_counter()
+    allowed = all_options() if options is None else options
+    best = _if_it_pays([alone], _simpler(model, _fusions(model, cluster), cluster, allowed))
+    return replace(
+        best,
+        planner=alone.planner,
+        planning_s=alone.planning_s + time.perf_counter() - begin_s,
+        bound_s=min(alone.bound_s, best.iteration_s),
+        baselines_s=alone.baselines_s,
+    )
+
+
+def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
+    """Return a plan that is predicted to be about as quick as the quickest: one that all-reduces rather than others.
+
+    Args:
+        plans: Made with all options.
+        simpler: Made with those without compression.
+    """
+    possible = [*plans, *simpler]
+    limit_s = (1 + CLOSE) * min(plan.iteration_s for plan in possible)
+    close = [plan for plan in possible if plan.iteration_s <= limit_s]
+    best = min(close, key=lambda plan: (plan.compress, not plan.plain, plan.iteration_s))
+    if best.compress:
+        return best
+    # Its own reason knows of no compression; those of the others do, where it was possible.
+    return replace(best, reason=next((plan.reason for plan in plans if not plan.compress), DOES_NOT_PAY))
+
+
+def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
+    """Return plans for all fusions that only all-reduce, and that do anything but compress, if the options allow it."""
+    without = [option for option in options if uncompressed(option)]
+    plain = [option for option in without if str(option) == ALL_REDUCE]
+    return [_plan(model, groups, cluster, left) for left in (plain, without) if left for groups in fusions]
+
+
+def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
+    """Return the tensors one by one, and in buckets of all sizes."""
+    sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
+    problem = FusionProblem(model.tensors, sizes)
+    fusions: dict[_Groups, None] = {tuple((tensor,) for tensor in model.tensors): None}
+    for size_bytes in BUCKETS_BYTES:
+        groups = bucketed(problem, size_bytes)
+        fusions[tuple(model.tensors[group.start : group.end] for group in groups)] = None
+    return list(fusions)
+
+
+def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Option]) -> Plan:
+    fused = Model(
+        name=model.name,
+        tensors=tuple(
+            Tensor(
+                name=group[0].name,
+                numel=sum(tensor.numel for tensor in group),
+                backward_s=sum(tensor.backward_s for tensor in group),
+            )
+            for group in groups
+        ),
+    )
+    plan = espresso_plan(fused, cluster, options=options, baselines=False)
+    names = [tuple(tensor.name for tensor in group) for group in groups]
+    return replace(
+        plan,
+        groups=tuple(replace(group, tensors=tensors) for tensors, group in zip(names, plan.groups, strict=True)),
+    )

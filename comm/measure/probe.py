@@ -1,0 +1,211 @@
+"""Measures what planners must know of a job's ranks: links by collective, and compressors by size."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..compress.compressor import Compressor
+from ..compress.feedback import ErrorFeedback
+from ..net.transport import Transport, to_bytes
+from ..plan.tree import Routine
+from ..runtime.pieces import (
+    Message,
+    Pieces,
+    broadcast_from,
+    gather_all,
+    gather_to,
+    pack,
+    reduce_to,
+    scatter_all,
+    unpack,
+)
+
+# A batch lasts about so long: more than what shaped links and buffers take in at once.
+_BATCH_S = 0.05
+_GREATEST_BATCH = 200
+
+_DENSE: Mapping[Routine, Callable[[Transport, Tensor], object]] = {
+    Routine.ALL_REDUCE: lambda transport, dense: transport.all_reduce(dense),
+    Routine.REDUCE_SCATTER: lambda transport, dense: transport.reduce_scatter(dense),
+    Routine.ALL_GATHER: lambda transport, dense: transport.all_gather_dense(dense),
+    Routine.REDUCE: lambda transport, dense: reduce_to(0, dense, transport),
+    Routine.BROADCAST: lambda transport, dense: broadcast_from(
+        0, None if transport.rank else to_bytes(dense), transport, size_bytes=dense.nbytes
+    ),
+}
+_COMPRESSED: Mapping[Routine, Callable[[Transport, Tensor, bool], object]] = {
+    Routine.ALL_GATHER: lambda transport, data, alike: gather_all(_pieces(data, 1), transport, alike=alike),
+    Routine.ALL_TO_ALL: lambda transport, data, alike: scatter_all(
+        _pieces(data, transport.size), transport, alike=alike
+    ),
+    Routine.GATHER: lambda transport, data, alike: gather_to(0, _pieces(data, 1), transport, alike=alike),
+    Routine.BROADCAST: lambda transport, data, _: unpack(
+        broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
+    ),
+}
+
+PROBED = tuple(_DENSE)
+"""The collectives of dense tensors that `probe_link` can measure."""
+
+PROBED_COMPRESSED = tuple(_COMPRESSED)
+"""Those of compressed data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoderPoints:
+    """What a compressor takes, medians in seconds, for tensors of `sizes_bytes` dense bytes.
+
+    Attributes:
+        sizes_bytes: Of float32 tensors, ascending.
+        compress: With error feedback.
+        decompress: Of one message into zeros.
+        accumulate: Of one more message onto the sum.
+        ratio: Message bytes over dense bytes, of the largest tensor.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    compress: tuple[float, ...]
+    decompress: tuple[float, ...]
+    accumulate: tuple[float, ...]
+    ratio: float
+
+
+def probe_coder(
+    compressor: Compressor,
+    sizes_bytes: Sequence[int],
+    *,
+    device: torch.device | str,
+    gradients_on: torch.device | str | None = None,
+    repeats: int = 10,
+    transport: Transport | None = None,
+) -> CoderPoints:
+    """Return what `compressor` takes on `device` for made-up gradients, one after the other as in `probe_link`.
+
+    Args:
+        compressor: What is measured.
+        sizes_bytes: Of float32 gradients, ascending.
+        device: Where it works.
+        gradients_on: Where gradients and messages are, if elsewhere: what is copied from there and back counts too.
+        repeats: As of `probe_link`.
+        transport: Its ranks do the same at the same time, as in training, where they may share processors; the slowest
+            counts.
+    """
+    home = torch.device(device if gradients_on is None else gradients_on)
+    points: dict[str, list[float]] = {"compress": [], "decompress": [], "accumulate": []}
+    ratio = 1.0
+    for size_bytes in sizes_bytes:
+        dense = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(0)).to(home)
+        memory = ErrorFeedback(compressor)
+        message, seed = memory.compress("probe", dense.to(device))
+        message = message.to(home)
+        ratio = message.numel() / dense.nbytes
+        total = torch.zeros_like(dense, device=device)
+
+        def decompress(
+            message: Tensor = message, numel: int = dense.numel(), dtype: torch.dtype = dense.dtype, seed: int = seed
+        ) -> None:
+            compressor.decompress(message.to(device), numel, dtype, seed=seed).to(home)
+
+        def accumulate(message: Tensor = message, total: Tensor = total, seed: int = seed) -> None:
+            compressor.add(message.to(device), total, seed=seed)
+
+        def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
+            memory.compress("probe", dense.to(device))[0].to(home)
+            memory.settle(["probe"], dense)
+
+        for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
+            points[name].append(_mean_s(work, device=home, repeats=repeats, transport=transport))
+    return CoderPoints(
+        sizes_bytes=tuple(sizes_bytes),
+        compress=tuple(points["compress"]),
+        decompress=tuple(points["decompress"]),
+        accumulate=tuple(points["accumulate"]),
+        ratio=ratio,
+    )
+
+
+def probe_link(
+    transport: Transport,
+    routine: Routine,
+    sizes_bytes: Sequence[int],
+    *,
+    repeats: int = 5,
+    compressor: Compressor | None = None,
+    everyone: Transport | None = None,
+) -> tuple[float, ...]:
+    """Return the seconds of a collective of tensors of each size, on the slowest rank.
+
+    Collectives follow each other without a pause, as those of many tensors do: what a link lets pass at once after a
+    pause would make it look faster than it is, and the time of a single short one differs by more than its length.
+
+    The size is what a rank holds before the collective. All ranks call this together and get the same.
+
+    Args:
+        transport: The ranks.
+        routine: One of `PROBED`, or of `PROBED_COMPRESSED`.
+        sizes_bytes: Rounded up to whole elements for each rank.
+        repeats: Batches of each size; the median of their means counts.
+        compressor: The tensors are messages of this one, which travel with what decodes them.
+        everyone: The ranks that do the same in groups of their own, and share links; they begin each batch together.
+    """
+    found = []
+    for size_bytes in sizes_bytes:
+        each = -(-size_bytes // (4 * transport.size))
+        tensor = torch.zeros(each * transport.size, device=transport.device)
+
+        def call(tensor: Tensor = tensor) -> None:
+            if compressor is None:
+                _DENSE[routine](transport, tensor)
+            else:
+                alike = compressor.message_bytes(tensor.numel(), tensor.dtype) is not None
+                _COMPRESSED[routine](transport, tensor, alike)
+
+        found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=everyone or transport))
+    return tuple(found)
+
+
+def _mean_s(
+    work: Callable[[], object], *, device: torch.device, repeats: int, transport: Transport | None = None
+) -> float:
+    """Return the seconds of `work` when it is done again and again, all ranks beginning together; the slowest counts.
+
+    The median of `repeats` batches.
+    """
+
+    def batch_s(count: int) -> float:
+        if transport is not None:
+            _gather(transport, 0.0)
+        seconds = _seconds(lambda: [work() for _ in range(count)], device)
+        return seconds if transport is None else max(_gather(transport, seconds))
+
+    once_s = min(batch_s(1), batch_s(1))  # the first one allocates, and compiles kernels
+    count = max(1, min(_GREATEST_BATCH, round(_BATCH_S / once_s)))
+    return median(batch_s(count) / count for _ in range(repeats))
+
+
+def _pieces(data: Tensor, count: int) -> Pieces:
+    parts = data.view(torch.uint8).chunk(count)
+    return Pieces(numel=data.numel() // count, pieces=[[Message(seed=0, data=part)] for part in parts])
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    _settle(device)
+    began_s = time.perf_counter()
+    work()
+    _settle(device)
+    return time.perf_counter() - began_s
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gather(transport: Transport, seconds: float) -> list[float]:
+    own = torch.tensor([seconds], dtype=torch.float64, device=transport.device).view(torch.uint8)
+    gathered = transport.all_gather(own, sizes_bytes=[own.numel()] * transport.size)
+    return [float(message.view(torch.float64)[0]) for message in gathered]

@@ -1,0 +1,200 @@
+"""How long a scheme takes on one gradient, and how long its messages alone would."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..net.entries import kept_of
+from ..net.scheme import Dense, Scheme
+from ..net.transport import Transport
+from ..ops.coo import coo_decode
+from ..ops.topk import topk
+from ..schemes import named
+from ..spardl.sparse_scheme import SparseScheme
+
+_SHARED, _OWN = 0.5, 1.0
+_KEY = "gradient"
+_GREATEST_BATCH = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What one scheme did on one rank, or on the rank with the greatest number.
+
+    Attributes:
+        step_s: Seconds of each step, computing included; of the slowest rank.
+        messages_s: Seconds of the last step's messages when nothing is computed between them; of the slowest rank.
+        received_bytes: In the last step; of the rank that received most.
+        header_bytes: Sizes announced in the last step; likewise.
+        rounds: Exchanges in the last step that had to follow each other; likewise.
+    """
+
+    step_s: list[float]
+    messages_s: list[float]
+    received_bytes: int
+    header_bytes: int
+    rounds: int
+
+
+class RecordingTransport(Transport):
+    """A transport that can repeat the messages of its last step, with other bytes of the same sizes.
+
+    Ranks that share processors wait for each other's computing; a repetition shows what the network takes.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device | str = "cpu") -> None:
+        super().__init__(group, device)
+        self._calls: list[Callable[[], object]] = []
+        self._recording = True
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self._calls.clear()
+
+    def repeat(self, times: int = 1) -> None:
+        """Make the calls of the last step again."""
+        with self.paused():
+            for _ in range(times):
+                for call in self._calls:
+                    call()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not record inside."""
+        self._recording = False
+        try:
+            yield
+        finally:
+            self._recording = True
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Iterable[int],
+        *,
+        sizes_bytes: Mapping[int, int] | None = None,
+        in_turn: bool = False,
+    ) -> dict[int, Tensor]:
+        """As of `Transport`."""
+        senders = list(sources)
+        if self._recording:
+            again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
+            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=sizes_bytes, in_turn=in_turn))
+        return super().exchange(outgoing, senders, sizes_bytes=sizes_bytes, in_turn=in_turn)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """As of `Transport`."""
+        if self._recording:
+            again = torch.zeros_like(tensor)
+            self._calls.append(lambda: self.all_reduce(again))
+        super().all_reduce(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """As of `Transport`."""
+        if self._recording:
+            again = torch.zeros_like(tensor)
+            self._calls.append(lambda: self.reduce_scatter(again))
+        return super().reduce_scatter(tensor)
+
+    def all_gather_dense(self, share: Tensor) -> Tensor:
+        """As of `Transport`."""
+        if self._recording:
+            again = torch.zeros_like(share)
+            self._calls.append(lambda: self.all_gather_dense(again))
+        return super().all_gather_dense(share)
+
+
+def example_gradient(numel: int, rank: int, step: int) -> Tensor:
+    """Return heavy-tailed values, in part at the same places on all ranks and in consecutive steps; seeded."""
+
+    def normal(seed: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+    return (_SHARED * normal(0) + _OWN * normal(1 + 1000 * rank + step)) ** 3
+
+
+def scheme_at(name: str, transport: Transport, density: float) -> Scheme:
+    """Return a scheme of that name; one that sparsifies sends `density` of each gradient."""
+    scheme = named(name, transport)
+    if isinstance(scheme, SparseScheme):
+        scheme.density = density
+    return scheme
+
+
+def inputs_for(scheme: Scheme, gradients: Sequence[Tensor], density: float) -> Iterator[Tensor]:
+    """Return what the scheme is to sum in each step: the gradients, if it sparsifies them itself or takes all.
+
+    Others get only the greatest elements of the first one, in every step: as if a sparsifier had gone before, or an
+    embedding had few rows in use.
+    """
+    dense = isinstance(scheme, SparseScheme | Dense)
+    first = gradients[0]
+    sparse = first if dense else coo_decode(*topk(first, kept_of(first.numel(), density)), first.numel())
+    return (gradient.clone() if dense else sparse.clone() for gradient in gradients)
+
+
+def measure(
+    scheme: Scheme,
+    transport: RecordingTransport,
+    gradients: Iterable[Tensor],
+    *,
+    repeats: int,
+    sample_s: float = 0.1,
+    at_most_s: float = 10.0,
+) -> Measurement:
+    """Reduce gradients, one in each step, and return what that took; all ranks call it and get the same.
+
+    Args:
+        scheme: On `transport`.
+        transport: The ranks.
+        gradients: At least one; the first step of several is not measured, because memory is allocated in it.
+        repeats: Samples of the messages' time, at least 1. Each is the mean of a batch.
+        sample_s: Length of a batch, about; long enough that what the network's buffers take in at once does not count.
+        at_most_s: For all samples together, about; one is taken anyway.
+    """
+    step_s: list[float] = []
+    for gradient in gradients:
+        transport.forget()
+        transport.traffic.reset()
+        step_s.append(_timed(transport, lambda gradient=gradient: scheme.reduce(_KEY, gradient)))  # type: ignore[misc]
+    traffic = replace(transport.traffic)
+    step_s = _greatest(transport, step_s)
+    numbers = _greatest(transport, [traffic.received_bytes, traffic.header_bytes, traffic.rounds])
+    once_s = _greatest(transport, [_timed(transport, transport.repeat)])[0]
+    batch = max(1, min(_GREATEST_BATCH, round(sample_s / max(once_s, sample_s / _GREATEST_BATCH))))
+    samples = max(1, min(repeats, round(at_most_s / (batch * once_s))))
+    messages_s = [
+        _greatest(transport, [_timed(transport, lambda: transport.repeat(batch)) / batch])[0] for _ in range(samples)
+    ]
+    return Measurement(
+        step_s=step_s[1:] or step_s,
+        messages_s=messages_s,
+        received_bytes=round(numbers[0]),
+        header_bytes=round(numbers[1]),
+        rounds=round(numbers[2]),
+    )
+
+
+def _timed(transport: RecordingTransport, work: Callable[[], object]) -> float:
+    _greatest(transport, [0.0])  # all begin together
+    began_s = time.monotonic()
+    work()
+    if transport.device.type == "cuda":
+        torch.cuda.synchronize(transport.device)
+    return time.monotonic() - began_s
+
+
+def _greatest(transport: RecordingTransport, numbers: list[float]) -> list[float]:
+    """Return the greatest of each number over all ranks, without a trace in what was counted or recorded."""
+    traffic = replace(transport.traffic)
+    with transport.paused():
+        own = torch.tensor(numbers, dtype=torch.float64, device=transport.device)
+        sizes = [own.nbytes] * transport.size
+        gathered = transport.all_gather(own.view(torch.uint8), sizes_bytes=sizes)
+    transport.traffic = traffic
+    return torch.stack([message.view(torch.float64) for message in gathered]).amax(0).tolist()

@@ -1,0 +1,133 @@
+"""Some elements of a flat gradient as (index, value) pairs, and what is left of the gradient without them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ..errors import CommError, MessageError
+from ..ops.coo import coo_decode
+from ..ops.scatter import coo_add, scatter_add
+from ..ops.topk import topk
+from .transport import from_bytes, to_bytes
+
+_INDEX = torch.int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entries:
+    """Elements of a flat gradient.
+
+    Attributes:
+        indices: int32, ascending, none twice.
+        values: Of the same length.
+    """
+
+    indices: Tensor
+    values: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.indices.numel()
+
+    def to_message(self) -> Tensor:
+        """Return them as bytes; `size_bytes` of them."""
+        parts = (self.indices, self.values)
+        return to_bytes(*(parts if self.values.itemsize <= _INDEX.itemsize else reversed(parts)))
+
+    @classmethod
+    def from_message(cls, message: Tensor, dtype: torch.dtype) -> Self:
+        """Return the elements that `to_message` wrote, with values of `dtype`.
+
+        Raises:
+            MessageError: The message has a size that no number of elements has.
+        """
+        count, rest = divmod(message.numel(), size_bytes(1, dtype))
+        if rest:
+            raise MessageError(
+                f"a message of {message.numel()} bytes is no list of int32 indices with {dtype} values; "
+                f"run the same version with the same options on all ranks"
+            )
+        if dtype.itemsize <= _INDEX.itemsize:
+            indices, values = from_bytes(message, (_INDEX, count), (dtype, count))
+        else:
+            values, indices = from_bytes(message, (dtype, count), (_INDEX, count))
+        return cls(indices=indices, values=values)
+
+
+def size_bytes(count: int, dtype: torch.dtype) -> int:
+    """Return the size of a message with `count` elements of `dtype`."""
+    return count * (_INDEX.itemsize + dtype.itemsize)
+
+
+def kept_of(numel: int, density: float) -> int:
+    """Return k: how many of `numel` elements are kept at this density, at least one."""
+    if numel > torch.iinfo(_INDEX).max:
+        raise CommError(f"a gradient of {numel} elements has no int32 indices; split it into smaller tensors")
+    return min(numel, max(1, round(density * numel)))
+
+
+def top_k(values: Tensor, count: int) -> Tensor:
+    """Return the ascending indices of the `count` elements of greatest magnitude; NaN is the greatest."""
+    return topk(values, count).indices
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return finite `values` as the nearest finite ones of `dtype`; inf and NaN stay what they are."""
+    if values.dtype == dtype:
+        return values
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(dtype)
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """Return as one bool, where `values` are, whether they have no inf and no NaN."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    # Of both extremes one tells it, in one reading pass.
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
+def take(work: Tensor, chosen: Tensor, dtype: torch.dtype) -> Entries:
+    """Move the elements at the indices `chosen` out of the flat `work`, which keeps what rounding to `dtype` leaves."""
+    exact = work[chosen]
+    values = rounded(exact, dtype)
+    work[chosen] = exact - values
+    return Entries(indices=chosen, values=values)
+
+
+def add_to(dense: Tensor, entries: Entries) -> None:
+    """Add the elements to the flat `dense`, in its precision."""
+    scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
+
+
+def added(lists: Sequence[Entries], exact: torch.dtype) -> Entries:
+    """Return the sum of at least one list as one, in the precision of `exact`; added in the order given."""
+    indices, values = lists[0].indices, lists[0].values.to(exact)
+    for entries in lists[1:]:
+        indices, values = coo_add(indices, values, entries.indices, entries.values.to(exact))
+    return Entries(indices=indices, values=values)
+
+
+def joined(lists: Sequence[Entries]) -> Entries:
+    """Return lists of different parts of a gradient, one after the other, as one."""
+    return Entries(
+        indices=torch.cat([entries.indices for entries in lists]),
+        values=torch.cat([entries.values for entries in lists]),
+    )
+
+
+def to_dense(entries: Entries, numel: int) -> Tensor:
+    """Return the flat tensor that has these elements and zeros elsewhere."""
+    return coo_decode(entries.indices, entries.values, numel)
+
+
+def settle(accumulated: Tensor, work: Tensor, sent: Entries, final: Entries) -> None:
+    """Take out of `accumulated` what was sent and is in the final sum; what rounding left of it in `work` stays."""
+    arrived = torch.zeros_like(accumulated, dtype=torch.bool)
+    arrived[final.indices] = True
+    gone = sent.indices[arrived[sent.indices]]
+    accumulated[gone] = work[gone]

@@ -1,0 +1,131 @@
+"""What every way to sum gradients over ranks has in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from ..errors import CommError
+from .transport import Transport
+
+Stage = Literal["prepare", "communicate", "settle"]
+
+
+class Reduction(ABC):
+    """A sum over all ranks that is on its way; the stages come in this order, from any thread."""
+
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Do what CPUs do before the ranks meet."""
+
+    @abstractmethod
+    def communicate(self) -> None:
+        """Do what all ranks do together, in the same order for all keys; may return before the network has finished."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Do what CPUs do after that."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """Do what is left, which concerns this rank alone, and return the sum."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the next stage reads."""
+
+
+class Whole(Reduction):
+    """A sum that has no stages.
+
+    Args:
+        reduce: Makes the sum of a gradient.
+        gradient: This rank's.
+    """
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
+        self._reduce = reduce
+        self._held = gradient
+
+    def communicate(self) -> None:
+        """Do it all."""
+        self._held = self._reduce(self._held)
+
+    def total(self) -> Tensor:
+        """Return the sum."""
+        return self._held
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the gradient, and then the sum."""
+        yield self._held
+
+
+class Scheme(ABC):
+    """Sums gradients over all ranks of a transport.
+
+    All ranks call `reduce` for the same keys in the same order. What a scheme remembers between steps (residuals,
+    seeds, adaptive sizes) is kept by key and is part of its state dict, so that a restored run goes on bit for bit.
+
+    Args:
+        transport: The ranks, and where bytes are counted.
+    """
+
+    name: ClassVar[str]
+    """How users and benchmarks call it."""
+
+    stages: tuple[Stage, ...] = ("communicate",)
+    """What its sums have to do between `begin` and `total`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @abstractmethod
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum of `gradient` over all ranks, equal on all of them.
+
+        Args:
+            key: Name of the parameter, the same on all ranks; state is kept by it, never by position.
+            gradient: Floating point, of any shape, the same shape and dtype on all ranks. It may be overwritten.
+
+        Returns:
+            A tensor of the shape, dtype and device of `gradient`; may be `gradient` itself.
+        """
+
+    def begin(self, key: str, gradient: Tensor) -> Reduction:
+        """Do what needs no other rank yet, and return the rest of `reduce`; all of it, unless a scheme has stages."""
+        return Whole(partial(self.reduce, key), gradient)
+
+    def fuses(self, key: str) -> bool:
+        """Tell whether this gradient is only all-reduced from now on, so that it may be so together with others."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank must remember for the next step; tensors are not copied."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank.
+
+        Raises:
+            CommError: It is not of this scheme.
+        """
+        if state:
+            raise CommError(
+                f"{self.name} keeps no state, but is to load {sorted(state)}; name the scheme that saved it"
+            )
+
+
+class Dense(Scheme):
+    """The library's own all-reduce."""
+
+    name = "dense"
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks, in place where `gradient` is dense and contiguous."""
+        contiguous = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+        self.transport.all_reduce(contiguous)
+        return contiguous.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else contiguous
+
+    def fuses(self, key: str) -> bool:
+        """Tell that any gradient may be all-reduced together with others."""
+        return True

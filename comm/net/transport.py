@@ -1,0 +1,209 @@
+"""What schemes send: messages of any size between the ranks of one process group, and every byte counted."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
+
+from ..errors import MessageError
+
+_SIZE_BYTES = 8
+_AT_ONCE_BYTES = 256 << 10
+
+
+@dataclass(kw_only=True, slots=True)
+class Traffic:
+    """What one rank has sent and received since the last `reset`.
+
+    Attributes:
+        sent_bytes: Payload sent to other ranks; of a dense collective the bytes of its ring algorithm.
+        received_bytes: Payload received from other ranks.
+        header_bytes: Announcements of sizes, sent.
+        rounds: Exchanges that had to follow each other, dense collectives included.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    header_bytes: int = 0
+    rounds: int = 0
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.sent_bytes = self.received_bytes = self.header_bytes = self.rounds = 0
+
+
+class Transport:
+    """The ranks of one process group, as gradient schemes see them.
+
+    Messages are 1-D uint8 tensors (see `to_bytes`, `from_bytes`) on the transport's device. All ranks of the group make
+    the same calls in the same order; calls block until what was received is there (on CUDA: is enqueued).
+
+    Args:
+        group: Gloo or NCCL. Schemes that run beside DDP need a group of their own.
+        device: Where messages are: of the CPU for Gloo, this rank's GPU for NCCL.
+
+    Attributes:
+        traffic: What this rank has sent and received.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device | str = "cpu") -> None:
+        self.traffic = Traffic()
+        self.device = torch.device(device)
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._group.rank()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._group.size()
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Iterable[int],
+        *,
+        sizes_bytes: Mapping[int, int] | None = None,
+        in_turn: bool = False,
+    ) -> dict[int, Tensor]:
+        """Send each message to its rank and return source → the message that it sent here.
+
+        Args:
+            outgoing: Other rank → message.
+            sources: Other ranks that send a message to this one.
+            sizes_bytes: Source → size of its message, where both sides know it (as 0 too); None announces the sizes
+                first, which costs a round trip and `_SIZE_BYTES` for each message.
+            in_turn: Where the n-th message of each rank goes to the rank whose n-th source it is, as in `all_to_all`:
+                long messages may follow each other then; else all go at once.
+
+        Raises:
+            MessageError: A size that was announced is not possible.
+        """
+        senders = list(sources)
+        if sizes_bytes is None:
+            sizes_bytes = self._announce(outgoing, senders)
+        incoming = {rank: torch.empty(sizes_bytes[rank], dtype=torch.uint8, device=self.device) for rank in senders}
+        if in_turn and self.device.type == "cpu" and sum(map(Tensor.numel, incoming.values())) > _AT_ONCE_BYTES:
+            # Many senders at once overrun the queue in front of a receiver, and TCP waits and sends again (incast).
+            for (target, message), (source, room) in zip(outgoing.items(), incoming.items(), strict=True):
+                self._pass({target: message}, {source: room})
+        else:
+            self._pass(outgoing, incoming)
+        self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
+        self.traffic.received_bytes += sum(message.numel() for message in incoming.values())
+        self.traffic.rounds += 1
+        return incoming
+
+    def all_to_all(self, messages: Sequence[Tensor], *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
+        """Send `messages[r]` to rank r and return what each rank sent here, in the order of ranks; own by reference."""
+        distances = range(1, self.size)
+        outgoing = {rank: messages[rank] for rank in ((self.rank + distance) % self.size for distance in distances)}
+        sources = [(self.rank - distance) % self.size for distance in distances]
+        known = None if sizes_bytes is None else {rank: sizes_bytes[rank] for rank in sources}
+        received = self.exchange(outgoing, sources, sizes_bytes=known, in_turn=True)
+        received[self.rank] = messages[self.rank]
+        return [received[rank] for rank in range(self.size)]
+
+    def all_gather(self, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
+        """Send `message` to all and return what each rank sent, in the order of ranks; own by reference."""
+        return self.all_to_all([message] * self.size, sizes_bytes=sizes_bytes)
+
+    def swap(self, message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Tensor:
+        """Send `message` to rank `to` while receiving one from rank `source`."""
+        known = None if size_bytes is None else {source: size_bytes}
+        return self.exchange({to: message}, [source], sizes_bytes=known)[source]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over all ranks in place, dense, with the library's own all-reduce."""
+        self.begin_all_reduce(tensor).wait()
+
+    def begin_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin what `all_reduce` does and return what waits for it; other calls may come in between."""
+        self._count_ring(2 * (self.size - 1) * tensor.nbytes / self.size)
+        return self._group.allreduce([tensor])
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Return this rank's n-th of the 1-D `tensor`, whose length is a multiple of the ranks, summed over all."""
+        share = torch.empty(tensor.numel() // self.size, dtype=tensor.dtype, device=tensor.device)
+        self._group._reduce_scatter_base(share, tensor.contiguous(), ReduceScatterOptions()).wait()
+        self._count_ring((self.size - 1) * share.nbytes)
+        return share
+
+    def all_gather_dense(self, share: Tensor) -> Tensor:
+        """Return the 1-D shares of all ranks, all of one length, one after the other."""
+        whole = torch.empty(share.numel() * self.size, dtype=share.dtype, device=share.device)
+        self._group._allgather_base(whole, share.contiguous()).wait()
+        self._count_ring((self.size - 1) * share.nbytes)
+        return whole
+
+    def _announce(self, outgoing: Mapping[int, Tensor], senders: list[int]) -> dict[int, int]:
+        sizes = {
+            r: torch.tensor([message.numel()], device=self.device).view(torch.uint8) for r, message in outgoing.items()
+        }
+        heard = {rank: torch.empty(_SIZE_BYTES, dtype=torch.uint8, device=self.device) for rank in senders}
+        self._pass(sizes, heard)
+        self.traffic.header_bytes += _SIZE_BYTES * len(sizes)
+        announced = {rank: int(size.view(torch.int64).item()) for rank, size in heard.items()}
+        for rank, size_bytes in announced.items():
+            if size_bytes < 0:
+                raise MessageError(
+                    f"rank {rank} announces a message of {size_bytes} bytes; run one version on all ranks"
+                )
+        return announced
+
+    def _pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Post all sends and receives, empty ones left out on both sides, and wait for them."""
+        sends = [(rank, message.contiguous()) for rank, message in outgoing.items() if message.numel()]
+        receives = [(rank, message) for rank, message in incoming.items() if message.numel()]
+        grouped = self.device.type == "cuda" and bool(sends or receives)
+        if grouped:
+            # NCCL would wait for the first send's receiver before it begins the next call.
+            self._group._start_coalescing(self.device)
+        # Gloo asks for a message when its receive is posted: were that behind a send, it would wait for all its bytes.
+        works = [self._group.recv([message], rank, 0) for rank, message in receives]
+        works += [self._group.send([message], rank, 0) for rank, message in sends]
+        if grouped:
+            works = [self._group._end_coalescing(self.device)]
+        for work in works:
+            work.wait()
+
+    def _count_ring(self, moved_bytes: float) -> None:
+        self.traffic.sent_bytes += round(moved_bytes)
+        self.traffic.received_bytes += round(moved_bytes)
+        self.traffic.rounds += 1
+
+
+def to_bytes(*parts: Tensor) -> Tensor:
+    """Return the memory of `parts`, one after the other, as one 1-D uint8 message.
+
+    Put wider types first: `from_bytes` reads a part in place only where its offset in memory is a multiple of its
+    item size.
+    """
+    flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def from_bytes(message: Tensor, *parts: tuple[torch.dtype, int]) -> list[Tensor]:
+    """Return the parts of a message of `to_bytes`, given as (dtype, number of elements) each.
+
+    Raises:
+        MessageError: The message has another size.
+    """
+    expected_bytes = sum(dtype.itemsize * count for dtype, count in parts)
+    if message.numel() != expected_bytes:
+        raise MessageError(
+            f"a message of {message.numel()} bytes came where {expected_bytes} were expected; "
+            f"run the same version with the same options on all ranks"
+        )
+    found, offset = [], 0
+    for dtype, count in parts:
+        end = offset + dtype.itemsize * count
+        part = message[offset:end]
+        found.append((part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype))
+        offset = end
+    return found

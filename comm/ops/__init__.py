@@ -1,0 +1,1 @@
+"""Operations on gradients, each with three implementations: torch, numba on the CPU, numba on CUDA."""

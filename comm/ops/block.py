@@ -1,0 +1,181 @@
+"""Tensor blocks: the blocks of a tensor that have a non-zero, whole (OmniReduce; thesis section 3.3.4)."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cuda
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import OpError
+from .compaction import mark, marked
+from .kernels import (
+    CudaKernel,
+    bits,
+    check_list,
+    check_numel,
+    check_range,
+    cpu_kernel,
+    flat,
+    host,
+    host_bits,
+    magnitude_mask,
+)
+from .op import Op
+
+BLOCK = 256
+"""Elements of a block, as in OmniReduce."""
+
+
+class Blocks(NamedTuple):
+    """Blocks of a tensor.
+
+    Attributes:
+        ids: Which blocks, int32, ascending; block b begins at element b * block.
+        data: [ids, block]; behind the tensor's end there are zeros.
+    """
+
+    ids: Tensor
+    data: Tensor
+
+
+def _encode_reference(dense: Tensor, block: int = BLOCK) -> Blocks:
+    """Return the blocks of `dense`, which has any shape, that have a non-zero; zero is decided as in `coo_encode`.
+
+    Raises:
+        OpError: `dense` is not floating point, or has more than 2^31-1 elements, or `block` is below 1.
+    """
+    elements = flat("block_encode", dense)
+    _check_block("block_encode", block)
+    blocks = -(-elements.numel() // block)
+    padded = torch.nn.functional.pad(elements, (0, blocks * block - elements.numel())).view(blocks, block)
+    ids = (padded != 0).any(1).nonzero().view(-1)
+    return Blocks(ids.int(), padded[ids])
+
+
+def _decode_reference(ids: Tensor, data: Tensor, numel: int) -> Tensor:
+    """Return the dense 1-D tensor of `numel` elements that has `data` in blocks `ids` and zeros elsewhere.
+
+    Raises:
+        OpError: Ids, data and `numel` do not belong together.
+    """
+    block, blocks = _check_decode(ids, data, numel)
+    padded = torch.zeros(blocks, block, dtype=data.dtype, device=data.device)
+    padded[ids.long()] = data.detach()
+    return padded.view(-1)[:numel]
+
+
+def _check_block(name: str, block: int) -> None:
+    if block < 1:
+        raise OpError(f"{name}: a block has at least 1 element, not {block}")
+
+
+def _check_decode(ids: Tensor, data: Tensor, numel: int) -> tuple[int, int]:
+    check_numel("block_decode", numel)
+    check_list("block_decode", ids)
+    if data.dim() != 2 or data.shape[0] != ids.numel():
+        raise OpError(f"block_decode: {ids.numel()} ids come with data of shape {tuple(data.shape)}; pass its own")
+    block = data.shape[1]
+    _check_block("block_decode", block)
+    blocks = -(-numel // block)
+    check_range("block_decode", ids, blocks)
+    return block, blocks
+
+
+@cpu_kernel
+def _find(bits: NDArray[Any], block: int, ids: NDArray[np.int32]) -> int:
+    mask = np.iinfo(bits.dtype).max
+    count = 0
+    for b in range(ids.size):
+        elements = bits[b * block : min((b + 1) * block, bits.size)]
+        seen = 0
+        for i in range(elements.size):
+            seen |= elements[i] & mask
+        ids[count] = b
+        count += seen != 0
+    return count
+
+
+@cpu_kernel
+def _copy_out(bits: NDArray[Any], ids: NDArray[np.int32], data: NDArray[Any]) -> None:
+    block = data.shape[1]
+    for row in range(ids.size):
+        start = ids[row] * block
+        length = min(block, bits.size - start)
+        data[row, :length] = bits[start : start + length]
+        data[row, length:] = 0
+
+
+def _encode_cpu(dense: Tensor, block: int = BLOCK) -> Blocks:
+    elements = flat("block_encode", dense)
+    _check_block("block_encode", block)
+    array = host_bits(elements)
+    ids = torch.empty(-(-elements.numel() // block), dtype=torch.int32)
+    ids = ids[: _find(array, block, host(ids))]
+    data = torch.empty(ids.numel(), block, dtype=elements.dtype)
+    _copy_out(array, host(ids), host_bits(data))
+    return Blocks(ids, data)
+
+
+@cpu_kernel
+def _copy_in(ids: NDArray[np.int32], data: NDArray[Any], dense: NDArray[Any]) -> None:
+    block = data.shape[1]
+    for row in range(ids.size):
+        start = ids[row] * block
+        length = min(block, dense.size - start)
+        dense[start : start + length] = data[row, :length]
+
+
+def _decode_cpu(ids: Tensor, data: Tensor, numel: int) -> Tensor:
+    _check_decode(ids, data, numel)
+    dense = torch.zeros(numel, dtype=data.dtype)
+    _copy_in(host(ids), host_bits(data), host_bits(dense))
+    return dense
+
+
+@CudaKernel
+def _find_kernel(bits: Any, mask: int, block: int, present: Any) -> None:
+    i = cuda.grid(1)
+    if i < bits.size and bits[i] & mask:
+        present[i // block] = 1
+
+
+@CudaKernel
+def _copy_out_kernel(bits: Any, ids: Any, block: int, data: Any) -> None:
+    i = cuda.grid(1)
+    if i < data.size:
+        source = np.int64(ids[i // block]) * block + i % block
+        data[i] = bits[source] if source < bits.size else 0
+
+
+def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Blocks:
+    elements = flat("block_encode", dense)
+    _check_block("block_encode", block)
+    present = torch.zeros(-(-elements.numel() // block), dtype=torch.int8, device=elements.device)
+    _find_kernel.launch(elements.numel(), bits(elements), magnitude_mask(elements), block, present)
+    ids = marked(mark(present))
+    data = torch.empty(ids.numel(), block, dtype=elements.dtype, device=elements.device)
+    _copy_out_kernel.launch(data.numel(), bits(elements), ids, block, bits(data).view(-1))
+    return Blocks(ids, data)
+
+
+@CudaKernel
+def _copy_in_kernel(ids: Any, data: Any, block: int, dense: Any) -> None:
+    i = cuda.grid(1)
+    if i < data.size:
+        target = np.int64(ids[i // block]) * block + i % block
+        if target < dense.size:
+            dense[target] = data[i]
+
+
+def _decode_cuda(ids: Tensor, data: Tensor, numel: int) -> Tensor:
+    block, _ = _check_decode(ids, data, numel)
+    dense = torch.zeros(numel, dtype=data.dtype, device=data.device)
+    rows = bits(data.detach().contiguous()).view(-1)
+    _copy_in_kernel.launch(data.numel(), ids.contiguous(), rows, block, bits(dense))
+    return dense
+
+
+block_encode = Op(name="block_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
+block_decode = Op(name="block_decode", reference=_decode_reference, cpu=_decode_cpu, cuda=_decode_cuda)

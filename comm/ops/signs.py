@@ -1,0 +1,180 @@
+"""Signs and means: what 1-bit compressors send (EFSignSGD, Karimireddy et al., 2019; 1-bit SGD, Seide et al., 2014)."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cuda
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import OpError
+from .bitmap import bitmap_bytes
+from .kernels import CudaKernel, check_numel, cpu_kernel, flat, host
+from .op import Op
+
+_LANES = 32
+
+
+class Signs(NamedTuple):
+    """A tensor of known size, one bit for each element.
+
+    Attributes:
+        bitmap: uint8; bit i % 8 of byte i // 8 says whether element i is below zero; unused bits are 0.
+        means: float32: of the elements that are not below zero, of those that are, and of all magnitudes; 0 where there
+            are none. A nan is not below zero.
+    """
+
+    bitmap: Tensor
+    means: Tensor
+
+
+def _encode_reference(dense: Tensor) -> Signs:
+    """Return the signs and means of `dense`. Means are of sums in float64, whose order the backends choose.
+
+    Raises:
+        OpError: `dense` is not floating point, or has more than 2^31-1 elements.
+    """
+    elements = flat("signs_encode", dense)
+    below = elements < 0
+    padded = torch.zeros(bitmap_bytes(elements.numel()) * 8, dtype=torch.bool, device=dense.device)
+    padded[: elements.numel()] = below
+    weights = 1 << torch.arange(8, device=dense.device)
+    return Signs((padded.view(-1, 8) * weights).sum(1).to(torch.uint8), _means(elements))
+
+
+def _means(elements: Tensor) -> Tensor:
+    count_below = (elements < 0).sum()
+    above = elements.where(~(elements < 0), 0).sum(dtype=torch.float64)
+    below = elements.where(elements < 0, 0).sum(dtype=torch.float64)
+    counts = torch.stack([elements.numel() - count_below, count_below, torch.full_like(count_below, elements.numel())])
+    return (torch.stack([above, below, above - below]) / counts.clamp(min=1)).float()
+
+
+def _decode_reference(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
+    """Return a 1-D tensor of `numel` elements: `levels[1]` where the bit is set, `levels[0]` elsewhere.
+
+    Args:
+        bitmap: Of `numel` elements.
+        levels: Two numbers of the wanted dtype, on the device of `bitmap`.
+        numel: Number of elements.
+
+    Raises:
+        OpError: They do not belong together.
+    """
+    _check(bitmap, levels, numel)
+    bits = (bitmap.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)) & 1
+    return levels[bits.view(-1)[:numel].long()]
+
+
+def _check(bitmap: Tensor, levels: Tensor, numel: int) -> None:
+    check_numel("signs_decode", numel)
+    if bitmap.dtype != torch.uint8 or bitmap.shape != (bitmap_bytes(numel),):
+        raise OpError(
+            f"signs_decode: signs of {numel} elements are {bitmap_bytes(numel)} bytes, not {bitmap.dtype} of shape "
+            f"{tuple(bitmap.shape)}; pass the numel they were made with"
+        )
+    if levels.shape != (2,) or not levels.is_floating_point():
+        raise OpError(f"signs_decode: levels are two floating-point numbers, not {levels.dtype} {tuple(levels.shape)}")
+
+
+@cpu_kernel
+def _sums(elements: NDArray[Any]) -> tuple[float, float]:
+    """Return the sum of what is not below zero, and of what is."""
+    # In lanes and without branches: signs cannot be guessed, and one sum would be a chain of waits.
+    above, below = np.zeros(_LANES), np.zeros(_LANES)
+    whole = elements.size // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            value = elements[start + lane]
+            above[lane] += 0.0 if value < 0 else value
+            below[lane] += value if value < 0 else 0.0
+    for i in range(whole, elements.size):
+        value = elements[i]
+        above[0] += 0.0 if value < 0 else value
+        below[0] += value if value < 0 else 0.0
+    return above.sum(), below.sum()
+
+
+@cpu_kernel
+def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> int:
+    """Write the signs; return how many elements are below zero."""
+    for byte in range(elements.size // 8):
+        word = 0
+        for i in range(8):
+            word |= (elements[byte * 8 + i] < 0) << i
+        bitmap[byte] = word
+    if elements.size % 8:
+        word = 0
+        for i in range(elements.size // 8 * 8, elements.size):
+            word |= (elements[i] < 0) << (i % 8)
+        bitmap[elements.size // 8] = word
+    count = 0
+    for byte in range(bitmap.size):
+        for i in range(8):
+            count += (bitmap[byte] >> i) & 1
+    return count
+
+
+def _encode_cpu(dense: Tensor) -> Signs:
+    elements = flat("signs_encode", dense)
+    numel = elements.numel()
+    bitmap = torch.empty(bitmap_bytes(numel), dtype=torch.uint8)
+    wide = elements if elements.dtype == torch.float64 else elements.float()
+    count_below = _pack(host(wide), host(bitmap))
+    above, below = _sums(host(wide))
+    means = (above / max(numel - count_below, 1), below / max(count_below, 1), (above - below) / max(numel, 1))
+    return Signs(bitmap, torch.tensor(means, dtype=torch.float32))
+
+
+@cpu_kernel
+def _unpack(bitmap: NDArray[np.uint8], levels: NDArray[Any], dense: NDArray[Any]) -> None:
+    for i in range(dense.size):
+        dense[i] = levels[(bitmap[i >> 3] >> (i & 7)) & 1]
+
+
+def _decode_cpu(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
+    _check(bitmap, levels, numel)
+    wide = levels if levels.dtype == torch.float64 else levels.float()
+    dense = torch.empty(numel, dtype=wide.dtype)
+    _unpack(host(bitmap), host(wide), host(dense))
+    return dense.to(levels.dtype)
+
+
+@CudaKernel
+def _pack_cuda(elements, bitmap):  # type: ignore[no-untyped-def]
+    byte = cuda.grid(1)
+    if byte < bitmap.size:
+        word = 0
+        for i in range(byte * 8, min(byte * 8 + 8, elements.size)):
+            if elements[i] < 0:
+                word |= 1 << (i - byte * 8)
+        bitmap[byte] = word
+
+
+def _encode_cuda(dense: Tensor) -> Signs:
+    elements = flat("signs_encode", dense)
+    bitmap = torch.empty(bitmap_bytes(elements.numel()), dtype=torch.uint8, device=dense.device)
+    wide = elements if elements.dtype == torch.float64 else elements.float()
+    _pack_cuda.launch(bitmap.numel(), wide, bitmap)
+    # Torch sums in the same order each time; atomic additions would not.
+    return Signs(bitmap, _means(elements))
+
+
+@CudaKernel
+def _unpack_cuda(bitmap, levels, dense):  # type: ignore[no-untyped-def]
+    i = cuda.grid(1)
+    if i < dense.size:
+        dense[i] = levels[(bitmap[i >> 3] >> (i & 7)) & 1]
+
+
+def _decode_cuda(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
+    _check(bitmap, levels, numel)
+    wide = levels if levels.dtype == torch.float64 else levels.float()
+    dense = torch.empty(numel, dtype=wide.dtype, device=bitmap.device)
+    _unpack_cuda.launch(numel, bitmap, wide, dense)
+    return dense.to(levels.dtype)
+
+
+signs_encode = Op(name="signs_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
+signs_decode = Op(name="signs_decode", reference=_decode_reference, cpu=_decode_cpu, cuda=_decode_cuda)

@@ -1,0 +1,287 @@
+"""Top-k by magnitude: exact, and with the sampled threshold of Deep Gradient Compression (Lin et al., section 3.1)."""
+
+from math import ceil, floor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda, int32
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import OpError
+from .compaction import marked
+from .coo import Coo
+from .kernels import CudaKernel, bits, cpu_kernel, flat, host, host_bits, magnitude_mask
+from .op import Op
+from .spread import murmur, write_samples
+
+_DIGIT_BITS = 11
+_DIGITS = 1 << _DIGIT_BITS
+_HISTOGRAM_THREADS = 1 << 18
+_LANES = 4
+_MIN_SAMPLES = 256
+
+
+def _topk_reference(dense: Tensor, k: int) -> Coo:
+    """Return the `k` elements of `dense` of the largest magnitude, ascending by index; all where it has no more.
+
+    Of equal magnitudes the lower index is taken. Inf is larger than every number and nan larger than inf (all nan are
+    equal), so neither is lost unseen. Zeros are taken where there are fewer than `k` other elements.
+
+    Raises:
+        OpError: `k` is negative, `dense` is not floating point, or has more than 2^31-1 elements.
+    """
+    elements = _checked("topk", dense, k)
+    order = _magnitudes(elements).sort(descending=True, stable=True).indices[:k].sort().values
+    return Coo(order.int(), elements[order])
+
+
+def _sampled_reference(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, slack: float = 1.25) -> Coo:
+    """Return about `k` elements of large magnitude, ascending by index: all that reach a threshold found by sampling.
+
+    The threshold is the magnitude that the k/numel-th of a sample reaches. Where more than k * slack or fewer than
+    k / slack elements reach it, the result is that of `topk`, exactly k.
+
+    Args:
+        dense: Floating point, of any shape.
+        k: How many, at most `slack` times more or less.
+        seed: In [0, 2^32): which sample; the same one gives the same result on all backends.
+        fraction: Of elements to sample, in (0, 1]; at least 256 elements.
+        slack: At least 1.
+
+    Raises:
+        OpError: An argument is out of its range, `dense` is not floating point, or has more than 2^31-1 elements.
+    """
+    elements = _checked("sampled_topk", dense, k)
+    limits = _limits(elements.numel(), k, seed, fraction, slack)
+    if limits is None:
+        return _topk_reference(elements, k)
+    magnitudes = _magnitudes(elements)
+    chosen = magnitudes >= _sampled_threshold(elements, k, seed, fraction)
+    if not limits[0] <= int(chosen.sum()) <= limits[1]:
+        return _topk_reference(elements, k)
+    found = chosen.nonzero().view(-1)
+    return Coo(found.int(), elements[found])
+
+
+def _checked(name: str, dense: Tensor, k: int) -> Tensor:
+    if k < 0:
+        raise OpError(f"{name}: k is {k}; give 0 or more")
+    return flat(name, dense)
+
+
+def _limits(numel: int, k: int, seed: int, fraction: float, slack: float) -> tuple[int, int] | None:
+    """Return how few and how many elements will do; None where there is nothing to choose."""
+    if not (0 < fraction <= 1 and slack >= 1 and 0 <= seed < 2**32):
+        raise OpError(
+            f"sampled_topk: fraction {fraction}, slack {slack}, seed {seed}; "
+            f"give a fraction in (0, 1], a slack of 1 or more and a seed of 32 bits"
+        )
+    return (ceil(k / slack), floor(k * slack)) if 0 < k < numel else None
+
+
+def _magnitudes(elements: Tensor) -> Tensor:
+    return (bits(elements) & magnitude_mask(elements)).clamp(max=_nan_magnitude(elements.dtype))
+
+
+def _nan_magnitude(dtype: torch.dtype) -> int:
+    infinity = torch.tensor(torch.inf, dtype=dtype)
+    return int(bits(infinity)) + 1
+
+
+def _sample_size(numel: int, k: int, fraction: float) -> tuple[int, int]:
+    """Return how many elements to sample, and which of the largest of them is the threshold."""
+    count = min(numel, max(_MIN_SAMPLES, ceil(numel * fraction)))
+    return count, max(1, round(k * count / numel))
+
+
+def _sampled_threshold(elements: Tensor, k: int, seed: int, fraction: float) -> int:
+    count, rank = _sample_size(elements.numel(), k, fraction)
+    chosen = (murmur(torch.arange(count, device=elements.device), seed) * elements.numel()) >> 32
+    return int(_magnitudes(elements[chosen]).topk(rank).values[-1])
+
+
+@cpu_kernel
+def _threshold(bits: NDArray[Any], nan: int, k: int) -> tuple[int, int, int]:
+    """Return the k-th largest magnitude, how many elements of just that magnitude belong to the k, and how many are."""
+    mask = np.iinfo(bits.dtype).max
+    shift = bits.itemsize * 8 - 1 - _DIGIT_BITS
+    # Neighbours are counted apart, since magnitudes fall into few digits and one counter would be a chain of waits.
+    counts = np.zeros((_LANES, _DIGITS), np.int32)
+    for i in range(bits.size):
+        counts[i & (_LANES - 1), (bits[i] & mask) >> shift] += 1
+    # Every nan counts as `nan`, whatever it carries.
+    digit = nan >> shift
+    here = int(counts[:, digit:].sum())
+    while here < k:
+        k -= here
+        digit -= 1
+        here = int(counts[:, digit].sum())
+    pool = np.empty(here + 1, bits.dtype)
+    size = 0
+    for i in range(bits.size):
+        magnitude = min(bits[i] & mask, nan)
+        pool[size] = magnitude
+        size += (magnitude >> shift) == digit
+    while shift > 0:
+        step = min(_DIGIT_BITS, shift)
+        shift -= step
+        low = (1 << step) - 1
+        counts[0] = 0
+        for i in range(size):
+            counts[0, (pool[i] >> shift) & low] += 1
+        digit = low
+        while counts[0, digit] < k:
+            k -= counts[0, digit]
+            digit -= 1
+        kept = 0
+        for i in range(size):
+            magnitude = pool[i]
+            pool[kept] = magnitude
+            kept += ((magnitude >> shift) & low) == digit
+        size = kept
+    return pool[0], k, size
+
+
+@cpu_kernel
+def _write(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> None:
+    # As in `coo_encode`.
+    mask = np.iinfo(bits.dtype).max
+    place = 0
+    for i in range(bits.size):
+        indices[place] = i
+        values[place] = bits[i]
+        place += (bits[i] & mask) >= threshold
+
+
+@cpu_kernel
+def _count(bits: NDArray[Any], threshold: int) -> int:
+    mask = np.iinfo(bits.dtype).max
+    count = 0
+    for i in range(bits.size):
+        count += (bits[i] & mask) >= threshold
+    return count
+
+
+def _take(elements: Tensor, threshold: int, count: int) -> Coo:
+    """Return the `count` elements whose magnitude is `threshold` or more."""
+    indices = torch.empty(count + 1, dtype=torch.int32)
+    values = torch.empty(count + 1, dtype=elements.dtype)
+    _write(host_bits(elements), threshold, host(indices), host_bits(values))
+    return Coo(indices[:count], values[:count])
+
+
+def _without_later_ties(found: Coo, threshold: int, ties: int) -> Coo:
+    """Return `found` with only the first `ties` of the elements whose magnitude is `threshold`."""
+    magnitudes = _magnitudes(found.values)
+    last = found.indices[magnitudes == threshold][ties - 1]
+    kept = (magnitudes > threshold) | (found.indices <= last)
+    return Coo(found.indices[kept], found.values[kept])
+
+
+def _topk_cpu(dense: Tensor, k: int) -> Coo:
+    elements = _checked("topk", dense, k)
+    k = min(k, elements.numel())
+    if k == 0:
+        return Coo(torch.empty(0, dtype=torch.int32), elements[:0])
+    threshold, ties, equal = _threshold(host_bits(elements), _nan_magnitude(elements.dtype), k)
+    found = _take(elements, threshold, k - ties + equal)
+    return _without_later_ties(found, threshold, ties) if ties < equal else found
+
+
+def _sampled_cpu(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, slack: float = 1.25) -> Coo:
+    elements = _checked("sampled_topk", dense, k)
+    limits = _limits(elements.numel(), k, seed, fraction, slack)
+    if limits is None:
+        return _topk_cpu(elements, k)
+    array = host_bits(elements)
+    size, rank = _sample_size(elements.numel(), k, fraction)
+    chosen = np.empty(size, np.int32)
+    write_samples(seed, elements.numel(), chosen)
+    threshold, _, _ = _threshold(array[chosen], _nan_magnitude(elements.dtype), rank)
+    count = _count(array, threshold)
+    if not limits[0] <= count <= limits[1]:
+        return _topk_cpu(elements, k)
+    return _take(elements, threshold, count)
+
+
+@CudaKernel
+def _histogram_kernel(bits: Any, mask: int, nan: int, shift: int, step: int, prefix: int, counts: Any) -> None:
+    own = cuda.shared.array(_DIGITS, int32)
+    for digit in range(cuda.threadIdx.x, _DIGITS, cuda.blockDim.x):
+        own[digit] = 0
+    cuda.syncthreads()
+    for i in range(cuda.grid(1), bits.size, cuda.gridsize(1)):
+        magnitude = min(bits[i] & mask, nan)
+        if magnitude >> (shift + step) == prefix:
+            cuda.atomic.add(own, (magnitude >> shift) & ((1 << step) - 1), 1)
+    cuda.syncthreads()
+    for digit in range(cuda.threadIdx.x, _DIGITS, cuda.blockDim.x):
+        if own[digit]:
+            cuda.atomic.add(counts, digit, own[digit])
+
+
+@CudaKernel
+def _reach_kernel(bits: Any, mask: int, nan: int, threshold: int, bitmap: Any) -> None:
+    byte = cuda.grid(1)
+    if byte < bitmap.size:
+        word = 0
+        for i in range(min(8, bits.size - byte * 8)):
+            if min(bits[byte * 8 + i] & mask, nan) >= threshold:
+                word |= 1 << i
+        bitmap[byte] = word
+
+
+def _threshold_cuda(elements: Tensor, k: int) -> tuple[int, int, int]:
+    """Return the k-th largest magnitude, how many elements of just that magnitude belong to the k, and how many are."""
+    mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
+    shift, prefix, here = elements.element_size() * 8 - 1, 0, 0
+    threads = min(elements.numel(), _HISTOGRAM_THREADS)
+    while shift > 0:
+        step = min(_DIGIT_BITS, shift)
+        shift -= step
+        counts = torch.zeros(_DIGITS, dtype=torch.int32, device=elements.device)
+        _histogram_kernel.launch(threads, bits(elements), mask, nan, shift, step, prefix, counts)
+        digit = _DIGITS
+        for here in reversed(counts.tolist()):
+            digit -= 1
+            if here >= k:
+                break
+            k -= here
+        prefix = (prefix << step) | digit
+    return prefix, k, here
+
+
+def _reaching(elements: Tensor, threshold: int) -> Tensor:
+    """Return the indices whose magnitude is `threshold` or more, ascending."""
+    bitmap = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
+    mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
+    _reach_kernel.launch(bitmap.numel(), bits(elements), mask, nan, threshold, bitmap)
+    return marked(bitmap)
+
+
+def _topk_cuda(dense: Tensor, k: int) -> Coo:
+    elements = _checked("topk", dense, k)
+    k = min(k, elements.numel())
+    if k == 0:
+        return Coo(torch.empty(0, dtype=torch.int32, device=elements.device), elements[:0])
+    threshold, ties, equal = _threshold_cuda(elements, k)
+    indices = _reaching(elements, threshold)
+    found = Coo(indices, elements.index_select(0, indices))
+    return _without_later_ties(found, threshold, ties) if ties < equal else found
+
+
+def _sampled_cuda(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, slack: float = 1.25) -> Coo:
+    elements = _checked("sampled_topk", dense, k)
+    limits = _limits(elements.numel(), k, seed, fraction, slack)
+    if limits is None:
+        return _topk_cuda(elements, k)
+    indices = _reaching(elements, _sampled_threshold(elements, k, seed, fraction))
+    if not limits[0] <= indices.numel() <= limits[1]:
+        return _topk_cuda(elements, k)
+    return Coo(indices, elements.index_select(0, indices))
+
+
+topk = Op(name="topk", reference=_topk_reference, cpu=_topk_cpu, cuda=_topk_cuda)
+sampled_topk = Op(name="sampled_topk", reference=_sampled_reference, cpu=_sampled_cpu, cuda=_sampled_cuda)

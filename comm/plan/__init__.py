@@ -1,0 +1,5 @@
+"""What planners read and write: models, systems, clusters, plans, and the decision tree."""
+
+from .plan import Plan
+
+__all__ = ["Plan"]

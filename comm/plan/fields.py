@@ -1,0 +1,189 @@
+"""JSON files of numbers that people write by hand: read key by key, and refused with the place and the remedy."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError
+
+LARGEST = 1e18
+
+
+class Fields:
+    """One JSON object of a file; `close` refuses the keys that nobody asked for.
+
+    Args:
+        value: The parsed value, an object if the file is right.
+        source: The file, for messages.
+        path: Where in the file the object stands, as `tensors[3]`; empty at the top.
+    """
+
+    def __init__(self, value: object, *, source: str, path: str = "") -> None:
+        self.source, self.path = source, path
+        if not isinstance(value, dict):
+            raise FileError(f"{source}: {path or 'the file'} is {shown(value)}: write an object, {{…}}")
+        self._values: Mapping[str, Any] = value
+        self._known: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether the key is there."""
+        return key in self._values
+
+    def wrong(self, key: str, remedy: str) -> FileError:
+        """Return the error that names a key, its value and the remedy."""
+        if key not in self._values:
+            return FileError(f"{self.source}: {self._at(key)} is missing: {remedy}")
+        return FileError(f"{self.source}: {self._at(key)} = {shown(self._values[key])}: {remedy}")
+
+    def number(self, key: str, what: str, *, positive: bool = False) -> float:
+        """Return a finite number, at least zero or more than that; `what` says what to write, with the unit."""
+        value = as_number(self._take(key))
+        if value is None or (positive and value == 0):
+            raise self.wrong(key, f"write {what}, a number {'above 0' if positive else 'of at least 0'}")
+        return value
+
+    def numbers(self, key: str, what: str) -> tuple[float, ...]:
+        """Return a list of at least one finite number of at least zero."""
+        values = self._take(key)
+        found = [as_number(value) for value in values] if isinstance(values, list) else [None]
+        if not found or None in found:
+            raise self.wrong(key, f"write a list of {what}, numbers of at least 0")
+        return tuple(value for value in found if value is not None)
+
+    def integer(self, key: str, what: str, *, minimum: int = 0) -> int:
+        """Return an integer of at least `minimum`."""
+        value = self._take(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST:
+            raise self.wrong(key, f"write {what}, an integer of at least {minimum}")
+        return value
+
+    def text(self, key: str, what: str) -> str:
+        """Return a text (`is_text`)."""
+        value: str = self._take(key)
+        if not is_text(value):
+            raise self.wrong(key, f"write {what}, a string")
+        return value
+
+    def texts(self, key: str, what: str) -> tuple[str, ...]:
+        """Return a list of at least one text."""
+        values = self._take(key)
+        if not is_texts(values):
+            raise self.wrong(key, f"write a list of {what}, strings")
+        return tuple(values)
+
+    def lists(self, key: str, what: str) -> tuple[tuple[str, ...], ...]:
+        """Return a list of at least one list of at least one text."""
+        values = self._take(key)
+        if not isinstance(values, list) or not values or not all(is_texts(value) for value in values):
+            raise self.wrong(key, f"write a list of lists of {what}, strings")
+        return tuple(tuple(value) for value in values)
+
+    def null(self, key: str) -> bool:
+        """Return whether `null` stands there."""
+        return key in self._values and self._take(key) is None
+
+    def flag(self, key: str, what: str) -> bool:
+        """Return a truth value."""
+        value = self._take(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"write true or false: {what}")
+        return value
+
+    def object(self, key: str, what: str) -> "Fields":
+        """Return the object below a key."""
+        value = self._take(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, f"write {what}, an object {{…}}")
+        return Fields(value, source=self.source, path=self._at(key))
+
+    def objects(self, key: str, what: str, *, empty: bool = False) -> "list[Fields]":
+        """Return the objects of the list below a key, at least one unless it may be `empty`."""
+        values = self._take(key)
+        if not isinstance(values, list) or not (values or empty):
+            raise self.wrong(key, f"write a list of at least one of {what}")
+        return [
+            Fields(value, source=self.source, path=f"{self._at(key)}[{index}]") for index, value in enumerate(values)
+        ]
+
+    def keys(self) -> tuple[str, ...]:
+        """Return all keys, for objects whose keys are names, which are texts."""
+        for key in self._values:
+            if not is_text(key):
+                raise self.wrong(key, "write a name as the key, a string")
+        return tuple(self._values)
+
+    def version(self, supported: int) -> None:
+        """Refuse a `version` other than the supported one; a file without the key has it."""
+        if "version" not in self._values:
+            return
+        found = self._take("version")
+        if isinstance(found, bool) or found != supported:
+            raise self.wrong("version", f"this release reads version {supported}: leave the key out or update")
+
+    def ignore(self, keys: Collection[str]) -> None:
+        """Let keys stand that are for human readers."""
+        self._known.update(keys)
+
+    def close(self) -> None:
+        """Refuse keys that were never asked for."""
+        for key in self._values:
+            if key not in self._known:
+                known = ", ".join(sorted(self._known))
+                raise self.wrong(key, f"no such key here, remove it; known are {known}")
+
+    def _take(self, key: str) -> Any:
+        self._known.add(key)
+        return self._values.get(key)
+
+    def _at(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+
+def as_number(value: object) -> float | None:
+    """Return a number between 0 and 1e18 as a float, None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+        return None
+    return float(value)
+
+
+def is_text(value: object) -> bool:
+    """Return whether this is a string that is not empty and can be written as UTF-8: no half of a surrogate pair."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def is_texts(value: object) -> bool:
+    """Return whether this is a list of at least one text."""
+    return isinstance(value, list) and bool(value) and all(map(is_text, value))
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, shortened."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def read_object(path: Path) -> Fields:
+    """Return the object that a JSON file consists of.
+
+    Raises:
+        FileError: The file cannot be read, is not JSON, has one key twice, or is no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except FileError as error:
+        raise FileError(f"{path}: {error}") from error
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}: name a file that can be read") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not JSON: {error}") from error
+    return Fields(value, source=str(path))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FileError(f'key "{twice}" stands twice in one object: remove one')
+    return found

@@ -1,0 +1,74 @@
+"""What a cluster takes for compressing, communicating and decompressing gradients, as a file says it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import FileError
+from .curve import FREE, Curve, read_curve
+from .fields import Fields, read_object
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """The costs of one compressor on one cluster, each over the bytes of the gradients before compression.
+
+    Attributes:
+        forward_s: The forward pass and what else precedes the backward pass, seconds.
+        bytes_per_element: Size of an element before compression.
+        compress: Encoding of one group, h; on the device that computes.
+        communicate: Communication of one encoded group, g.
+        decompress: Decoding of one group after its communication; on the device that computes.
+        communicate_dense: Communication of one group that is not compressed; None if nobody knows.
+    """
+
+    forward_s: float
+    bytes_per_element: float
+    compress: Curve
+    communicate: Curve
+    decompress: Curve = FREE
+    communicate_dense: Curve | None = None
+
+    @property
+    def dense(self) -> Curve:
+        """`communicate_dense`, where it must be known.
+
+        Raises:
+            FileError: It is not.
+        """
+        if self.communicate_dense is None:
+            raise FileError("the system file has no communicate_dense: add what groups without compression cost")
+        return self.communicate_dense
+
+
+def read_system(path: Path) -> System:
+    """Return the system of a JSON file, in the form of the attributes of `System`.
+
+    Raises:
+        FileError: The file is no such description.
+    """
+    return system_of(read_object(path))
+
+
+def system_of(fields: Fields) -> System:
+    """Return the system that an object of such a file describes.
+
+    Raises:
+        FileError: It is no such description.
+    """
+    fields.version(VERSION)
+    system = System(
+        forward_s=fields.number("forward_s", "the seconds of the forward pass"),
+        bytes_per_element=fields.number("bytes_per_element", "the bytes of an element of a gradient", positive=True),
+        compress=_curve(fields, "compress"),
+        communicate=_curve(fields, "communicate"),
+        decompress=_curve(fields, "decompress") if "decompress" in fields else FREE,
+        communicate_dense=_curve(fields, "communicate_dense") if "communicate_dense" in fields else None,
+    )
+    fields.close()
+    return system
+
+
+def _curve(fields: Fields, key: str) -> Curve:
+    return read_curve(fields.object(key, 'what it costs, {"alpha_s", "beta_s_per_byte"} or {"sizes_bytes", "seconds"}'))

@@ -1,0 +1,70 @@
+"""Sums the gradients that a framework hands over together: large ones by a scheme, all others as one tensor."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..net.scheme import Scheme
+from ..net.transport import Transport
+
+LEAST_ELEMENTS: Final = 1 << 14
+
+
+class BucketSum:
+    """Sums buckets of named gradients over ranks.
+
+    Each gradient that is large enough goes to the scheme under its own name; all others of a bucket, and those for
+    which the scheme does nothing but all-reduce, are all-reduced as one. What the scheme remembers is the state of this
+    object, which is a named object of a `Checkpointer`: it does not depend on the layout of buckets.
+
+    Args:
+        scheme: Sums large gradients.
+        world: All ranks, for everything else.
+        least_elements: From how many elements on a gradient is large.
+
+    Attributes:
+        scheme: As given.
+        world: As given.
+    """
+
+    def __init__(self, *, scheme: Scheme, world: Transport, least_elements: int = LEAST_ELEMENTS) -> None:
+        self.scheme = scheme
+        self.world = world
+        self._least_elements = least_elements
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the scheme remembers."""
+        return self.scheme.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the scheme go on from a saved state.
+
+        Raises:
+            CommError: It is of another scheme.
+        """
+        self.scheme.load_state_dict(state)
+
+    def sum_bucket(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """Sum a dense bucket in place.
+
+        Args:
+            buffer: All gradients, contiguous.
+            gradients: Name → its view of `buffer`, the same names in the same order on all ranks.
+        """
+        chosen = {
+            name
+            for name, gradient in gradients
+            if gradient.numel() >= self._least_elements and not self.scheme.fuses(name)
+        }
+        if not chosen:
+            self.world.all_reduce(buffer)
+            return
+        small = [gradient.reshape(-1) for name, gradient in gradients if name not in chosen]
+        if small:
+            together = torch.cat(small)
+            self.world.all_reduce(together)
+            sums = iter(torch.split(together, [gradient.numel() for gradient in small]))
+        for name, gradient in gradients:
+            gradient.copy_(self.scheme.reduce(name, gradient) if name in chosen else next(sums).view(gradient.shape))

@@ -1,0 +1,324 @@
+"""Carries out an option of Espresso's tree: its collectives, compressions and decompressions, one after the other.
+
+Between steps a rank holds either a dense part of the tensor, or *pieces* of a part, each with the messages that sum up
+to it, or nothing, while another rank of its host or phase goes on (rooted routines). The tensor is padded so that each
+part divides evenly. Which pieces a compression makes is decided by the collectives that its messages travel through.
+
+The steps run in stages, where the timeline F(S) has them (`timeline`): what the device that computes does first, what
+CPUs do before the first collective, collectives and all that is between them, what CPUs do after them, and what the
+device does last.
+"""
+
+import logging
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.nn import functional as F
+
+from ..compress.feedback import Memory
+from ..errors import CommError
+from ..net.fabric import Fabric
+from ..net.scheme import Reduction, Scheme, Whole
+from ..net.transport import Transport, from_bytes, to_bytes
+from ..plan.plan import COMPRESSED, DENSE
+from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
+from .pieces import (
+    Message,
+    Pieces,
+    broadcast_from,
+    gather_all,
+    gather_to,
+    neighbours,
+    pack,
+    reduce_to,
+    scatter_all,
+    summands,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
+
+_FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
+
+_Held = Tensor | Pieces | None
+
+
+class OptionScheme(Scheme):
+    """Sums each tensor as the option says that is planned for it.
+
+    Args:
+        fabric: The ranks.
+        memory: Compresses, and remembers for each compression of each tensor what it left out.
+        options: Key → option; a key without one is all-reduced.
+    """
+
+    name = "plan"
+
+    def __init__(self, fabric: Fabric, memory: Memory, options: Mapping[str, Option]) -> None:
+        super().__init__(fabric.flat)
+        self.memory = memory
+        self._fabric = fabric
+        self._options = dict(options)
+        if any(Device.CPU in option.devices for option in self._options.values()):
+            self.stages = ("prepare", "communicate", "settle")
+
+    def fuses(self, key: str) -> bool:
+        """Tell whether the gradient of `key` is only all-reduced."""
+        return key not in self._options
+
+    def begin(self, key: str, gradient: Tensor) -> Reduction:
+        """Compress the gradient as far as that is done where it was computed, and return the rest of the sum."""
+        option = self._options.get(key)
+        if option is None:
+            return _AllReduce(self.transport, gradient)
+        if gradient.numel() == 0:
+            return Whole(lambda empty: empty, gradient)
+        return _Run(self._fabric, self.memory, key, option.steps, gradient)
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks, equal on all of them."""
+        reduction = self.begin(key, gradient)
+        reduction.prepare()
+        reduction.communicate()
+        reduction.settle()
+        return reduction.total()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the memory remembers, and what it belongs to."""
+        return {"treatments": self._treatments(), "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank.
+
+        What is remembered of tensors that were treated otherwise is of other parts of them: it is lost, with a warning.
+
+        Raises:
+            CommError: It is not of such a scheme or memory.
+        """
+        match state:
+            case {"treatments": dict(before), "memory": memory}:
+                self.memory.load_state_dict(memory)
+            case _:
+                raise CommError("this is no state of planned gradients; load one that was saved with a plan")
+        now = self._treatments()
+        remembered = [(key, key.rsplit("/", 2)[0]) for key in self.memory.state_dict()["kept"]]
+        keys = {key for _, key in remembered}
+        gone = keys - now.keys()
+        other = {key for key in keys & now.keys() if now[key] != before.get(key)}
+        if gone or other:
+            log.warning(
+                "what compression left out of %d of %d groups of gradients is lost: %d are no groups of this plan, %d "
+                "are treated in another way",
+                len(gone | other),
+                len(keys),
+                len(gone),
+                len(other),
+            )
+        self.memory.forget(part for part, key in remembered if key in gone | other)
+
+    def _treatments(self) -> dict[str, str]:
+        """Return by key what decides which parts of a tensor are compressed."""
+        ranks = f"{self._fabric.flat.size} ranks, {self._fabric.intra.size} on a host"
+        return {key: f"{option} ({ranks})" for key, option in self._options.items()}
+
+
+class _AllReduce(Reduction):
+    """An all-reduce beside which the next may begin, as DDP's buckets do."""
+
+    def __init__(self, transport: Transport, gradient: Tensor) -> None:
+        self._transport = transport
+        self._total = gradient.contiguous()
+        self._work: Work | None = None
+
+    def communicate(self) -> None:
+        self._work = self._transport.begin_all_reduce(self._total)
+
+    def total(self) -> Tensor:
+        assert self._work is not None
+        self._work.wait()
+        return self._total
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._total
+
+
+class _Run(Reduction):
+    """One tensor on its way through the steps of an option."""
+
+    def __init__(self, fabric: Fabric, memory: Memory, key: str, steps: Sequence[Step], gradient: Tensor) -> None:
+        self._fabric = fabric
+        self._memory = memory
+        self._key = key
+        self._remembered: list[str] = []
+        self._steps = steps
+        self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
+        self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
+        met = [index for index, step in enumerate(steps) if isinstance(step, Comm)]
+        others = [index for index, step in enumerate(steps) if isinstance(step, Comm) or step.device is Device.CPU]
+        # Where the stages begin and end.
+        self._begun, self._prepared, self._communicated, self._settled = others[0], met[0], met[-1] + 1, others[-1] + 1
+        scattered = prod(self._size(step) for step in steps if isinstance(step, Comm) and _scatters(step))
+        flat = gradient.reshape(-1)
+        missing = -flat.numel() % scattered
+        self._held: _Held = F.pad(flat, (0, missing)) if missing else flat
+        self._numel = flat.numel() + missing
+        self._run(0, self._begun)
+
+    def prepare(self) -> None:
+        self._run(self._begun, self._prepared)
+
+    def communicate(self) -> None:
+        self._run(self._prepared, self._communicated)
+
+    def settle(self) -> None:
+        self._run(self._communicated, self._settled)
+
+    def total(self) -> Tensor:
+        self._run(self._settled, len(self._steps))
+        assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
+        total = self._held[: self._shape.numel()]
+        if self._remembered:
+            self._memory.settle(self._remembered, total)
+        return total.view(self._shape)
+
+    def tensors(self) -> Iterator[Tensor]:
+        match self._held:
+            case Tensor():
+                yield self._held
+            case Pieces(pieces=pieces):
+                yield from (message.data for piece in pieces for message in piece)
+
+    def _run(self, start: int, end: int) -> None:
+        held = self._held
+        for index, step in enumerate(self._steps[start:end], start):
+            match step:
+                case Comp():
+                    held = None if held is None else self._compress(held, index, step.device)
+                case Decomp():
+                    held = None if held is None else self._decompress(held, step.device)
+                case Comm(compressed=False):
+                    held = self._dense(held, step)
+                case Comm():
+                    held = self._messages(held, step)
+            if held is not None:
+                self._numel = held.numel() if isinstance(held, Tensor) else held.numel * len(held.pieces)
+        self._held = held
+
+    # Compression.
+
+    def _compress(self, held: _Held, index: int, device: Device) -> Pieces:
+        assert isinstance(held, Tensor)
+        dense = self._on(held, device)
+        following = self._steps[index + 1 :]
+        until = next((i for i, step in enumerate(following) if isinstance(step, Decomp)), len(following))
+        count = prod(self._size(step) for step in following[:until] if isinstance(step, Comm) and _scatters(step))
+        pieces = []
+        for piece, part in enumerate(dense.view(count, -1)):
+            remembered = f"{self._key}/{index}/{piece}"
+            message, seed = self._memory.compress(remembered, part)
+            self._remembered.append(remembered)
+            pieces.append([Message(seed=seed, data=message.to(self._device))])
+        return Pieces(numel=dense.numel() // count, pieces=pieces)
+
+    def _decompress(self, held: _Held, device: Device) -> Tensor:
+        assert isinstance(held, Pieces)
+        where = "cpu" if device is Device.CPU else self._device
+        dense = torch.zeros(len(held.pieces), held.numel, dtype=self._dtype, device=where)
+        for row, messages in zip(dense, held.pieces, strict=True):
+            for message in messages:
+                self._memory.compressor.add(self._on(message.data, device), row, seed=message.seed)
+        return dense.view(-1).to(self._device)
+
+    def _on(self, tensor: Tensor, device: Device) -> Tensor:
+        return tensor.cpu() if device is Device.CPU else tensor.to(self._device)
+
+    # Collectives.
+
+    def _dense(self, held: _Held, step: Comm) -> _Held:
+        transport = self._fabric.of(step.phase)
+        if self._idle(step.phase):
+            return None
+        if step.routine is Routine.BROADCAST:
+            message = None if held is None else to_bytes(_tensor(held))
+            # Of the part that this rank had as well, before one rank went on for all.
+            size_bytes = self._numel * self._dtype.itemsize
+            received = broadcast_from(self._root(transport), message, transport, size_bytes=size_bytes)
+            return from_bytes(received, (self._dtype, self._numel))[0]
+        dense = _tensor(held)
+        match step.routine:
+            case Routine.ALL_REDUCE:
+                transport.all_reduce(dense)
+                return dense
+            case Routine.REDUCE_SCATTER:
+                return transport.reduce_scatter(dense)
+            case Routine.ALL_GATHER:
+                return transport.all_gather_dense(dense)
+            case Routine.REDUCE:
+                return reduce_to(self._root(transport), dense, transport)
+        raise AssertionError(f"{step} is no collective of dense tensors")
+
+    def _messages(self, held: _Held, step: Comm) -> _Held:
+        transport = self._fabric.of(step.phase)
+        if self._idle(step.phase):
+            return None
+        match step.routine:
+            case Routine.BROADCAST:
+                message = None if held is None else pack(_pieces(held))
+                return unpack(broadcast_from(self._root(transport), message, transport))
+            case Routine.ALL_TO_ALL:
+                return summands(scatter_all(_pieces(held), transport, alike=self._alike))
+            case Routine.GATHER:
+                gathered = gather_to(self._root(transport), _pieces(held), transport, alike=self._alike)
+                return None if gathered is None else summands(gathered)
+            case Routine.ALL_GATHER:
+                sources = gather_all(_pieces(held), transport, alike=self._alike)
+                return summands(sources) if step.role is Role.WHOLE else neighbours(sources)
+        raise AssertionError(f"{step} is no collective of messages")
+
+    def _root(self, transport: Transport) -> int:
+        # Spread by name, so that not one rank aggregates all tensors.
+        return zlib.crc32(self._key.encode()) % transport.size
+
+    def _idle(self, phase: Phase) -> bool:
+        """Tell whether this rank has nothing to do between hosts: the root of its host has it all."""
+        first = self._steps[0] if isinstance(self._steps[0], Comm) else self._steps[1]
+        assert isinstance(first, Comm)
+        rooted = first.phase is Phase.INTRA1 and first.routine.rooted
+        return phase is Phase.INTER and rooted and self._fabric.intra.rank != self._root(self._fabric.intra)
+
+    def _size(self, step: Comm) -> int:
+        return self._fabric.of(step.phase).size
+
+
+def _scatters(step: Comm) -> bool:
+    """Tell whether each rank goes on with a share of what it had."""
+    return step.routine in (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
+
+
+def _tensor(held: _Held) -> Tensor:
+    assert isinstance(held, Tensor)
+    return held
+
+
+def _pieces(held: _Held) -> Pieces:
+    assert isinstance(held, Pieces)
+    return held
+
+
+def options_of(texts: Mapping[str, str]) -> dict[str, Option]:
+    """Return key → option for what a plan says of each key, without those that it leaves dense.
+
+    `compressed`, which planners of one network say, is the flat indivisible scheme.
+
+    Raises:
+        CommError: A text is no option of the tree.
+    """
+    try:
+        return {key: parse(_FLAT if text == COMPRESSED else text) for key, text in texts.items() if text != DENSE}
+    except ValueError as error:
+        raise CommError(str(error)) from error

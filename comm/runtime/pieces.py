@@ -1,0 +1,134 @@
+"""Compressed parts of a tensor on their way between ranks, and the collectives of them: who ends up with which."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import MessageError
+from ..net.transport import Transport, from_bytes, to_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One compressed piece of one rank, and the seed that decodes it."""
+
+    seed: int
+    data: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """Neighbouring pieces of `numel` elements each, with the messages whose sum each is."""
+
+    numel: int
+    pieces: list[list[Message]]
+
+
+def summands(sources: Sequence[Pieces]) -> Pieces:
+    """Return the same pieces with the messages of all sources."""
+    pieces = [
+        [message for piece in same for message in piece] for same in zip(*(s.pieces for s in sources), strict=True)
+    ]
+    return Pieces(numel=sources[0].numel, pieces=pieces)
+
+
+def neighbours(sources: Sequence[Pieces]) -> Pieces:
+    """Return the pieces of all sources, one after the other."""
+    return Pieces(numel=sources[0].numel, pieces=[piece for source in sources for piece in source.pieces])
+
+
+def pack(held: Pieces) -> Tensor:
+    """Return pieces as one message: counts and sizes first, then the data."""
+    messages = [message for piece in held.pieces for message in piece]
+    head = [held.numel, len(held.pieces), *(len(piece) for piece in held.pieces)]
+    head += [number for message in messages for number in (message.data.numel(), message.seed)]
+    device = messages[0].data.device
+    return to_bytes(
+        torch.tensor([len(head)], device=device),
+        torch.tensor(head, device=device),
+        *(message.data for message in messages),
+    )
+
+
+def unpack(message: Tensor) -> Pieces:
+    """Return the pieces of a message.
+
+    Raises:
+        MessageError: It is none.
+    """
+    try:
+        length = int(message[:8].view(torch.int64).item())
+        head = message[8 : 8 + 8 * length].view(torch.int64).tolist()
+        numel, count = head[0], head[1]
+        counts, rest = head[2 : 2 + count], head[2 + count :]
+        offset, pieces, at = 8 + 8 * length, [], 0
+        for each in counts:
+            piece = []
+            for size_bytes, seed in zip(rest[at : at + 2 * each : 2], rest[at + 1 : at + 2 * each : 2], strict=True):
+                piece.append(Message(seed=seed, data=message[offset : offset + size_bytes].clone()))
+                offset += size_bytes
+            at += 2 * each
+            pieces.append(piece)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise MessageError(f"a message of {message.numel()} bytes is not made of pieces: {error}") from error
+    if offset != message.numel():
+        raise MessageError(
+            f"pieces of {offset} bytes came in a message of {message.numel()}; run one version on all ranks"
+        )
+    return Pieces(numel=numel, pieces=pieces)
+
+
+def gather_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
+    """Return what all ranks hold, in their order.
+
+    Args:
+        held: This rank's; as many pieces and messages on each.
+        transport: The ranks.
+        alike: The messages of all ranks have the same sizes, so that nobody needs to announce them.
+    """
+    packed = pack(held)
+    sizes_bytes = [packed.numel()] * transport.size if alike else None
+    return [unpack(message) for message in transport.all_gather(packed, sizes_bytes=sizes_bytes)]
+
+
+def scatter_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
+    """Return what all ranks hold of this rank's share of the pieces, in their order; like `gather_all`."""
+    each = len(held.pieces) // transport.size
+    parts = [held.pieces[rank * each : (rank + 1) * each] for rank in range(transport.size)]
+    packed = [pack(Pieces(numel=held.numel, pieces=part)) for part in parts]
+    sizes_bytes = [packed[transport.rank].numel()] * transport.size if alike else None
+    return [unpack(message) for message in transport.all_to_all(packed, sizes_bytes=sizes_bytes)]
+
+
+def gather_to(root: int, held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces] | None:
+    """Return on `root` what all ranks hold, in their order, and None on the others; like `gather_all`."""
+    packed = pack(held)
+    if transport.rank != root:
+        transport.exchange({root: packed}, [], sizes_bytes={} if alike else None)
+        return None
+    others = [rank for rank in range(transport.size) if rank != root]
+    found = transport.exchange({}, others, sizes_bytes=dict.fromkeys(others, packed.numel()) if alike else None)
+    return [held if rank == root else unpack(found[rank]) for rank in range(transport.size)]
+
+
+def reduce_to(root: int, dense: Tensor, transport: Transport) -> Tensor | None:
+    """Return on `root` the sum of the ranks' 1-D tensors, added in their order; None on the others."""
+    others = [rank for rank in range(transport.size) if rank != root]
+    if transport.rank != root:
+        transport.exchange({root: to_bytes(dense)}, [], sizes_bytes={})
+        return None
+    found = transport.exchange({}, others, sizes_bytes=dict.fromkeys(others, dense.nbytes))
+    for rank in others:
+        dense = dense + from_bytes(found[rank], (dense.dtype, dense.numel()))[0]
+    return dense
+
+
+def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, size_bytes: int | None = None) -> Tensor:
+    """Return the message of `root`; on the others `message` is None. `size_bytes`: its size, where all know it."""
+    if message is None:
+        return transport.exchange({}, [root], sizes_bytes=None if size_bytes is None else {root: size_bytes})[root]
+    others = [rank for rank in range(transport.size) if rank != root]
+    transport.exchange(dict.fromkeys(others, message), [], sizes_bytes=None if size_bytes is None else {})
+    return message

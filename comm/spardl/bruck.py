@@ -1,0 +1,57 @@
+"""All-gather in ⌈log2 n⌉ rounds among any number of ranks (Bruck et al. 1997; SparDL, Section 2)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import MessageError
+from ..net.transport import Transport, to_bytes
+
+
+def all_gather(
+    transport: Transport, members: Sequence[int], message: Tensor, *, sizes_bytes: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Return the messages of all `members`, in their order; each rank receives every other's once.
+
+    Args:
+        transport: Of this rank, which is a member.
+        members: Ranks, the same on all of them.
+        message: This rank's.
+        sizes_bytes: Of each member's message, where all know them; None sends 8 bytes with each.
+
+    Raises:
+        MessageError: What a member sent is not what it announced.
+    """
+    count, own = len(members), members.index(transport.rank)
+    held = [message]
+    distance = 1
+    while distance < count:
+        number = min(distance, count - distance)
+        to, source = members[(own - distance) % count], members[(own + distance) % count]
+        if sizes_bytes is None:
+            received = transport.swap(_with_sizes(held[:number]), to=to, source=source)
+            held += _split_by_sizes(received, number)
+        else:
+            expected = [sizes_bytes[(own + distance + offset) % count] for offset in range(number)]
+            outgoing = to_bytes(*held[:number])
+            received = transport.swap(outgoing, to=to, source=source, size_bytes=sum(expected))
+            held += torch.split(received, expected)
+        distance *= 2
+    return [held[(place - own) % count] for place in range(count)]
+
+
+def _with_sizes(messages: list[Tensor]) -> Tensor:
+    sizes = torch.tensor([message.numel() for message in messages], device=messages[0].device)
+    return to_bytes(sizes, *messages)
+
+
+def _split_by_sizes(received: Tensor, number: int) -> list[Tensor]:
+    header_bytes = number * torch.int64.itemsize
+    sizes = received[:header_bytes].view(torch.int64).tolist() if received.numel() >= header_bytes else [-1]
+    if min(sizes) < 0 or sum(sizes) != received.numel() - header_bytes:
+        raise MessageError(
+            f"{received.numel()} bytes came that are not {number} messages with their sizes; "
+            f"run the same version with the same options on all ranks"
+        )
+    return list(torch.split(received[header_bytes:], sizes))

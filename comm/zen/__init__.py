@@ -1,0 +1,1 @@
+"""Zen: sparse gradients over balanced parallelism, its hash, its formats, and the schemes beside it."""

@@ -1,0 +1,75 @@
+"""Schemes that keep a gradient in one piece: gathered by all ranks, or summed along a hypercube."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..net.scheme import Scheme
+from ..net.transport import Transport
+from .formats import ALL, Format, decode, encode
+from .sparse import Sparse, compress, expand, merge, row_width
+
+
+class AGsparse(Scheme):
+    """Every rank gathers the coordinates of all others and adds them up (one-shot, centralization; thesis 3.2.5)."""
+
+    name = "agsparse"
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks, added in the order of ranks."""
+        own = compress(gradient)
+        messages = self.transport.all_gather(encode(own, (Format.COO,)))
+        parts = [decode(message, length=own.length, width=1, dtype=gradient.dtype) for message in messages]
+        return expand(merge(parts), gradient)
+
+
+class RecursiveDoubling(Scheme):
+    """Partners at distance 1, 2, 4, … swap what they have summed so far: SSAR of SparCML, Hierarchical Centralization.
+
+    With n ranks, n no power of two, the last n - 2^⌊log2 n⌋ first give theirs to a partner and get the sum from it.
+
+    Args:
+        transport: The ranks.
+        row: Greatest number of consecutive elements that are sent under one index.
+        formats: What messages may be written in; SparCML has COO only.
+    """
+
+    name = "sparcml"
+
+    def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
+        super().__init__(transport)
+        self._row = row
+        self._formats = tuple(formats)
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks."""
+        own = compress(gradient, row_width(gradient.shape, self._row))
+        return expand(sum_by_doubling(self.transport, own, formats=self._formats)[0], gradient)
+
+
+def sum_by_doubling(
+    transport: Transport, own: Sparse, *, formats: Sequence[Format] = ALL
+) -> tuple[Sparse, list[Tensor]]:
+    """Return the sum over all ranks, and the indices that this rank has sent in each of the ⌊log2 n⌋ rounds."""
+    rank, power = transport.rank, 1 << (transport.size.bit_length() - 1)
+    extra = transport.size - power
+
+    def read(message: Tensor) -> Sparse:
+        return decode(message, length=own.length, width=own.width, dtype=own.values.dtype)
+
+    if rank >= power:
+        host = rank - power
+        transport.exchange({host: encode(own, formats)}, [])
+        return read(transport.exchange({}, [host])[host]), []
+    if rank < extra:
+        own = merge([own, read(transport.exchange({}, [rank + power])[rank + power])])
+    sent, distance = list[Tensor](), 1
+    while distance < power:
+        partner = rank ^ distance
+        sent.append(own.indices)
+        # Both partners add the same two numbers, and a + b is b + a to the last bit: all ranks end equal.
+        own = merge([own, read(transport.swap(encode(own, formats), to=partner, source=partner))])
+        distance *= 2
+    if rank < extra:
+        transport.exchange({rank + power: encode(own, formats)}, [])
+    return own, sent

@@ -1,0 +1,246 @@
+"""Zen's hierarchical hash: partition by parallel hashing, with serial memory for what collides (Algorithm 3.2).
+
+Where the printed algorithm slips, this is what its text means: a slot holds index + 1, since 0 is an index; r1 and r2
+are sizes per partition; a slot is taken by compare-and-swap; nothing is written behind a partition's serial memory. The
+partition (`partition`) gives the same sets exactly and faster, and is what Zen uses unless it is told to hash.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numba import cuda
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import OpError
+from ..ops.compaction import mark, marked
+from ..ops.kernels import MAX_NUMEL, CudaKernel, check_list, check_range, cpu_kernel, flat, host
+from ..ops.op import Op
+from ..ops.spread import Spread, murmur, murmur_cpu, murmur_cuda, owner_cuda
+from .histogram import Parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HashMemory:
+    """Sizes of a hierarchical hash, in indices per partition.
+
+    Attributes:
+        slots: r1, for parallel hashing.
+        serial: r2, for indices that found no free slot.
+        rounds: k, how many slots an index tries.
+    """
+
+    slots: int
+    serial: int
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if min(self.slots, self.serial, self.rounds) < 1:
+            raise OpError(f"hash memory is {self.slots} + {self.serial} with {self.rounds} rounds; each is at least 1")
+
+    @classmethod
+    def of(cls, spread: Spread, density: float) -> Self:
+        """Return the paper's sizes for gradients of `density`: r1 = 2|G|d/n, r2 = r1/10."""
+        slots = max(1, ceil(2 * spread.numel * density / spread.parts))
+        return cls(slots=slots, serial=max(1, slots // 10))
+
+    def doubled(self) -> Self:
+        """Return twice as much memory."""
+        return replace(self, slots=2 * self.slots, serial=2 * self.serial)
+
+
+class Hashed(NamedTuple):
+    """What a hierarchical hash found.
+
+    Attributes:
+        parts: The entries of each partition, in any order.
+        spilled: Indices in serial memory.
+        memory: What sufficed: `memory` of the call, or, where that overflowed, doubled until nothing was left out.
+    """
+
+    parts: Parts
+    spilled: int
+    memory: HashMemory
+
+
+def _hash_reference(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+    """Return the elements of `dense` at `indices` by the part that owns them, found by hashing.
+
+    Each part has the same set of entries as with `partition`; their order, and how many spilled, are of no meaning and
+    differ between backends.
+
+    Args:
+        dense: G, of any shape.
+        indices: I, into the row-major order of `dense`, int32, none twice.
+        spread: h0, and the seed of h1 to hk.
+        memory: To begin with.
+
+    Raises:
+        OpError: An index does not fit, or memory for all indices would have more than 2^31-1 slots.
+    """
+    elements = _checked(dense, indices, spread)
+    owners = spread.owners(indices)
+    while True:
+        slots, spilled, overflowed = _fill_reference(indices.long(), owners, spread, memory)
+        if not overflowed:
+            break
+        memory = memory.doubled()
+    filled = slots.nonzero()
+    found = slots[filled[:, 0], filled[:, 1]] - 1
+    counts: list[int] = torch.bincount(filled[:, 0], minlength=spread.parts).tolist()
+    return Hashed(Parts(found.int(), elements[found], counts), spilled, memory)
+
+
+def _checked(dense: Tensor, indices: Tensor, spread: Spread) -> Tensor:
+    elements = flat("hierarchical_hash", dense)
+    check_list("hierarchical_hash", indices)
+    if elements.numel() != spread.numel:
+        raise OpError(f"hierarchical_hash: {elements.numel()} elements, but the spread is of {spread.numel}; make one")
+    check_range("hierarchical_hash", indices, spread.numel)
+    return elements
+
+
+def _check_memory(spread: Spread, memory: HashMemory) -> int:
+    slots = spread.parts * (memory.slots + memory.serial)
+    if slots > MAX_NUMEL:
+        raise OpError(f"hierarchical_hash: {slots} slots are more than {MAX_NUMEL}; use `partition`, which needs none")
+    return slots
+
+
+def _seeds(spread: Spread, memory: HashMemory) -> list[int]:
+    hashes: list[int] = murmur(torch.arange(1, memory.rounds + 1), spread.seed).tolist()
+    return hashes
+
+
+def _fill_reference(indices: Tensor, owners: Tensor, spread: Spread, memory: HashMemory) -> tuple[Tensor, int, int]:
+    _check_memory(spread, memory)
+    width = memory.slots + memory.serial
+    slots = torch.zeros(spread.parts * width, dtype=torch.int64, device=indices.device)
+    left = torch.arange(indices.numel(), device=indices.device)
+    for seed in _seeds(spread, memory):
+        wanted = owners[left] * width + ((murmur(indices[left], seed) * memory.slots) >> 32)
+        free = slots[wanted] == 0
+        # Of those that want the same free slot, any one gets it; what is written last decides.
+        slots[wanted[free]] = indices[left[free]] + 1
+        left = left[slots[wanted] != indices[left] + 1]
+    spilling = owners[left].argsort(stable=True)
+    left = left[spilling]
+    counts = torch.bincount(owners[left], minlength=spread.parts)
+    rank = torch.arange(left.numel(), device=left.device) - (counts.cumsum(0) - counts)[owners[left]]
+    fits = rank < memory.serial
+    slots[(owners[left] * width + memory.slots + rank)[fits]] = indices[left[fits]] + 1
+    return slots.view(spread.parts, width), left.numel(), int((~fits).sum())
+
+
+@cpu_kernel
+def _fill(
+    indices: NDArray[np.int32],
+    parts: int,
+    seed: int,
+    chunk: int,
+    seeds: NDArray[np.int64],
+    first: int,
+    serial: int,
+    slots: NDArray[np.int32],
+    spilled: NDArray[np.int64],
+) -> None:
+    for i in range(indices.size):
+        index = indices[i]
+        unit = index if chunk == 1 else index // chunk
+        stripe = unit // parts
+        part = unit - stripe * parts + ((murmur_cpu(stripe, seed) * parts) >> 32)
+        if part >= parts:
+            part -= parts
+        base = part * (first + serial)
+        placed = False
+        for j in range(seeds.size):
+            slot = base + ((murmur_cpu(index, seeds[j]) * first) >> 32)
+            if slots[slot] == 0:
+                slots[slot] = index + 1
+                placed = True
+                break
+        if not placed:
+            rank = spilled[part]
+            spilled[part] = rank + 1
+            if rank < serial:
+                slots[base + first + rank] = index + 1
+
+
+@cpu_kernel
+def _extract(slots: NDArray[np.int32], width: int, indices: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+    place = 0
+    for part in range(counts.size):
+        before = place
+        for slot in range(part * width, (part + 1) * width):
+            indices[place] = slots[slot] - 1
+            place += slots[slot] != 0
+        counts[part] = place - before
+
+
+def _hash_cpu(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+    elements = _checked(dense, indices, spread)
+    while True:
+        slots = np.zeros(_check_memory(spread, memory), np.int32)
+        spilled = np.zeros(spread.parts, np.int64)
+        seeds = np.array(_seeds(spread, memory), np.int64)
+        sizes = (spread.parts, spread.seed, spread.chunk, seeds, memory.slots, memory.serial)
+        _fill(host(indices), *sizes, slots, spilled)
+        if spilled.max() <= memory.serial:
+            break
+        memory = memory.doubled()
+    found = torch.empty(indices.numel() + 1, dtype=torch.int32)
+    counts = np.zeros(spread.parts, np.int64)
+    _extract(slots, memory.slots + memory.serial, host(found), counts)
+    found = found[:-1]
+    return Hashed(Parts(found, elements[found], counts.tolist()), int(spilled.sum()), memory)
+
+
+@CudaKernel
+def _fill_kernel(
+    indices: Any,
+    parts: int,
+    seed: int,
+    chunk: int,
+    seeds: Any,
+    first: int,
+    serial: int,
+    slots: Any,
+    spilled: Any,
+) -> None:
+    i = cuda.grid(1)
+    if i >= indices.size:
+        return
+    index = indices[i]
+    part = owner_cuda(index, parts, seed, chunk)
+    base = part * (first + serial)
+    for j in range(seeds.size):
+        slot = base + ((murmur_cuda(index, seeds[j]) * first) >> 32)
+        if cuda.atomic.cas(slots, slot, 0, index + 1) == 0:
+            return
+    rank = cuda.atomic.add(spilled, part, 1)
+    if rank < serial:
+        slots[base + first + rank] = index + 1
+
+
+def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+    elements = _checked(dense, indices, spread)
+    indices = indices.contiguous()
+    seeds = torch.tensor(_seeds(spread, memory), device=indices.device)
+    while True:
+        slots = torch.zeros(_check_memory(spread, memory), dtype=torch.int32, device=indices.device)
+        spilled = torch.zeros(spread.parts, dtype=torch.int32, device=indices.device)
+        sizes = (spread.parts, spread.seed, spread.chunk, seeds, memory.slots, memory.serial)
+        _fill_kernel.launch(indices.numel(), indices, *sizes, slots, spilled)
+        if int(spilled.max()) <= memory.serial:
+            break
+        memory = memory.doubled()
+    filled = marked(mark(slots))
+    found = slots.index_select(0, filled) - 1
+    counts: list[int] = torch.bincount(filled // (memory.slots + memory.serial), minlength=spread.parts).tolist()
+    return Hashed(Parts(found, elements.index_select(0, found), counts), int(spilled.sum()), memory)
+
+
+hierarchical_hash = Op(name="hierarchical_hash", reference=_hash_reference, cpu=_hash_cpu, cuda=_hash_cuda)

@@ -1,0 +1,218 @@
+"""Two-pass histogram partition: which server gets which non-zeros, exact, stable and without hash memory."""
+
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cuda
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..ops.coo import Coo
+from ..ops.kernels import CudaKernel, bits, check_list, check_range, cpu_kernel, host, host_bits
+from ..ops.op import Op
+from ..ops.spread import Spread, count_owners, index_cuda, owner_cuda, write_indices
+
+_MIN_RUN = 16
+
+
+class Parts(NamedTuple):
+    """A sparse tensor, divided: the entries of part 0, then those of part 1, and so on.
+
+    Attributes:
+        indices: Into the whole tensor, int32.
+        values: As many.
+        counts: Entries of each part.
+    """
+
+    indices: Tensor
+    values: Tensor
+    counts: list[int]
+
+    def split(self) -> list[Coo]:
+        """Return the list of each part, as views."""
+        ends = list(accumulate(self.counts, initial=0))
+        return [Coo(self.indices[low:high], self.values[low:high]) for low, high in pairwise(ends)]
+
+
+def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
+    """Return the entries of a sparse tensor by the part of `spread` that owns them, in their order within a part.
+
+    It gives each part the same set as Algorithm 3.2 of the thesis with the same h0 (see `hierarchical_hash`).
+
+    Raises:
+        OpError: The lists do not belong together, or an index does not fit the tensor of `spread`.
+    """
+    _check("partition", indices, values, spread)
+    owners = spread.owners(indices)
+    order = owners.argsort(stable=True)
+    counts: list[int] = torch.bincount(owners, minlength=spread.parts).tolist()
+    return Parts(indices[order], values.detach()[order], counts)
+
+
+def _check(name: str, indices: Tensor, values: Tensor | None, spread: Spread) -> None:
+    check_list(name, indices, values)
+    check_range(name, indices, spread.numel)
+
+
+@cpu_kernel
+def _distribute(
+    indices: NDArray[np.int32],
+    values: NDArray[Any],
+    owners: NDArray[np.int32],
+    places: NDArray[np.int64],
+    sorted_indices: NDArray[np.int32],
+    sorted_values: NDArray[Any],
+) -> None:
+    for i in range(indices.size):
+        place = places[owners[i]]
+        places[owners[i]] = place + 1
+        sorted_indices[place] = indices[i]
+        sorted_values[place] = values[i]
+
+
+def _partition_cpu(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
+    _check("partition", indices, values, spread)
+    array, elements = host(indices), host_bits(values)
+    owners, counts = np.empty(array.size, np.int32), np.zeros(spread.parts, np.int64)
+    count_owners(array, spread.parts, spread.seed, spread.chunk, owners, counts)
+    sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(values)
+    places = np.cumsum(counts) - counts
+    _distribute(array, elements, owners, places, host(sorted_indices), host_bits(sorted_values))
+    return Parts(sorted_indices, sorted_values, counts.tolist())
+
+
+@CudaKernel
+def _count_kernel(indices: Any, run: int, threads: int, parts: int, seed: int, chunk: int, counts: Any) -> None:
+    thread = cuda.grid(1)
+    if thread < threads:
+        for i in range(thread * run, min((thread + 1) * run, indices.size)):
+            counts[owner_cuda(indices[i], parts, seed, chunk) * threads + thread] += 1
+
+
+@CudaKernel
+def _distribute_kernel(
+    indices: Any,
+    values: Any,
+    run: int,
+    threads: int,
+    parts: int,
+    seed: int,
+    chunk: int,
+    places: Any,
+    sorted_indices: Any,
+    sorted_values: Any,
+) -> None:
+    thread = cuda.grid(1)
+    if thread < threads:
+        for i in range(thread * run, min((thread + 1) * run, indices.size)):
+            counter = owner_cuda(indices[i], parts, seed, chunk) * threads + thread
+            place = places[counter]
+            places[counter] = place + 1
+            sorted_indices[place] = indices[i]
+            sorted_values[place] = values[i]
+
+
+def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
+    _check("partition", indices, values, spread)
+    indices, elements = indices.contiguous(), bits(values.detach().contiguous())
+    # A thread has a counter for each part, and enough indices that counters are the smaller part of its work.
+    run = max(_MIN_RUN, 4 * spread.parts)
+    threads = -(-indices.numel() // run)
+    counts = torch.zeros(spread.parts, threads, dtype=torch.int32, device=indices.device)
+    sizes = (run, threads, spread.parts, spread.seed, spread.chunk)
+    _count_kernel.launch(threads, indices, *sizes, counts.view(-1))
+    places = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
+    sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
+    _distribute_kernel.launch(threads, indices, elements, *sizes, places, sorted_indices, sorted_values)
+    return Parts(sorted_indices, sorted_values.view(values.dtype), counts.sum(1).tolist())
+
+
+def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
+    """Return where each index stands in the part that owns it, int32, in [0, spread.size(part)).
+
+    A server that works with positions needs memory for its own share of the tensor only.
+
+    Raises:
+        OpError: An index does not fit the tensor of `spread`.
+    """
+    _check("positions", indices, None, spread)
+    return spread.positions(indices)
+
+
+@cpu_kernel
+def _write_positions(indices: NDArray[np.int32], parts: int, chunk: int, positions: NDArray[np.int32]) -> None:
+    # As in `count_owners`.
+    per_chunk, per_part = 1.0 / chunk, 1.0 / parts
+    for i in range(indices.size):
+        unit = np.int64((indices[i] + 0.5) * per_chunk)
+        stripe = np.int64((unit + 0.5) * per_part)
+        positions[i] = stripe * chunk + (indices[i] - unit * chunk)
+
+
+def _positions_cpu(indices: Tensor, spread: Spread) -> Tensor:
+    _check("positions", indices, None, spread)
+    positions = torch.empty_like(indices)
+    _write_positions(host(indices), spread.parts, spread.chunk, host(positions))
+    return positions
+
+
+@CudaKernel
+def _positions_kernel(indices: Any, parts: int, chunk: int, positions: Any) -> None:
+    i = cuda.grid(1)
+    if i < indices.size:
+        unit = np.uint32(indices[i]) // np.uint32(chunk)
+        offset = np.int64(indices[i]) - np.int64(unit) * chunk
+        positions[i] = np.int64(unit // np.uint32(parts)) * chunk + offset
+
+
+def _positions_cuda(indices: Tensor, spread: Spread) -> Tensor:
+    _check("positions", indices, None, spread)
+    indices = indices.contiguous()
+    positions = torch.empty_like(indices)
+    _positions_kernel.launch(indices.numel(), indices, spread.parts, spread.chunk, positions)
+    return positions
+
+
+def _indices_reference(positions: Tensor, spread: Spread, part: int) -> Tensor:
+    """Return the int32 indices that stand at `positions` of `part`: the inverse of `positions`.
+
+    Raises:
+        OpError: There is no such part, or a position is not of it.
+    """
+    _check_positions(positions, spread, part)
+    return spread.indices(positions, part)
+
+
+def _check_positions(positions: Tensor, spread: Spread, part: int) -> None:
+    spread.check_part(part)
+    check_list("indices_at", positions)
+    check_range("indices_at", positions, spread.size(part))
+
+
+def _indices_cpu(positions: Tensor, spread: Spread, part: int) -> Tensor:
+    _check_positions(positions, spread, part)
+    indices = torch.empty_like(positions)
+    write_indices(host(positions), part, spread.parts, spread.seed, spread.chunk, host(indices))
+    return indices
+
+
+@CudaKernel
+def _indices_kernel(positions: Any, part: int, parts: int, seed: int, chunk: int, indices: Any) -> None:
+    i = cuda.grid(1)
+    if i < positions.size:
+        indices[i] = index_cuda(positions[i], part, parts, seed, chunk)
+
+
+def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
+    _check_positions(positions, spread, part)
+    positions = positions.contiguous()
+    indices = torch.empty_like(positions)
+    _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, spread.chunk, indices)
+    return indices
+
+
+partition = Op(name="partition", reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda)
+positions = Op(name="positions", reference=_positions_reference, cpu=_positions_cpu, cuda=_positions_cuda)
+indices_at = Op(name="indices_at", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)

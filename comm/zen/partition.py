@@ -1,0 +1,135 @@
+"""Which rank sums which row of a gradient, and where a row stands among those of its rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ops.spread import Spread
+from .hash import HashMemory, hierarchical_hash
+from .histogram import Parts, indices_at, partition, positions
+from .sparse import Sparse
+
+
+class Partition(Protocol):
+    """Cuts matrices of one length among servers; the same on all ranks."""
+
+    def size(self, server: int) -> int:
+        """Return the rows of a server."""
+
+    def split(self, sparse: Sparse) -> list[Sparse]:
+        """Return for each server its rows, counted from its first one."""
+
+    def indices(self, server: int, places: Tensor) -> Tensor:
+        """Return which rows of the whole stand at `places` of a server."""
+
+
+def join(cut: Partition, parts: Sequence[Sparse], length: int) -> Sparse:
+    """Return the matrix that was split into `parts`; its indices are ascending only within those of a server."""
+    return Sparse(
+        indices=torch.cat([cut.indices(server, part.indices) for server, part in enumerate(parts)]),
+        values=torch.cat([part.values for part in parts]),
+        length=length,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Even:
+    """Each server has a range of consecutive rows: as unbalanced as the gradient is skewed.
+
+    Attributes:
+        length: Rows.
+        servers: How many.
+    """
+
+    length: int
+    servers: int
+
+    def size(self, server: int) -> int:
+        """Return the rows of a server."""
+        return self._start(server + 1) - self._start(server)
+
+    def split(self, sparse: Sparse) -> list[Sparse]:
+        """Return for each server its rows, counted from its first one."""
+        starts = torch.tensor([self._start(server) for server in range(self.servers + 1)], device=sparse.indices.device)
+        bounds: list[int] = torch.searchsorted(sparse.indices, starts.int()).tolist()
+        return [
+            Sparse(
+                indices=sparse.indices[bounds[server] : bounds[server + 1]] - self._start(server),
+                values=sparse.values[bounds[server] : bounds[server + 1]],
+                length=self.size(server),
+            )
+            for server in range(self.servers)
+        ]
+
+    def indices(self, server: int, places: Tensor) -> Tensor:
+        """Return which rows of the whole stand at `places` of a server."""
+        return places + self._start(server)
+
+    def _start(self, server: int) -> int:
+        return server * self.length // self.servers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balanced:
+    """Each server has an equal share of any pattern of rows (`Spread`), computed in both directions without tables.
+
+    Attributes:
+        length: Rows.
+        servers: How many.
+        seed: The same on all ranks.
+        how: Find the rows of each server in two passes, or by the hierarchical hash of the thesis (Algorithm 3.2),
+            which gives the same.
+    """
+
+    length: int
+    servers: int
+    seed: int = 0
+    how: Literal["exact", "hash"] = "exact"
+    _spread: Spread = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_spread", Spread(numel=self.length, parts=self.servers, seed=self.seed))
+
+    def size(self, server: int) -> int:
+        """Return the rows of a server."""
+        return self._spread.size(server)
+
+    def split(self, sparse: Sparse) -> list[Sparse]:
+        """Return for each server its rows, counted from its first one."""
+        if sparse.width == 1 and self.how == "exact":
+            found = partition(sparse.indices, sparse.values.view(-1), self._spread)
+            indices, values = found.indices, found.values.view(-1, 1)
+        else:
+            rows = torch.arange(sparse.count, dtype=torch.int32, device=sparse.indices.device)
+            found = (
+                self._hash(sparse.indices, rows)
+                if self.how == "hash"
+                else partition(sparse.indices, rows, self._spread)
+            )
+            indices, values = found.indices, sparse.values[found.values]
+        places = torch.split(positions(indices, self._spread), found.counts)
+        return [
+            Sparse(indices=place, values=part, length=self.size(server))
+            for server, (place, part) in enumerate(zip(places, torch.split(values, found.counts), strict=True))
+        ]
+
+    def indices(self, server: int, places: Tensor) -> Tensor:
+        """Return which rows of the whole stand at `places` of a server."""
+        return indices_at(places, self._spread, server)
+
+    def servers_of(self, indices: Tensor) -> Tensor:
+        """Return the server of each row."""
+        return self._spread.owners(indices)
+
+    def _hash(self, indices: Tensor, rows: Tensor) -> Parts:
+        """Return `rows` and their indices by server, ascending within each."""
+        numbers = torch.zeros(self.length, dtype=torch.float64, device=indices.device)
+        numbers[indices] = rows.double()
+        memory = HashMemory.of(self._spread, indices.numel() / max(1, self.length))
+        found = hierarchical_hash(numbers, indices, self._spread, memory).parts
+        order = torch.argsort(found.indices)
+        order = order[torch.argsort(self.servers_of(found.indices[order]), stable=True)]
+        return Parts(found.indices[order], found.values[order].int(), found.counts)

@@ -1,0 +1,192 @@
+"""Zen: sparse gradients over balanced parallelism, or along a hypercube where they hardly overlap (thesis 3.3)."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CommError, MessageError
+from ..net.scheme import Dense, Scheme
+from ..net.transport import Transport, from_bytes, to_bytes
+from .centralized import sum_by_doubling
+from .parallel import push_and_pull
+from .partition import Balanced
+from .plan import Plan, Route, Rows, decide
+from .sparse import compress, expand, row_width
+
+_HOPELESS = 1 / 4
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """What is known of one key since it was last profiled: steps, counts of those profiled, then the plan."""
+
+    steps: int = 0
+    counts: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+
+
+class Zen(Scheme):
+    """Sums sparse gradients with about the fewest bytes there can be, whatever their skew, and loses nothing.
+
+    The first steps of each key are summed by recursive doubling (dense, where more than a quarter is not zero) and
+    counted; then all ranks choose as one, by bytes, between Push and Pull, recursive doubling and dense all-reduce, and
+    between single elements and rows. In Push and Pull each message is in the format that is smallest for it.
+
+    Args:
+        transport: The ranks; with several ranks on a host use `TwoLevel` around this one.
+        rows: Numbers of consecutive elements that may go under one index, apart from 1; those that do not divide the
+            last dimensions of a gradient are lowered for it until they do.
+        profile_steps: Steps to count before the choice.
+        replan_steps: Steps after which densities are counted and the choice is made anew, since they drift. Under the
+            DDP hook what is to be all-reduced stays so: it does not come here any more (`fuses`).
+        route: Choose this one without counting.
+        partition: Find each rank's rows exactly, or by the hierarchical hash of the thesis; the result is the same.
+        seed: Of the hash that shares rows among ranks; the same on all ranks.
+    """
+
+    name = "zen"
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        rows: Sequence[int] = (16, 64, 256),
+        profile_steps: int = 2,
+        replan_steps: int = 1000,
+        route: Route | None = None,
+        partition: Literal["exact", "hash"] = "exact",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(transport)
+        self._rows = tuple(rows)
+        self._profile_steps = profile_steps
+        self._replan_steps = replan_steps
+        self._route = route
+        self._partition = partition
+        self._seed = seed
+        self._seen: dict[str, _Seen] = {}
+        self._dense = Dense(transport)
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """Key → how it is summed, for keys that are counted."""
+        return {key: seen.plan for key, seen in self._seen.items() if seen.plan is not None}
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks; the order in which an element is added depends on the plan.
+
+        Raises:
+            MessageError: The ranks' seeds, options or shapes differ (found at the first step of a key).
+        """
+        if self.transport.size == 1 or gradient.numel() == 0:
+            return gradient
+        seen = self._seen.setdefault(key, _Seen())
+        if self._route is None and seen.steps >= self._profile_steps + self._replan_steps:
+            seen = self._seen[key] = _Seen()
+        if seen.plan is None and self._route is not None:
+            width = max(self._widths(gradient)) if self._route != "dense" else 1
+            self._agree(key, gradient, [])
+            seen.plan = Plan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
+        if seen.plan is None:
+            return self._profile(key, gradient, seen)
+        seen.steps += 1
+        if seen.plan.route == "dense":
+            return self._dense.reduce(key, gradient)
+        own = compress(gradient, seen.plan.width)
+        if seen.plan.route == "hierarchical":
+            return expand(sum_by_doubling(self.transport, own)[0], gradient)
+        cut = Balanced(length=own.length, servers=self.transport.size, seed=self._seed, how=self._partition)
+        return expand(push_and_pull(self.transport, own, cut), gradient)
+
+    def fuses(self, key: str) -> bool:
+        """Tell whether the plan for this gradient is plain all-reduce."""
+        plan = self.plans.get(key)
+        return plan is not None and plan.route == "dense"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return seed, counts and plans."""
+        keys = {
+            key: {
+                "steps": seen.steps,
+                "counts": list(seen.counts),
+                "plan": None if seen.plan is None else asdict(seen.plan),
+            }
+            for key, seen in self._seen.items()
+        }
+        return {"scheme": self.name, "seed": self._seed, "keys": keys}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with saved plans and counts.
+
+        Raises:
+            CommError: They are of another scheme.
+        """
+        if state.get("scheme") != self.name:
+            raise CommError(
+                f"a state of {state.get('scheme', 'no scheme')!r} cannot go on as {self.name}; name the same"
+            )
+        self._seed = state["seed"]
+        self._seen = {
+            key: _Seen(
+                steps=saved["steps"],
+                counts=list(saved["counts"]),
+                plan=None if saved["plan"] is None else Plan(**saved["plan"]),
+            )
+            for key, saved in state["keys"].items()
+        }
+
+    def _widths(self, gradient: Tensor) -> list[int]:
+        return sorted({1, *(row_width(gradient.shape, rows) for rows in self._rows)})
+
+    def _profile(self, key: str, gradient: Tensor, seen: _Seen) -> Tensor:
+        """Sum this step in a way that shows the densities, and plan when enough of them are known."""
+        own, widths, numel = compress(gradient), self._widths(gradient), gradient.numel()
+        counts = self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
+        if counts[0] <= _HOPELESS * numel:
+            total, sent = sum_by_doubling(self.transport, own)
+            result = expand(total, gradient)
+            rounds = [[_rows(indices, width) for width in widths] for indices in sent]
+            # A rank that only takes part in the fold sends in no round.
+            rounds += [[0] * len(widths)] * (self.transport.size.bit_length() - 1 - len(rounds))
+        else:
+            result, rounds = self._dense.reduce(key, gradient), []
+            total = compress(result)
+        counts += [_rows(total.indices, width) for width in widths]
+        counts = self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
+        # A step that was summed dense has no rounds; neither has the profile then.
+        both = zip(seen.counts, counts, strict=False)
+        seen.counts = [before + now for before, now in both] if seen.counts else counts
+        seen.steps += 1
+        if seen.steps >= self._profile_steps:
+            means = [-(-count // seen.steps) for count in seen.counts]
+            by_width = [means[index :: len(widths)] for index in range(len(widths))]
+            profile = [
+                Rows(width=width, own=own_rows, sent=tuple(rounds), summed=summed)
+                for width, (own_rows, summed, *rounds) in zip(widths, by_width, strict=True)
+            ]
+            seen.plan = decide(profile, ranks=self.transport.size, numel=numel, item_bytes=gradient.itemsize)
+        return result
+
+    def _agree(self, key: str, gradient: Tensor, counts: list[int]) -> list[int]:
+        """Return the greatest of each count over all ranks, after making sure that these sum the same thing."""
+        own = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
+        message = to_bytes(torch.cat([own, torch.tensor(counts, dtype=torch.int64)])).to(self.transport.device)
+        heard = [
+            from_bytes(each, (torch.int64, each.numel() // 8))[0].tolist()
+            for each in self.transport.all_gather(message)
+        ]
+        for rank, other in enumerate(heard):
+            if other[:4] != own.tolist():
+                raise MessageError(
+                    f"{key}: (seed, elements, bytes of one, counts) are {own.tolist()} here and {other[:4]} on rank "
+                    f"{rank}; give all ranks the same model and options"
+                )
+        return [max(column) for column in zip(*(other[4:] for other in heard), strict=True)]
+
+
+def _rows(indices: Tensor, width: int) -> int:
+    """Return how many rows of `width` elements the elements at ascending `indices` are in."""
+    return torch.unique_consecutive(indices // width).numel() if width > 1 else indices.numel()

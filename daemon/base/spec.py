@@ -1,0 +1,37 @@
+"""What a launcher says about its job when it opens it."""
+
+from dataclasses import dataclass
+
+from ..etcd.client import EtcdConfig
+from .policy import Policy
+from .record import JobKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """What the launcher says about its job when it opens it; equal specs continue, a different one starts the job anew.
+
+    Attributes:
+        run_id: Name of the run in etcd.
+        host: Name of this host in the run.
+        replicas: Copies of each checkpoint, m.
+        nproc: Ranks on this host.
+        etcd: How to reach etcd.
+        address: Where peers reach this daemon.
+        memory_limit_bytes: What the job's slots may take on this host, None for the daemon's limit.
+        policy: The job's configuration.
+    """
+
+    run_id: str
+    host: str
+    replicas: int
+    nproc: int
+    etcd: EtcdConfig
+    address: tuple[str, int]
+    memory_limit_bytes: int | None
+    policy: Policy
+
+    @property
+    def key(self) -> JobKey:
+        """Which job this is."""
+        return self.run_id, self.host

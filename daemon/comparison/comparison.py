@@ -1,0 +1,317 @@
+"""Comparing ranks that must hold the same bytes: in every pair by one digest per rank, by all digests when they differ.
+
+Runs on the root, beside its commits. What is equal at all is learned anew in each generation (`lesson.py`) and told to
+all hosts under `ckpt/equal/`. A host reports one digest of those leaves of each structure with each capture that its
+ranks make, in the report of replicas that is written anyway.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+from ..etcd.client import Etcd, EtcdUnavailable
+from ..peers.fetch import PeerError
+from ..run.observation import Observation
+from ..run.rounds import Pair
+from ..run.view import JobView
+from .digests import Claim, Claims, EqualLeaves, HostDigests, parse_claims
+from .lesson import NAMED, Difference, Lesson
+
+log = logging.getLogger(__name__)
+
+_FIRST_LOOKS = 16
+_RETRY_S = 0.2
+_UNSEEN_S = 30.0
+"""After so long without the digests that differ it is said that they do, without where."""
+
+
+class _NotYet(Exception):
+    """Something is looked at again in a moment."""
+
+
+class ClaimTally:
+    """Counts which digests are claimed of each pair; a report costs time in what its host holds.
+
+    Attributes:
+        ranks: Pair → structure → rank → what its host claims.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: defaultdict[Pair, defaultdict[str, dict[int, Claim]]] = defaultdict(lambda: defaultdict(dict))
+        self._counts: defaultdict[Pair, defaultdict[str, Counter[tuple[str, str]]]] = defaultdict(
+            lambda: defaultdict(Counter)
+        )
+        self._claims: dict[str, Claims] = {}
+
+    def see(self, host: str, claims: Claims) -> None:
+        """Let `claims` be all that `host` claims."""
+        for pair, rank, structure, claim in _each(self._claims.pop(host, {})):
+            counts = self._counts[pair][structure]
+            counts[claim.mask, claim.digest] -= 1
+            counts += Counter()
+            self.ranks[pair][structure].pop(rank, None)
+            if not self.ranks[pair][structure]:
+                del self.ranks[pair][structure], self._counts[pair][structure]
+            if not self.ranks[pair]:
+                del self.ranks[pair], self._counts[pair]
+        self._claims[host] = claims
+        for pair, rank, structure, claim in _each(claims):
+            self._counts[pair][structure][claim.mask, claim.digest] += 1
+            self.ranks[pair][structure][rank] = claim
+
+    def agrees(self, pair: Pair, masks: Mapping[str, str]) -> bool:
+        """Tell whether all ranks of each structure claim the same digest of `pair`, made with the newest mask."""
+        for structure, counts in self._counts.get(pair, {}).items():
+            mask = masks.get(structure)
+            if mask is not None and counts.total() > 1 and (len(counts) > 1 or next(iter(counts))[0] != mask):
+                return False
+        return True
+
+    def differing(self, masks: Mapping[str, str]) -> list[tuple[Pair, str]]:
+        """Return the pairs and structures of which ranks claim different digests of the newest mask, oldest first."""
+        return sorted(
+            (pair, structure)
+            for pair, structures in self._counts.items()
+            for structure, counts in structures.items()
+            if sum(1 for mask, _ in counts if mask and mask == masks.get(structure)) > 1
+        )
+
+
+def _each(claims: Claims) -> Iterator[tuple[Pair, int, str, Claim]]:
+    for pair, ranks in claims.items():
+        for rank, structures in ranks.items():
+            for structure, claim in structures.items():
+                yield pair, rank, structure, claim
+
+
+class Comparer:
+    """Learns what is equal, finds what differs, and says so; for as long as `run` runs.
+
+    Args:
+        etcd: The job's connection.
+        prefix: Of the job's keys.
+        view: What this host knows of the job.
+        tally: What hosts claim.
+        digests: Of this host, and access to those of others.
+        action: What a difference leads to: "warn", "stop" or "rollback".
+        observe: Takes what is wrong now.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        prefix: str,
+        *,
+        view: JobView,
+        tally: ClaimTally,
+        digests: HostDigests,
+        action: str,
+        observe: Callable[[Mapping[str, Observation]], None],
+    ) -> None:
+        self._etcd = etcd
+        self._prefix = prefix
+        self._view = view
+        self._tally = tally
+        self._digests = digests
+        self._action = action
+        self._severity = "warn" if action == "warn" else "fail"
+        self._observe = observe
+        self._news = asyncio.Event()
+        self._complete: Pair = (0, 0)
+        self._passed: Pair = (0, 0)  # committed, or about to be
+        self._found: dict[tuple[str, int], Observation] = {}  # by structure and step
+        self._begin(0, None)
+
+    def wake(self) -> None:
+        """Look again: something is reported or committed."""
+        self._news.set()
+
+    def agrees(self, pair: Pair) -> bool:
+        """Tell whether `pair` may be committed: unless a difference is only reported, all ranks must agree on it.
+
+        Until they do nothing newer is captured. So a pair that is refused is never left alone: either the next look
+        changes what must be equal, and it is committed after all, or it is reported, and its generation ends.
+        """
+        if pair != self._complete:
+            self._complete = pair
+            self.wake()
+        if self._action == "warn":
+            return True
+        if not pair[0] == self._generation == self._view.generation:
+            # First `run` takes over what an earlier root of this generation has learned.
+            self.wake()
+            return False
+        self._see_own()
+        if self._untold & self._tally.ranks.get(pair, {}).keys():
+            # It is known what must be equal, and not told yet: claims say nothing of it so far.
+            self.wake()
+            return False
+        agrees = self._tally.agrees(pair, self._masks)
+        if agrees:
+            self._passed = max(self._passed, pair)
+        return agrees
+
+    async def run(self) -> None:
+        """Compare until cancelled."""
+        try:
+            self._tell()
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                try:
+                    if self._view.generation != self._generation:
+                        if self._digests.equal is None:
+                            raise _NotYet("it is not known yet what has been learned")
+                        round_ = self._view.round
+                        self._begin(self._view.generation, None if round_ is None else round_.restore)
+                        self._tell()
+                        self._view.notify()
+                    await self._look()
+                except (PeerError, EtcdUnavailable, _NotYet) as error:
+                    log.info("ranks are compared again in a moment: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+                    self._news.set()
+        finally:
+            self._observe({})
+
+    def _begin(self, generation: int, restored: Pair | None) -> None:
+        self._generation = generation
+        # What was committed all the same, with action "warn", differs in what is restored, too.
+        restored_step = 0 if restored is None else restored[1]
+        self._found = {place: seen for place, seen in self._found.items() if place[1] <= restored_step}
+        self._lessons: dict[str, Lesson] = {}
+        # What an earlier root of this generation has learned.
+        known = (self._digests.equal or {}).items()
+        self._masks = {structure: equal.name for structure, equal in known if equal.generation == generation}
+        self._looks: Counter[str] = Counter()
+        self._learned: Pair | None = None
+        self._studied: set[tuple[Pair, str]] = set()
+        self._untold: set[str] = set()
+        self._judged: set[tuple[Pair, str]] = set()
+        self._since_s: dict[tuple[Pair, str], float] = {}
+
+    def _see_own(self) -> None:
+        # What this host holds counts without its way through etcd, and so must what it claims.
+        self._tally.see(self._view.host, parse_claims({"digests": self._digests.report()}))
+
+    async def _look(self) -> None:
+        self._see_own()
+        self._studied = {(pair, structure) for pair, structure in self._studied if pair in self._tally.ranks}
+        claimed = {structure for structures in self._tally.ranks.values() for structure in structures}
+        for structure in self._lessons.keys() - claimed:
+            # A state that grows has another structure in every step.
+            del self._lessons[structure], self._looks[structure]
+            self._masks.pop(structure, None)
+            self._untold.discard(structure)
+        for structure in self._untold & self._lessons.keys():
+            await self._publish(structure, self._lessons[structure])
+        for pair, structure in self._tally.differing(self._masks):
+            # Before all ranks have captured it there may be no majority yet.
+            if pair[0] == self._generation and pair <= self._complete:
+                await self._judge(pair, structure)
+        committed = self._view.watermark
+        if committed is None or committed[0] != self._generation or committed == self._learned:
+            return
+        self._learned = committed
+        for structure, ranks in list(self._tally.ranks.get(committed, {}).items()):
+            if len(ranks) > 1:
+                self._looks[structure] += 1
+                looks = self._looks[structure]
+                if looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
+                    await self._study(committed, structure)
+
+    async def _judge(self, pair: Pair, structure: str) -> None:
+        """Study a pair of which the claims differ; without its digests for long, say that much, as nothing goes on."""
+        problem = "they are gone"
+        try:
+            if (pair, structure) in self._judged or await self._study(pair, structure) or self._action == "warn":
+                return
+        except PeerError as error:
+            problem = str(error)
+        if time.monotonic() < self._since_s.setdefault((pair, structure), time.monotonic()) + _UNSEEN_S:
+            raise _NotYet(f"no digests of step {pair[1]}, which is not committed before they are compared: {problem}")
+        self._judged.add((pair, structure))
+        ranks = ", ".join(map(str, sorted(self._tally.ranks[pair][structure])[: 2 * NAMED]))
+        message = f"ranks {ranks} differ in what they had in common, and no digests say where: {problem}"
+        self._say(pair, structure, message, rank=None, value=0, severity=self._severity)
+
+    async def _study(self, pair: Pair, structure: str) -> bool:
+        """Compare all digests of a pair, learn from them, and say what differs and must not; once for each pair.
+
+        Returns:
+            Whether there are digests of all ranks. Where a pair is overwritten before they are asked for, what differs
+            in it still does in the next one.
+        """
+        if (pair, structure) in self._studied:
+            return True
+        claimed = self._tally.ranks.get(pair)
+        ranks = list(claimed[structure]) if claimed is not None and structure in claimed else []
+        answers = await asyncio.gather(*(self._digests.ask(rank, pair, structure) for rank in ranks))
+        tables = {rank: answer[0] for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
+        counts = {len(table) for table in tables.values()}
+        if len(tables) < max(len(ranks), 2) or len(counts) > 1:
+            return False
+        self._studied.add((pair, structure))
+        lesson = self._lessons.get(structure)
+        if lesson is None:
+            known = (self._digests.equal or {}).get(structure)
+            mask = known.mask if known is not None and known.generation == self._generation else None
+            lesson = self._lessons[structure] = Lesson(counts.pop(), mask)
+        difference = lesson.study(tables)
+        self._untold.add(structure)
+        if difference is not None:
+            # Let through before it was known that they must be equal: there is nothing to go back to.
+            is_late = pair <= max(self._passed, self._view.watermark or (0, 0))
+            await self._report(pair, structure, ranks, difference, is_late=is_late)
+            if self._action == "warn" or is_late:
+                lesson.drop(difference)
+        await self._publish(structure, lesson)
+        return True
+
+    async def _publish(self, structure: str, lesson: Lesson) -> None:
+        """Tell all hosts which leaves must be equal, when that is news."""
+        equal = EqualLeaves.of(self._generation, lesson.mask)
+        round_ = self._view.round
+        news = equal.name != self._masks.get(structure) if structure in self._masks else bool(lesson.mask.any())
+        if not news or round_ is None:
+            self._untold.discard(structure)
+            return
+        guards = {f"{self._prefix}rdzv/round": round_.revision}
+        if await self._etcd.commit(guards, {f"{self._prefix}ckpt/equal/{structure}": equal.to_value()}):
+            self._masks[structure] = equal.name
+            self._untold.discard(structure)
+        else:
+            raise _NotYet("there is another round")
+
+    async def _report(
+        self, pair: Pair, structure: str, ranks: list[int], difference: Difference, *, is_late: bool
+    ) -> None:
+        answer = None
+        with contextlib.suppress(PeerError):
+            answer = await self._digests.ask(ranks[0], pair, structure, difference.leaves[:NAMED])
+        culprits, names = difference.culprits, [] if answer is None else answer[1]
+        rank = culprits[0] if len(culprits) == 1 else None
+        message = difference.describe(names)
+        if is_late and self._action != "warn":
+            message += "; the step was committed before that was known, so training goes on"
+        severity = "warn" if is_late else self._severity
+        self._say(pair, structure, message, rank=rank, value=len(difference.leaves), severity=severity)
+
+    def _tell(self) -> None:
+        self._observe({f"{structure} {step}": seen for (structure, step), seen in self._found.items()})
+
+    def _say(self, pair: Pair, structure: str, message: str, *, rank: int | None, value: int, severity: str) -> None:
+        self._found[structure, pair[1]] = Observation(
+            kind="corruption",
+            severity=severity,
+            rank=rank,
+            generation=self._generation,
+            value=value,
+            limit=0,
+            message=f"step {pair[1]}: {message}",
+            unix_s=round(time.time(), 3),
+        )
+        self._tell()

@@ -1,0 +1,1 @@
+"""The command `resilientctl`, one module for each of its larger subcommands."""

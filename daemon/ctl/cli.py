@@ -1,0 +1,126 @@
+"""The command `resilientctl`: questions to the daemon of this host."""
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from resilient_run.ckpt.errors import DaemonError
+
+from ..agent import holding
+from ..base.settings import Settings, find_settings, server_pid
+from ..base.supervise import task_lines
+from ..jobs import Jobs
+from ..options import directories
+from ..slots.memory import MemoryBudget
+from ..slots.vault import Vault
+from .ask import ask
+from .export import export
+from .forget import forget
+from .goodput import goodput
+from .import_ import import_
+from .placement import plan_placement
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@directories
+@click.pass_context
+def resilientctl(context: click.Context, run_dir: Path | None, shm_dir: Path | None) -> None:
+    """Look at the daemon of this host, and clean up after dead jobs."""
+    context.obj = find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir)
+
+
+@resilientctl.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def status(settings: Settings, as_json: bool) -> None:
+    """Show the jobs, ranks, slots, bytes, watermarks and observations of this host."""
+    answer = ask(settings, "status")
+    click.echo(json.dumps(answer) if as_json else _status_text(answer))
+
+
+@resilientctl.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def gc(settings: Settings, as_json: bool) -> None:
+    """Remove the slots of jobs that nobody has open, also when no daemon runs."""
+    found = server_pid(settings.address()) is not None
+    answer = ask(settings, "gc") if found else _collect_without_daemon(settings)
+    if as_json:
+        click.echo(json.dumps(answer))
+    else:
+        names = ", ".join(answer["removed"]) or "nothing"
+        click.echo(f"removed {names}; {answer['freed_bytes'] / (1 << 20):.1f} MiB freed")
+
+
+def _collect_without_daemon(settings: Settings) -> dict[str, Any]:
+    if not settings.shm_dir.exists():
+        return {"removed": [], "freed_bytes": 0}
+    try:
+        with holding(settings.vault_lock_path):
+            jobs = Jobs(Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, None)), asyncio.create_task)
+            jobs.scan()
+            return asyncio.run(jobs.collect_garbage(lambda uid: True))
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _status_text(answer: dict[str, Any]) -> str:
+    gib = 1 << 30
+    used, limit = answer["used_bytes"] / gib, answer["limit_bytes"] / gib
+    lines = [f"resilientd pid {answer['pid']}: {used:.3f} of {limit:.3f} GiB in slots, {len(answer['jobs'])} job(s)"]
+    now_unix_s = time.time()
+    lines += task_lines(answer.get("tasks", []), now_unix_s)
+    for job in answer["jobs"]:
+        launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
+        watermark = job.get("watermark")
+        committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
+        lines.append(
+            f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
+            f"ranks {job.get('own_ranks', [])} of {job.get('world_size', 0)}, committed {committed}"
+        )
+        if job.get("failure"):
+            lines.append(f"  failed: {job['failure']}")
+        if (protection := job.get("protection")) is not None:
+            at_risk = f"{protection['steps_at_risk']} step(s) at risk"
+            why = f"not protected, at most {protection['most_steps']}: {protection['reason']}"
+            lines.append(f"  {at_risk}" if protection["protected"] else f"  {at_risk}; {why}")
+        if job.get("replication"):
+            lines.append(f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}")
+        lines += [f"  {seen['severity']}: {seen['kind']}: {seen['message']}" for seen in job.get("observations", [])]
+        lines += task_lines(job.get("tasks", []), now_unix_s)
+        lines += root_lines(job["root"], now_unix_s) if "root" in job else []
+        for slot in job["slots"]:
+            held = f"generation {slot['generation']} step {slot['step']}" if slot["step"] is not None else "-"
+            lines.append(
+                f"  rank {slot['rank']:<5} {slot['file']:<18} {slot['bytes'] / (1 << 20):>10.1f} MiB  "
+                f"{slot['state']:<8}  {held}"
+            )
+    return "\n".join(lines)
+
+
+resilientctl.add_command(export)
+resilientctl.add_command(forget)
+resilientctl.add_command(goodput)
+resilientctl.add_command(import_)
+resilientctl.add_command(plan_placement)
+
+
+_SHOWN_DECISIONS = 5
+
+
+def root_lines(root: dict[str, Any], now_unix_s: float) -> list[str]:
+    """Return the lines about who is root, which hosts are in quarantine, and what was decided last."""
+    lines = [f"  root: host {root['host']}" if root["host"] else "  root: none elected"]
+    for host, quarantine in sorted(root["quarantines"].items()):
+        left_s = quarantine["until_unix_s"] - now_unix_s
+        if left_s > 0:
+            lines.append(f"  host {host} is in quarantine for another {left_s:.0f} s: {quarantine['reason']}")
+    for entry in root["decisions"][-_SHOWN_DECISIONS:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(entry.get("unix_s", 0)))
+        lines.append(f"  {clock} generation {entry.get('generation')}: {entry.get('reason')}")
+    return lines

@@ -1,0 +1,60 @@
+"""The options of `resilientctl` commands that ask etcd about a run."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..etcd.client import EtcdConfig
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
+    """Return the decorator that adds `etcd_endpoint` and `etcd_conf` to a command.
+
+    Args:
+        default: The endpoint; None makes etcd optional.
+    """
+
+    def add(command: _Command) -> _Command:
+        conf = click.option(
+            "--etcd-conf",
+            default="",
+            metavar="NAME=VALUE,…",
+            help="As --rdzv-conf: user, password, cacert, cert, key. User and password may also be in "
+            "RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD.",
+        )
+        endpoint = click.option(
+            "--etcd-endpoint",
+            default=default,
+            show_default=default is not None,
+            metavar="HOST[:PORT],…",
+            help="As --rdzv-endpoint of the run.",
+        )
+        return endpoint(conf(command))
+
+    return add
+
+
+def parse_etcd(endpoint: str, conf: str) -> EtcdConfig:
+    """Return where the two options say that etcd is.
+
+    Raises:
+        click.UsageError: They do not say it.
+    """
+    try:
+        options = dict(item.split("=", 1) for item in conf.split(",") if item.strip())
+        return EtcdConfig.parse(endpoint, {name.strip(): value.strip() for name, value in options.items()})
+    except ValueError as error:
+        raise click.UsageError(f"--etcd-endpoint or --etcd-conf: {error}") from error
+
+
+def check_run_id(run_id: str, name: str) -> None:
+    """Check that a run may have this id.
+
+    Raises:
+        click.UsageError: It may not.
+    """
+    if not run_id or "/" in run_id:
+        raise click.UsageError(f"{name} is {run_id!r}; it names keys in etcd: it must not be empty or contain '/'")

@@ -1,0 +1,112 @@
+"""`resilientctl export`: a step that memory or the persistent tier holds, as a checkpoint that plain PyTorch loads."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from resilient_run.ckpt.errors import CheckpointError, SlotError
+from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
+
+from ..base.settings import Settings
+from ..run.rounds import Pair
+from ..tier.slots import fetch_slots
+from ..tier.tier import Tier
+from .ask import ask
+
+
+@click.command()
+@click.option("--run-id", required=True, help="The run (--rdzv-id).")
+@click.option("--step", type=click.IntRange(min=0), help="Default: the newest step that all ranks have.")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["memory", "persist"]),
+    default="memory",
+    show_default=True,
+    help="The slots of this host, or the persistent tier.",
+)
+@click.option("--target", metavar="URL", help="The persistent tier. Default: what the run's daemon here uses.")
+@click.option("--to", type=click.Path(path_type=Path), required=True, help="Directory (dcp) or file (torch) to write.")
+@click.option(
+    "--format", "format_", type=click.Choice(["dcp", "torch"]), default="dcp", show_default=True, help="What to write."
+)
+@click.pass_obj
+def export(
+    settings: Settings,
+    run_id: str,
+    step: int | None,
+    source: str,
+    target: str | None,
+    to: Path,
+    format_: Literal["dcp", "torch"],
+) -> None:
+    """Write a held step as a DCP checkpoint or one torch.save file."""
+    # Only this command needs torch.
+    from resilient_run.ckpt.convert.export import export as write
+
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise click.ClickException(f"{to} exists already; choose another --to")
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resilient-export-")))
+        try:
+            if source == "memory":
+                pair, slots = _from_memory(_job(settings, run_id), step, scratch)
+            else:
+                url = target or (_job(settings, run_id).get("persist") or {}).get("target")
+                if url is None:
+                    raise click.ClickException(f"run {run_id!r} has no persistent tier here; give --target")
+                pair, slots = fetch_slots(Tier(url, run_id), step, scratch)
+            for slot in slots:
+                stack.callback(slot.close)
+            write(slots, to, format_)
+        except (CheckpointError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+    click.echo(f"wrote step {pair[1]} (generation {pair[0]}) of {len(slots)} ranks to {to}")
+
+
+def _job(settings: Settings, run_id: str) -> dict[str, Any]:
+    for job in ask(settings, "status")["jobs"]:
+        if job["run_id"] == run_id:
+            return dict(job)
+    raise click.ClickException(f"the daemon of this host knows no run {run_id!r}; see `resilientctl status`")
+
+
+def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[Pair, list[Slot]]:
+    """Return private, verified copies of the slots of all ranks, which this host must hold."""
+    held: dict[Pair, dict[int, Path]] = {}
+    for slot in job["slots"]:
+        if slot["step"] is not None:
+            pair = (slot["generation"], slot["step"])
+            held.setdefault(pair, {})[slot["rank"]] = Path(job["directory"]) / slot["file"]
+    world_size = job.get("world_size") or 1 + max((rank for ranks in held.values() for rank in ranks), default=0)
+    fitting = [pair for pair in held if step is None or pair[1] == step]
+    whole = [pair for pair in fitting if held[pair].keys() == set(range(world_size))]
+    if not whole:
+        pair = max(fitting, default=(0, 0))
+        missing = sorted(set(range(world_size)) - held.get(pair, {}).keys())
+        raise click.ClickException(
+            f"this host does not hold step {pair[1] if step is None else step} of rank(s) {missing} of {world_size}; "
+            "export from the persistent tier (--from persist), or on a host that holds them"
+        )
+    pair = max(whole)
+    return pair, [_copy(held[pair][rank], scratch, rank, pair) for rank in range(world_size)]
+
+
+def _copy(path: Path, scratch: Path, rank: int, pair: Pair) -> Slot:
+    """Return a verified copy: training may overwrite the slot at any moment."""
+    source = Slot.open(path)
+    try:
+        header, page = source.header(), bytes(source.buffer[:HEADER_BYTES])
+        copy = Slot.create(
+            scratch / f"rank{rank}", capacity_bytes=source.capacity_bytes, payload_offset=header.payload_offset
+        )
+        copy.buffer[HEADER_BYTES : header.used_bytes] = source.buffer[HEADER_BYTES : header.used_bytes]
+    finally:
+        source.close()
+    found = copy.adopt(page)
+    if (found.rank, (found.generation, found.step)) != (rank, pair):
+        raise SlotError(f"rank {rank}: training has overwritten step {pair[1]} meanwhile; try again")
+    return copy

@@ -1,0 +1,1 @@
+"""The client of etcd that launchers and daemons share."""

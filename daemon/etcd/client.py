@@ -1,0 +1,396 @@
+"""The launcher's and daemon's view of etcd: JSON objects under keys, transactions, leases, a mirror of a prefix."""
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Self
+
+from .config import EtcdConfig
+from .rpc import Connection, EtcdAuthError, EtcdError, EtcdLeaseLost, EtcdUnavailable, Member, grpc, rpc
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S = (0.1, 2.0)
+# What a member had forwarded to a leader that died is lost, and nobody says so; electing the next takes about 1 s.
+_REQUEST_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A key's value, which nobody changes, with the revisions of its last change and of its creation."""
+
+    value: dict[str, Any]
+    revision: int
+    created: int = 0
+
+
+def update(entries: dict[str, Entry], changed: Mapping[str, Entry | None]) -> None:
+    """Bring `entries` up to date with what `Etcd.changes` yields."""
+    for key, entry in changed.items():
+        entries.pop(key, None)
+        if entry is not None:
+            entries[key] = entry
+
+
+class Lease:
+    """A lease that is kept alive until it is revoked or lost; keys put with it vanish with it."""
+
+    def __init__(self, *, etcd: "Etcd", lease_id: int, ttl_s: int) -> None:
+        self.id = lease_id
+        self.ttl_s = ttl_s
+        self.lost = asyncio.Event()
+        """Set when etcd says that the lease is gone, or when nobody refreshes it any more."""
+        self.heard_s = asyncio.get_running_loop().time()
+        """When etcd confirmed the lease last, on the event loop's clock."""
+        self.resumed_s = -math.inf
+        """When it last did so after a silence in which leases may have expired."""
+        self._etcd = etcd
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Tell whether etcd did not confirm the lease when it should have."""
+        return asyncio.get_running_loop().time() - self.heard_s > self.ttl_s * 2 / 3
+
+    def keep_alive(self) -> None:
+        """Start to refresh the lease at a third of its time to live."""
+        self._keeper = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        pause_s = self.ttl_s / 3
+        try:
+            while True:
+                await asyncio.sleep(pause_s)
+                try:
+                    if await self._etcd.refresh(self.id, timeout_s=self.ttl_s / 3) <= 0:
+                        log.warning("etcd let lease %x expire", self.id)
+                        return
+                    pause_s = self.ttl_s / 3
+                    if self.silent:
+                        self.resumed_s = asyncio.get_running_loop().time()
+                    self.heard_s = asyncio.get_running_loop().time()
+                except EtcdError as error:
+                    log.debug("lease %x not refreshed: %s", self.id, error)
+                    pause_s = min(self.ttl_s / 6, 0.5)
+        finally:
+            # However this ends, nobody keeps the lease any more.
+            self.lost.set()
+
+    async def stop(self) -> None:
+        """Stop refreshing; the lease lives on for at most its time to live."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def revoke(self) -> None:
+        """Give the lease back, which deletes its keys at once.
+
+        Raises:
+            EtcdUnavailable: The keys vanish when the lease expires.
+        """
+        await self.stop()
+        await self._etcd.revoke(self.id)
+        self.lost.set()
+
+
+class Etcd:
+    """A client of one etcd cluster, bound to the event loop it was made in.
+
+    Operations raise `EtcdUnavailable` when no endpoint answers in time; leases and `follow` get over outages by
+    themselves. As a guard or a deletion, a key that ends in "/" stands for every key below it.
+
+    Attributes:
+        has_forgotten: Whether etcd came back without what it had answered before: its revision went back.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.has_forgotten = False
+        self._rpc = connection
+        self._revision = 0
+        self._leases: set[Lease] = set()
+
+    @classmethod
+    async def connect(cls, config: EtcdConfig, timeout_s: float = 5.0) -> Self:
+        """Return a client that has read from etcd once, so endpoint, TLS and credentials are right.
+
+        Args:
+            config: Where etcd is and how to get in.
+            timeout_s: How long to go on trying, seconds.
+
+        Raises:
+            EtcdUnavailable: No endpoint answered in time.
+            EtcdAuthError: etcd refused the credentials, or they may not read below "/resilient-run/".
+            EtcdError: A certificate file cannot be read.
+        """
+        etcd = cls(Connection(config, min(timeout_s, _REQUEST_S)))
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while True:
+                try:
+                    await etcd._rpc.login()
+                    await etcd.get("/resilient-run/")
+                    return etcd
+                except EtcdUnavailable:
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise
+                    await asyncio.sleep(_BACKOFF_S[0])
+        except BaseException:
+            await etcd.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop every lease's refreshing and close the connections; leased keys expire later."""
+        await asyncio.gather(*(lease.stop() for lease in self._leases))
+        await self._rpc.close()
+
+    async def get(self, key: str) -> Entry | None:
+        """Return the key's entry, None when there is no such key.
+
+        Raises:
+            EtcdError: The value is not a JSON object.
+        """
+        request = rpc.RangeRequest(key=key.encode())
+        answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
+        return _entry(answer.kvs[0]) if answer.kvs else None
+
+    async def revision(self, key: str) -> int:
+        """Return the revision of the key's last change, whatever it holds; 0 when there is no such key."""
+        request = rpc.RangeRequest(key=key.encode(), keys_only=True)
+        answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
+        return int(answer.kvs[0].mod_revision) if answer.kvs else 0
+
+    async def list(self, prefix: str) -> dict[str, Entry]:
+        """Return every entry whose key starts with `prefix`, by full key, leaving out what is no JSON object."""
+        entries, _ = await self._load(prefix)
+        return entries
+
+    async def put(self, key: str, value: Mapping[str, Any], lease: Lease | None = None) -> None:
+        """Set the key.
+
+        Raises:
+            EtcdLeaseLost: `lease` is gone.
+        """
+        request = _put(key, value, lease)
+        await self._rpc.call(lambda member, options: member.kv.Put(request, **options))
+
+    async def create(self, key: str, value: Mapping[str, Any], lease: Lease | None = None) -> bool:
+        """Set the key if it does not exist and tell whether it was set."""
+        return await self.commit({key: 0}, {key: value}, lease=lease) > 0
+
+    async def delete(self, key: str) -> None:
+        """Delete the key if it exists."""
+        request = rpc.DeleteRangeRequest(key=key.encode())
+        await self._rpc.call(lambda member, options: member.kv.DeleteRange(request, **options))
+
+    async def delete_prefix(self, prefix: str) -> None:
+        """Delete every key that starts with `prefix`."""
+        request = rpc.DeleteRangeRequest(key=prefix.encode(), range_end=_end(prefix))
+        await self._rpc.call(lambda member, options: member.kv.DeleteRange(request, **options))
+
+    async def commit(
+        self,
+        guards: Mapping[str, int],
+        puts: Mapping[str, Mapping[str, Any]],
+        deletes: Iterable[str] = (),
+        lease: Lease | None = None,
+    ) -> int:
+        """Apply all puts and deletes in one transaction if every guard holds.
+
+        Args:
+            guards: Key → the revision of its last change that must still be current; 0: the key does not exist.
+            puts: Key → value.
+            deletes: Keys to delete.
+            lease: Lease of every put.
+
+        Returns:
+            The revision of what was put, 0 if a guard did not hold.
+
+        Raises:
+            EtcdUnavailable: No answer; the transaction may have been applied, or be applied later. It is never sent
+                twice.
+            EtcdLeaseLost: `lease` is gone.
+        """
+        compares = [
+            rpc.Compare(
+                key=key.encode(),
+                target=rpc.Compare.MOD,
+                result=rpc.Compare.EQUAL,
+                mod_revision=revision,
+                range_end=_below(key),
+            )
+            for key, revision in guards.items()
+        ]
+        operations = [rpc.RequestOp(request_put=_put(key, value, lease)) for key, value in puts.items()]
+        operations += [
+            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode(), range_end=_below(key)))
+            for key in deletes
+        ]
+        request = rpc.TxnRequest(compare=compares, success=operations)
+        answer = await self._rpc.call(lambda member, options: member.kv.Txn(request, **options), resend=False)
+        return int(answer.header.revision) if answer.succeeded else 0
+
+    async def lease(self, ttl_s: float, *, keep_alive: bool = True) -> Lease:
+        """Return a new lease of `ttl_s` seconds, rounded up; etcd may grant more (2 s at least with its defaults)."""
+        request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        answer = await self._rpc.call(lambda member, options: member.lease.LeaseGrant(request, **options))
+        lease = Lease(etcd=self, lease_id=answer.ID, ttl_s=answer.TTL)
+        if keep_alive:
+            lease.keep_alive()
+            self._leases.add(lease)
+        return lease
+
+    async def refresh(self, lease_id: int, timeout_s: float) -> int:
+        """Refresh a lease once and return its time to live in seconds, 0 when it is gone."""
+
+        async def once(member: Member, options: dict[str, Any]) -> Any:
+            stream = member.lease.LeaseKeepAlive(**{**options, "timeout": timeout_s})
+            try:
+                await stream.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
+                return await stream.read()
+            finally:
+                stream.cancel()
+
+        answer = await self._rpc.call(once)
+        if answer is grpc.aio.EOF:
+            raise EtcdUnavailable(f"etcd at {self._rpc.config.where} ended the keep-alive stream without an answer")
+        return int(answer.TTL)
+
+    async def revoke(self, lease_id: int) -> None:
+        """Revoke a lease, which deletes its keys; one that is gone already is fine."""
+        request = rpc.LeaseRevokeRequest(ID=lease_id)
+        try:
+            await self._rpc.call(lambda member, options: member.lease.LeaseRevoke(request, **options))
+        except EtcdLeaseLost:
+            return
+
+    async def follow(self, prefix: str) -> AsyncGenerator[dict[str, Entry], None]:
+        """Yield everything below `prefix` by full key: now, and after every change; several changes may come as one.
+
+        It costs time in all that is below `prefix` for every change: where that is much, use `changes`.
+        """
+        entries: dict[str, Entry] = {}
+        async with aclosing(self.changes(prefix)) as changes:
+            async for changed in changes:
+                update(entries, changed)
+                yield dict(entries)
+
+    async def changes(self, prefix: str) -> AsyncGenerator[dict[str, Entry | None], None]:
+        """Yield what is below `prefix` by full key, maybe nothing, and then what changes there; None for what is gone.
+
+        What one transaction changed comes together, and several changes may come as one. An outage, a compaction or a
+        lost stream is answered by loading again; it never ends and raises nothing.
+        """
+        seen: dict[str, Entry] | None = None
+        first_s, limit_s = _BACKOFF_S
+        backoff_s = first_s
+        while True:
+            try:
+                entries, revision = await self._load(prefix)
+                changed = _difference(seen or {}, entries)
+                first, seen = seen is None, entries
+                if changed or first:
+                    yield changed
+                async with aclosing(self._watch(prefix, revision + 1)) as answers:
+                    async for events in answers:
+                        backoff_s = first_s
+                        changed = dict(map(_change, events))
+                        update(seen, changed)
+                        yield changed
+            except EtcdError as error:
+                level = logging.WARNING if backoff_s == first_s else logging.DEBUG
+                log.log(level, "mirror of %s interrupted, going on when etcd answers: %s", prefix, error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, limit_s)
+
+    async def _load(self, prefix: str) -> tuple[dict[str, Entry], int]:
+        request = rpc.RangeRequest(key=prefix.encode(), range_end=_end(prefix))
+        before = self._revision
+        answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
+        revision = answer.header.revision
+        if revision < before:
+            self.has_forgotten = True
+            log.error("etcd at %s lost its data: revision %d after %d", self._rpc.config.where, revision, before)
+        self._revision = revision if revision < before else max(revision, self._revision)
+        found = (_change(rpc.Event(type=rpc.Event.PUT, kv=kv)) for kv in answer.kvs)
+        return {key: entry for key, entry in found if entry is not None}, revision
+
+    async def _watch(self, prefix: str, revision: int) -> AsyncGenerator[Any, None]:
+        """Yield the events of each answer from `revision` on, until the server ends the watch or the stream breaks."""
+        member = self._rpc.member
+        create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_end(prefix), start_revision=revision)
+        stream = member.watch.Watch(metadata=self._rpc.metadata)
+        try:
+            async with asyncio.timeout(self._rpc.timeout_s):
+                await stream.write(rpc.WatchRequest(create_request=create))
+                answer = await stream.read()
+            while answer is not grpc.aio.EOF and not answer.canceled:
+                self._revision = max(answer.header.revision, self._revision)
+                if answer.events:
+                    yield answer.events
+                answer = await stream.read()
+            if answer is grpc.aio.EOF or not answer.compact_revision:
+                reason = "the stream ended" if answer is grpc.aio.EOF else answer.cancel_reason
+                raise EtcdError(f"etcd at {self._rpc.config.where} cancelled the watch of {prefix}: {reason}")
+        except rpc.AioRpcError as error:
+            raise self._rpc.failed(member, error) from error
+        except TimeoutError as error:
+            raise self._rpc.unavailable(member, "no answer to a watch request") from error
+        finally:
+            stream.cancel()
+
+
+def _put(key: str, value: Mapping[str, Any], lease: Lease | None) -> Any:
+    body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return rpc.PutRequest(key=key.encode(), value=body, lease=0 if lease is None else lease.id)
+
+
+def _entry(kv: Any) -> Entry:
+    try:
+        value = json.loads(kv.value)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise EtcdError(f"etcd key {kv.key.decode(errors='replace')} does not hold a JSON object; delete it")
+    return Entry(value=value, revision=kv.mod_revision, created=kv.create_revision)
+
+
+def _change(event: Any) -> tuple[str, Entry | None]:
+    """Return the key that an event is about and what it holds now; what is no JSON object counts as gone."""
+    key = event.kv.key.decode(errors="replace")
+    if event.type == rpc.Event.PUT:
+        try:
+            return key, _entry(event.kv)
+        except EtcdError as error:
+            log.warning("ignored: %s", error)
+    return key, None
+
+
+def _difference(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> dict[str, Entry | None]:
+    gone = dict.fromkeys(before.keys() - after.keys())
+    return {**gone, **{key: entry for key, entry in after.items() if before.get(key) != entry}}
+
+
+def _end(prefix: str) -> bytes:
+    """Return the first key after every key that starts with `prefix` (keys are UTF-8 text, which has no byte 0xff)."""
+    return prefix.encode() + b"\xff"
+
+
+def _below(key: str) -> bytes:
+    return _end(key) if key.endswith("/") else b""
+
+
+__all__ = [
+    "Entry",
+    "Etcd",
+    "EtcdAuthError",
+    "EtcdConfig",
+    "EtcdError",
+    "EtcdLeaseLost",
+    "EtcdUnavailable",
+    "Lease",
+    "update",
+]

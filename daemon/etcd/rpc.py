@@ -1,0 +1,203 @@
+"""Requests to an etcd cluster over gRPC: TLS, credentials, time limits, several endpoints, errors with a remedy."""
+
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from .config import EtcdConfig
+
+
+@contextmanager
+def _without_fork_support() -> Iterator[None]:
+    """Keep gRPC, which reads this variable when it is imported, from printing a line at every fork of the process.
+
+    No child of ours uses a channel of its parent. Children do not inherit the setting.
+    """
+    name = "GRPC_ENABLE_FORK_SUPPORT"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+with _without_fork_support():
+    import grpc  # type: ignore[import-untyped, unused-ignore]
+    from aetcd import rpc
+
+T = TypeVar("T")
+_UNAVAILABLE = {rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED, rpc.StatusCode.INTERNAL}
+# etcd has no code of its own for these: a lease that nobody leads to be asked about, more requests than it can take.
+_UNAVAILABLE_DETAILS = ("context deadline exceeded", "too many requests")
+_REFUSED = {rpc.StatusCode.UNAUTHENTICATED, rpc.StatusCode.PERMISSION_DENIED}
+_REFUSED_DETAILS = ("authentication", "permission denied", "user name is empty", "auth store is old")
+_STALE_TOKEN = ("invalid auth token", "auth store is old")
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    # gRPC's own defaults wait up to two minutes before they look at a restarted server again.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A watch has no deadline: only pings tell that the other end of a silent connection is gone. etcd's own default
+    # refuses a client that pings more often than every 5 s.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+class EtcdError(Exception):
+    """etcd refused or could not carry out a request."""
+
+
+class EtcdUnavailable(EtcdError):
+    """No etcd endpoint answered in time; whether a write was applied is unknown. Trying again later is right."""
+
+
+class EtcdAuthError(EtcdError):
+    """etcd wants other credentials, or these may not touch the key."""
+
+
+class EtcdLeaseLost(EtcdError):
+    """The lease expired or was revoked; ask for a new one."""
+
+
+class Member:
+    """One endpoint: its channel and stubs."""
+
+    def __init__(self, endpoint: str, credentials: Any) -> None:
+        options = list(_CHANNEL_OPTIONS)
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(endpoint, options=options)
+        else:
+            self.channel = grpc.aio.secure_channel(endpoint, credentials, options=options)
+        self.auth = rpc.AuthStub(self.channel)
+        self.kv = rpc.KVStub(self.channel)
+        self.lease = rpc.LeaseStub(self.channel)
+        self.watch = rpc.WatchStub(self.channel)
+
+
+class Connection:
+    """Channels to every endpoint of one cluster; the first is in use until it fails, then the next."""
+
+    def __init__(self, config: EtcdConfig, timeout_s: float) -> None:
+        self.config = config
+        self.timeout_s = timeout_s
+        # One channel per endpoint, so that TLS checks each certificate against the name of its own endpoint.
+        credentials = _credentials(config)
+        self._members = deque(Member(endpoint, credentials) for endpoint in config.endpoints)
+        self._token: str | None = None
+
+    @property
+    def member(self) -> Member:
+        """The endpoint in use."""
+        return self._members[0]
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a request must carry to be let in."""
+        return () if self._token is None else (("token", self._token),)
+
+    async def call(self, send: Callable[[Member, dict[str, Any]], Awaitable[T]], *, resend: bool = True) -> T:
+        """Return what `send(member, options)` returns; where sending twice does no harm, try every endpoint once.
+
+        A token that etcd no longer knows is renewed, and the request, which was not carried out, is sent again.
+        """
+        attempts = len(self._members) if resend else 1
+        renewed = False
+        while True:
+            member = self.member
+            try:
+                return await send(member, {"timeout": self.timeout_s, "metadata": self.metadata})
+            except rpc.AioRpcError as error:
+                if _mentions(error, _STALE_TOKEN) and self.config.user is not None and not renewed:
+                    renewed = True
+                    await self.login()
+                    continue
+                failure = self.failed(member, error)
+                attempts -= 1
+                if attempts == 0 or not isinstance(failure, EtcdUnavailable):
+                    raise failure from error
+
+    async def login(self) -> None:
+        """Exchange user and password, if there are any, for a token."""
+        if self.config.user is None:
+            return
+        member = self.member
+        request = rpc.AuthenticateRequest(name=self.config.user, password=self.config.password)
+        try:
+            self._token = (await member.auth.Authenticate(request, timeout=self.timeout_s)).token
+        except rpc.AioRpcError as error:
+            if not _mentions(error, ("authentication is not enabled",)):
+                raise self.failed(member, error) from error
+            self._token = None
+
+    async def close(self) -> None:
+        """Close every channel."""
+        for member in self._members:
+            await member.channel.close()
+
+    def failed(self, member: Member, error: rpc.AioRpcError) -> EtcdError:
+        """Return our error for gRPC's; when `member` is out of reach, use the next endpoint from now on."""
+        details = error.details() or error.code().name
+        where = self.config.where
+        if error.code() in _UNAVAILABLE or _mentions(error, _UNAVAILABLE_DETAILS):
+            return self.unavailable(member, details)
+        if error.code() in _REFUSED or _mentions(error, _REFUSED_DETAILS):
+            user = "without a user" if self.config.user is None else f"as user {self.config.user!r}"
+            return EtcdAuthError(
+                f"etcd refused access at {where} {user} ({details}): check RESILIENT_ETCD_USER and "
+                "RESILIENT_ETCD_PASSWORD, and that the user may read and write keys below /resilient-run/"
+            )
+        if error.code() == rpc.StatusCode.NOT_FOUND and "lease" in details:
+            return EtcdLeaseLost(f"etcd at {where} no longer has the lease ({details}): ask for a new one")
+        return EtcdError(f"etcd at {where} could not carry out a request: {details}")
+
+    def unavailable(self, member: Member, details: str) -> EtcdUnavailable:
+        """Turn away from `member`, unless another request already did, and return the error that says so."""
+        if self.member is member:
+            self._members.rotate(-1)
+        tls = "with TLS" if self.config.tls else "without TLS"
+        return EtcdUnavailable(
+            f"cannot reach etcd at {self.config.where} {tls} ({details}): check that it runs, and the endpoint, "
+            "port and TLS files given to --rdzv-endpoint and --rdzv-conf"
+        )
+
+
+def _credentials(config: EtcdConfig) -> Any:
+    if not config.tls:
+        return None
+    return grpc.ssl_channel_credentials(_read(config.cacert), _read(config.key), _read(config.cert))
+
+
+def _read(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise EtcdError(f"cannot read the TLS file {path}: {error.strerror}; see --rdzv-conf") from error
+
+
+def _mentions(error: rpc.AioRpcError, phrases: Iterable[str]) -> bool:
+    details = error.details() or ""
+    return any(phrase in details for phrase in phrases)
+
+
+__all__ = [
+    "Connection",
+    "EtcdAuthError",
+    "EtcdError",
+    "EtcdLeaseLost",
+    "EtcdUnavailable",
+    "Member",
+    "grpc",
+    "rpc",
+]

@@ -1,0 +1,1 @@
+"""How well this host is: its memory, disks and GPUs, and whether its peers answer."""

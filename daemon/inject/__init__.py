@@ -1,0 +1,1 @@
+"""Faults on purpose, as this host carries them out."""

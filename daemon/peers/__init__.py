@@ -1,0 +1,1 @@
+"""Replicas on their way between hosts: offered, fetched, paced, lent and handed over."""

@@ -1,0 +1,266 @@
+"""The dialling side between daemons: offer a capture to a peer, and fetch one from it straight into a mapped slot."""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, WireError
+from resilient_run.ckpt.format import wire
+
+from ..base.fields import Fields
+from ..run.rounds import Pair
+from ..slots.slots import Geometry
+from .download import RANGE_BYTES, Download, Part
+
+_IN_FLIGHT = 2
+_CONNECT_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 30.0
+_LENGTH_BYTES = 4
+_WAKE_BYTES = 256 << 10
+
+
+class PeerError(CheckpointError):
+    """A peer's daemon cannot be reached, or the connection broke; it may be back later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How an offered capture is sent.
+
+    Attributes:
+        in_flight: Ranges that are asked for ahead, the sub-buffers p.
+        patience_s: How much longer than usual a range may take, because its sender waits for idle spans.
+    """
+
+    in_flight: int
+    patience_s: float
+
+
+class Peer:
+    """The daemon of one peer host, over a connection each for offers, urgent fetches, paced ones and questions.
+
+    Args:
+        host: Name of the peer.
+        address: Where its daemon listens.
+        hello: The message that proves that we belong to the job.
+    """
+
+    def __init__(self, *, host: str, address: tuple[str, int], hello: wire.Message) -> None:
+        self.host = host
+        self.address = address
+        self._offers = _Channel(host, address, hello)
+        self._fetches = _Channel(host, address, hello)
+        self._questions = _Channel(host, address, hello)
+        self._paced = _Channel(host, address, hello)
+
+    async def offer(self, offer: wire.Message) -> None:
+        """Tell the peer that it may fetch something; nothing is answered.
+
+        Raises:
+            PeerError: It cannot be told.
+        """
+        async with self._offers.use() as sock:
+            await _send(sock, {"op": "offer", **offer})
+
+    async def ask(self) -> None:
+        """Return once the peer has answered something, however busy the other connections are.
+
+        Raises:
+            PeerError: It does not.
+        """
+        async with self._questions.use() as sock:
+            await _send(sock, _request("have", 0, (1, 0)))
+            await _receive_answer(sock)
+
+    async def have(self, rank: int, pair: Pair) -> Geometry | None:
+        """Return the geometry of the peer's replica of `rank` at `pair`, None when it has none.
+
+        Raises:
+            PeerError: No valid answer.
+        """
+        async with self._fetches.use() as sock:
+            await _send(sock, _request("have", rank, pair))
+            answer = await _receive_answer(sock)
+            if not answer["ok"]:
+                return None
+            return Geometry.parse(Fields(answer, "answer to have"), "used_bytes")
+
+    async def fetch(self, rank: int, pair: Pair, download: Download, pace: Pace | None = None) -> None:
+        """Fetch parts of `download` until it is complete, whoever delivers the last one.
+
+        Args:
+            rank: Whose replica.
+            pair: Which capture.
+            download: What hands the parts out, and verifies them.
+            pace: How an offered capture is sent, None for one that is sent as fast as can be.
+
+        Raises:
+            SlotError: The peer does not have the replica any more, or what it sent is corrupt.
+            PeerError: The connection broke, or the peer did not keep to the protocol.
+        """
+        channel, in_flight, timeout_s = self._fetches, _IN_FLIGHT, _ANSWER_TIMEOUT_S
+        if pace is not None:
+            channel, in_flight, timeout_s = self._paced, pace.in_flight, _ANSWER_TIMEOUT_S + pace.patience_s
+        asked: deque[Part] = deque()
+        async with channel.use() as sock:
+            while not download.is_complete:
+                # The next range is asked for before this one has arrived, so that the wire is never idle.
+                while len(asked) < in_flight and (part := download.take(self.host)) is not None:
+                    message = {**_request("get", rank, pair), "offset": part.offset, "size": len(part.target)}
+                    await _send(sock, message)
+                    asked.append(part)
+                if not asked:
+                    await download.changed()
+                    continue
+                part = asked.popleft()
+                answer = await _receive_answer(sock, timeout_s)
+                if not answer["ok"]:
+                    raise SlotError(f"host {self.host} gave up rank {rank} {pair}: {answer.get('message')}")
+                if answer.get("size") != len(part.target):
+                    raise WireError(f"announced {answer.get('size')} bytes for a range of {len(part.target)}")
+                await _receive_into(sock, part.target, timeout_s)
+                try:
+                    download.landed(self.host, part)
+                except SlotError as error:
+                    raise SlotError(f"host {self.host} sent something else than rank {rank} {pair}: {error}") from error
+
+    async def digests(self, rank: int, pair: Pair, structure: str, leaves: Sequence[int]) -> wire.Message | None:
+        """Return the peer's digests of a structure at `pair` of its own `rank` and the names of some, None if gone.
+
+        Raises:
+            PeerError: No valid answer.
+        """
+        async with self._questions.use() as sock:
+            await _send(sock, {**_request("digests", rank, pair), "structure": structure, "leaves": list(leaves)})
+            answer = await _receive_answer(sock)
+        return answer if answer["ok"] else None
+
+    async def close(self) -> None:
+        """Close the connections once nobody uses them any more."""
+        await self._offers.close()
+        await self._fetches.close()
+        await self._questions.close()
+        await self._paced.close()
+
+
+class _Channel:
+    """One connection with one user at a time; closed whenever an exchange on it does not end well."""
+
+    def __init__(self, host: str, address: tuple[str, int], hello: wire.Message) -> None:
+        self._host = host
+        self._address = address
+        self._hello = hello
+        self._sock: socket.socket | None = None
+        self._in_use = asyncio.Lock()
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[socket.socket]:
+        """Lend the connected socket.
+
+        Raises:
+            PeerError: No connection, or what the body met on it: a broken connection, silence, a malformed answer.
+        """
+        async with self._in_use:
+            finished = False
+            try:
+                yield await self._connected()
+                finished = True
+            except (OSError, TimeoutError, WireError, DaemonError) as error:
+                addr, port = self._address
+                raise PeerError(f"daemon of host {self._host} at {addr}:{port}: {error or 'no answer'}") from error
+            finally:
+                if not finished:
+                    # Also after a cancellation nobody knows which bytes would come next.
+                    self._drop()
+
+    async def close(self) -> None:
+        """Close the connection when its present user is done."""
+        async with self._in_use:
+            self._drop()
+
+    async def _connected(self) -> socket.socket:
+        if self._sock is not None and _was_closed(self._sock):
+            self._drop()
+        if self._sock is None:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                self._sock = await _dial(*self._address)
+                await _send(self._sock, self._hello)
+        return self._sock
+
+    def _drop(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+async def _dial(addr: str, port: int) -> socket.socket:
+    """Return a connected, non-blocking socket to the first address of `addr` that answers."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"no address for {addr}")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(addr, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+def _was_closed(sock: socket.socket) -> bool:
+    """Tell whether the peer closed this idle connection, for example because its daemon was restarted."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _request(op: str, rank: int, pair: Pair) -> wire.Message:
+    return {"id": 0, "op": op, "rank": rank, "generation": pair[0], "step": pair[1]}
+
+
+async def _send(sock: socket.socket, message: wire.Message) -> None:
+    async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+        await asyncio.get_running_loop().sock_sendall(sock, wire.encode(message))
+
+
+async def _receive_answer(sock: socket.socket, timeout_s: float = _ANSWER_TIMEOUT_S) -> wire.Message:
+    length = bytearray(_LENGTH_BYTES)
+    await _receive_into(sock, memoryview(length), timeout_s)
+    size = int.from_bytes(length, "big")
+    if size > wire.MAX_FRAME_BYTES:
+        raise WireError(f"frame of {size} bytes announced, more than {wire.MAX_FRAME_BYTES}")
+    body = bytearray(size)
+    await _receive_into(sock, memoryview(body))
+    answer = wire.decode(bytes(body))
+    Fields(answer, "answer").flag("ok")
+    return answer
+
+
+async def _receive_into(sock: socket.socket, target: memoryview, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
+    """Fill `target` from `sock`; the time limit is for each piece of it."""
+    loop = asyncio.get_running_loop()
+    filled = 0
+    while filled < len(target):
+        # Waking up for every packet would cost more than receiving does.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(target) - filled, _WAKE_BYTES))
+        async with asyncio.timeout(timeout_s):
+            count = await loop.sock_recv_into(sock, target[filled:])
+        if not count:
+            raise WireError("connection closed before the end of an answer")
+        filled += count
+
+
+__all__ = ["RANGE_BYTES", "Pace", "Peer", "PeerError"]

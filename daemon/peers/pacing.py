@@ -1,0 +1,335 @@
+"""When this host's replicas may leave: in the idle spans of the training network (Gemini, Section 6.5).
+
+Trainers say when their network is idle in an iteration and when each iteration begins; both clocks are CLOCK_MONOTONIC.
+Chunks are cut as in Algorithm 6.2, but one by one and from what is left of the present span by the clock, so that
+a late capture or a slow link moves the next chunk instead of upsetting a list of them.
+
+Nothing waits for ever: the last span of a checkpoint's last iteration has no end, an iteration that does not come opens
+the gate after a while, and after a failure (`release`) everything may leave. Restores and repairs are never paced.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import math
+import socket
+import statistics
+import struct
+import sys
+import termios
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from resilient_run.ckpt.format.idle import IdleProfile, common
+from resilient_run.ckpt.format.schedule import STALL, STALL_S, Schedule, TransferCost, Window, plan, window
+
+from ..base.policy import ReplicationPolicy
+from .fetch import RANGE_BYTES
+
+log = logging.getLogger(__name__)
+
+_PACED: Final = ("interleaved", "no-pipeline")
+_STARTUP_S: Final = 0.001
+_SAMPLE_BYTES: Final = 256 << 10
+_SAMPLES: Final = 32
+_SMOOTHING: Final = 0.3
+_QUEUE_BYTES: Final = struct.Struct("i")
+_TCP_INFO_BYTES: Final = 192
+_UNSENT_BYTES: Final = 128 << 10
+_MIN_RTT: Final = slice(148, 152)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Rank:
+    topology: int
+    profile: IdleProfile | None
+    step: int = -1
+    started_s: float = 0.0
+    checkpoint_bytes: int = 0
+    copies: int = 0
+    ready_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+class Pacer:
+    """The gate through which the captures of a job's ranks leave this host, one chunk after the other.
+
+    Args:
+        policy: The job's configuration of replication.
+        changed: Called when `every` is another.
+        clock: The monotonic clock.
+
+    Attributes:
+        every: Of how many steps one checkpoint can be sent by this host.
+        reason: Why, and whether anything waits.
+    """
+
+    def __init__(
+        self, policy: ReplicationPolicy, *, changed: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.every = 1
+        self.reason = "the network is not profiled yet" if policy.scheme in _PACED else f"scheme {policy.scheme}"
+        self._policy = policy
+        self._told = changed
+        self._clock = clock
+        self._profiles: dict[tuple[int, int], IdleProfile] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._plan: Schedule | None = None
+        self._profile: IdleProfile | None = None
+        self._meter = LinkMeter(policy.bandwidth_mbit_s * 1e6 / 8)
+        self._released = False
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._streams: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
+        self._iterations: deque[float] = deque(maxlen=_SAMPLES)
+        self._used_s = self._last_used_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether the job's configuration asks for pacing by daemons."""
+        return self._policy.transport == "daemon" and self._policy.scheme in _PACED
+
+    @property
+    def patience_s(self) -> float:
+        """How long a receiver may have to wait for a range."""
+        if self._profile is None or self._plan is None or not self._plan.paced:
+            return 0.0
+        return self.every * (STALL * self._profile.iteration_s + STALL_S)
+
+    # What trainers say.
+
+    def attach(self, rank: int, topology: int) -> IdleProfile | None:
+        """Begin with a trainer, and return the typical iteration that one of this rank and topology has found."""
+        profile = self._profiles.get((rank, topology))
+        self._ranks[rank] = _Rank(topology=topology, profile=profile)
+        self._wake()
+        return profile
+
+    def detach(self, rank: int) -> None:
+        """End with a trainer; what it left may leave at once."""
+        self._ranks.pop(rank, None)
+        self._wake()
+
+    def profiled(self, rank: int, profile: IdleProfile) -> None:
+        """Hear when the network of an attached trainer is idle."""
+        known = self._ranks.get(rank)
+        if known is None:
+            return
+        known.profile = self._profiles[rank, known.topology] = profile
+        self._wake()
+
+    def iteration(self, rank: int, step: int, started_s: float) -> None:
+        """Hear that the iteration after `step` steps began at `started_s`."""
+        known = self._ranks.get(rank)
+        if known is None:
+            return
+        if known.step >= 0 and step == known.step + 1:
+            self._iterations.append(started_s - known.started_s)
+        if step > max(other.step for other in self._ranks.values()):
+            self._used_s, self._last_used_s = 0.0, self._used_s
+        known.step, known.started_s = step, started_s
+        self._wake()
+
+    def captured(self, rank: int, step: int, *, checkpoint_bytes: int, copies: int) -> None:
+        """Hear that a capture of `step` is there to be sent, and plan anew with what is known by now."""
+        known = self._ranks.get(rank)
+        if known is None:
+            return
+        known.checkpoint_bytes, known.copies = checkpoint_bytes, copies
+        if known.step == step:
+            ready_s = self._clock() - known.started_s
+            known.ready_s += (_SMOOTHING if known.ready_s else 1.0) * (ready_s - known.ready_s)
+        self._replan()
+
+    def measured(self, rank: int, bytes_per_s: float) -> None:
+        """Hear what an attached trainer that sends by itself makes of the link, besides the others of this host."""
+        known = self._ranks.get(rank)
+        if known is not None and self._policy.transport == "trainer":
+            known.bytes_per_s = bytes_per_s
+            self._meter = LinkMeter(
+                self._policy.bandwidth_mbit_s * 1e6 / 8 or sum(other.bytes_per_s for other in self._ranks.values())
+            )
+
+    # What the job says.
+
+    def release(self) -> None:
+        """Let everything leave until the next generation: a failure was seen, or training is over."""
+        self._released = True
+        self._wake()
+
+    def reset(self) -> None:
+        """Begin a generation: its trainers are yet to come, and nobody waits for what its predecessor was sending."""
+        self._released = False
+        self._ranks.clear()
+        self._iterations.clear()
+        self._turn = asyncio.Lock()
+        self._streams = weakref.WeakSet()
+        self._wake()
+
+    # What the peer server asks.
+
+    async def send(
+        self, step: int, size_bytes: int, transport: asyncio.WriteTransport, send: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """Send `size_bytes` of the checkpoint of `step` through `transport`, in chunks, each as soon as it may leave.
+
+        Args:
+            step: Which checkpoint.
+            size_bytes: How much of it.
+            transport: The connection.
+            send: Sends so many bytes more of it.
+        """
+        if transport not in self._streams:
+            self._streams.add(transport)
+            # What waits in the kernel cannot be held back any more when a collective begins.
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        while size_bytes:
+            async with self._turn:
+                chunk_bytes, seen = await self._admit(step, size_bytes)
+                began_s, queued_bytes = self._clock(), self._queued_bytes()
+                await send(chunk_bytes)
+                sent_bytes = chunk_bytes + queued_bytes - self._queued_bytes()
+                if self._plan is None or seen.why.startswith("in span"):
+                    self._meter.add(sent_bytes, self._clock() - began_s, transport)
+                size_bytes -= chunk_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `resilientctl status` shows."""
+        cost, profile, made = self._meter.cost, self._profile, self._plan
+        return {
+            "scheme": self._policy.scheme,
+            "transport": self._policy.transport,
+            "every": self.every,
+            "reason": self.reason,
+            "bandwidth_mbit_s": None if cost is None else cost.bytes_per_s * 8 / 1e6,
+            "startup_s": None if cost is None else cost.startup_s,
+            "profiled_iteration_s": None if profile is None else profile.iteration_s,
+            "iteration_s": statistics.median(self._iterations) if self._iterations else None,
+            "idle_s": None if profile is None else profile.idle_s,
+            "planned_s": None if made is None else made.used_s / made.every,
+            "used_s": self._last_used_s,
+            "late_bytes": None if made is None else made.late_bytes,
+        }
+
+    async def _admit(self, step: int, wanted_bytes: int) -> tuple[int, Window]:
+        """Wait until something may leave; return how much, and why."""
+        buffer_bytes = min(self._policy.sub_buffer_bytes, RANGE_BYTES)
+        while True:
+            seen, cost = self._window(step), self._meter.cost
+            if cost is None or math.isinf(seen.remaining_s):
+                size_bytes = min(buffer_bytes, wanted_bytes)
+            else:
+                remaining_s = seen.remaining_s - self._queued_bytes() / cost.bytes_per_s
+                burst_bytes = cost.burst_bytes(buffer_bytes)
+                size_bytes = cost.chunk_bytes(remaining_s, buffer_bytes=burst_bytes, remaining_bytes=wanted_bytes)
+            if size_bytes:
+                log.debug("step %d: %d bytes leave at %.4f s, %s", step, size_bytes, self._offset_s(), seen.why)
+                if cost is not None:
+                    self._used_s += cost.seconds(size_bytes)
+                return size_bytes, seen
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(seen.wait_s, _STARTUP_S)):
+                    await changed.wait()
+
+    def _window(self, step: int) -> Window:
+        if self._released:
+            return Window(remaining_s=math.inf, wait_s=0.0, why="released")
+        if self._profile is None or self._plan is None or not self._plan.paced or not self._all_profiled():
+            return Window(remaining_s=math.inf, wait_s=0.0, why="not paced")
+        present = max(rank.step for rank in self._ranks.values())
+        return window(
+            self._profile,
+            offset_s=self._offset_s(),
+            iterations=present - step,
+            every=self.every,
+            variance=self._policy.variance,
+        )
+
+    def _offset_s(self) -> float:
+        """Return the time since the last rank began its iteration."""
+        return self._clock() - max((rank.started_s for rank in self._ranks.values()), default=0.0)
+
+    def _all_profiled(self) -> bool:
+        return bool(self._ranks) and all(rank.profile is not None and rank.step >= 0 for rank in self._ranks.values())
+
+    def _replan(self) -> None:
+        cost = self._meter.cost
+        profiles = [rank.profile for rank in self._ranks.values() if rank.profile is not None]
+        if cost is None or len(profiles) < len(self._ranks) or self._policy.scheme not in _PACED:
+            return
+        self._profile = common(profiles)
+        self._plan, reason = plan(
+            self._profile,
+            checkpoint_bytes=sum(rank.checkpoint_bytes for rank in self._ranks.values()),
+            copies=max(rank.copies for rank in self._ranks.values()),
+            buffer_bytes=cost.burst_bytes(min(self._policy.sub_buffer_bytes, RANGE_BYTES)),
+            cost=cost,
+            variance=self._policy.variance,
+            max_every=self._policy.max_every,
+            ready_s=max(rank.ready_s for rank in self._ranks.values()),
+        )
+        if self._plan.every != self.every or self.reason == "the network is not profiled yet":
+            log.info("replication: %s", reason)
+        self.reason = reason
+        if self._plan.every != self.every:
+            self.every = self._plan.every
+            self._told()
+
+    def _queued_bytes(self) -> int:
+        """Return what was handed to the kernel and is not acknowledged yet."""
+        return sum(_queued(stream) for stream in self._streams if not stream.is_closing())
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class LinkMeter:
+    """What sending costs, from the sending itself.
+
+    Args:
+        bytes_per_s: The bandwidth where it is known, 0 to measure it.
+    """
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self._given_bytes_per_s = bytes_per_s
+        self._rates: deque[float] = deque(maxlen=_SAMPLES)
+        self._startups: deque[float] = deque(maxlen=_SAMPLES)
+        self._size_bytes = 0
+        self._seconds = 0.0
+
+    @property
+    def cost(self) -> TransferCost | None:
+        """The median of what was seen, None while nothing was."""
+        bytes_per_s = self._given_bytes_per_s or (statistics.median(self._rates) if self._rates else 0.0)
+        if not bytes_per_s:
+            return None
+        startup_s = statistics.median(self._startups) if self._startups else _STARTUP_S
+        return TransferCost(startup_s=max(startup_s, _STARTUP_S), bytes_per_s=bytes_per_s)
+
+    def add(self, size_bytes: int, seconds: float, transport: asyncio.WriteTransport) -> None:
+        """Note that `size_bytes` were acknowledged in `seconds`; too few of them say something only together."""
+        self._size_bytes += size_bytes
+        self._seconds += seconds
+        if self._size_bytes >= _SAMPLE_BYTES and self._seconds > 0:
+            self._rates.append(self._size_bytes / self._seconds)
+            self._startups.append(_round_trip_s(transport))
+            self._size_bytes, self._seconds = 0, 0.0
+
+
+def _queued(stream: asyncio.WriteTransport) -> int:
+    sock = stream.get_extra_info("socket")
+    answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _QUEUE_BYTES.pack(0))
+    return int(_QUEUE_BYTES.unpack(answer)[0])
+
+
+def _round_trip_s(stream: asyncio.WriteTransport) -> float:
+    """Return the shortest round trip that the kernel saw, 0 where it does not say (tcp_info, tcpi_min_rtt)."""
+    info = stream.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return int.from_bytes(info[_MIN_RTT], sys.byteorder) / 1e6

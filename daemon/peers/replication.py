@@ -1,0 +1,354 @@
+"""Moving captures of one job between hosts: offer own ones; fetch what is offered, planned or lost."""
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from resilient_run.ckpt.errors import MemoryBudgetError, RestoreError, SlotError, TopologyError
+from resilient_run.ckpt.format.slot import SlotHeader
+
+from ..base.supervise import Supervisor
+from ..run.rounds import Pair, is_import
+from ..run.view import JobView
+from ..slots.slots import JobSlots, SlotFile
+from ..tier.fetch import TierSource
+from ..tier.tier import TierError
+from .exchange import Deliveries
+from .fetch import Pace, Peer, PeerError
+from .handover import hand_over
+from .holders import Holders
+from .loans import Loans
+from .offer import Offer
+from .pacing import Pacer
+from .sources import Sources
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+RESTORE_PATIENCE_S = 20.0
+"""How long a restore waits for peers that should hold the step but cannot be reached."""
+
+_OFFER_AGAIN_S = 1.0
+_RETRY_S = (0.1, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """A verified slot with the planned step, and where it came from: "local", "peer", "persisted" or "imported".
+
+    With "imported" the path is no slot but the directory or URL of the import.
+    """
+
+    path: str
+    source: str
+
+
+class Replicator:
+    """Sees to it that this host holds the replicas it must hold, and that its peers are offered those they must.
+
+    Args:
+        run_id: The job.
+        view: What is known of the job.
+        slots: What this host holds.
+        pacer: Says how patient receivers must be.
+        in_flight: Ranges of an offered capture that are asked for ahead.
+        group: Runs the fetches and offers.
+        supervisor: Of the job's tasks.
+        tier: The last place to look for a pair, None without a persistent tier.
+
+    Attributes:
+        deliveries: What trainers bring to peers themselves.
+        loans: What trainers receive from peers.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        view: JobView,
+        slots: JobSlots,
+        pacer: Pacer,
+        in_flight: int,
+        group: asyncio.TaskGroup,
+        supervisor: Supervisor,
+        tier: TierSource | None,
+    ) -> None:
+        self._run_id = run_id
+        self._view = view
+        self._slots = slots
+        self._pacer = pacer
+        self._in_flight = in_flight
+        self._group = group
+        self._supervisor = supervisor
+        self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier)
+        self._offering: set[tuple[str, int]] = set()
+        self._offered: dict[int, Pair] = {}
+        self._fetches: set[asyncio.Task[Any]] = set()
+        self._receiving: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._lent: set[int] = set()
+        self._warned_memory = False
+        self.deliveries = Deliveries()
+        self.loans = Loans(
+            run_id=run_id,
+            view=view,
+            slots=slots,
+            receiving=self._receiving,
+            spawn=lambda verification: self._spawn(supervisor.once("receive", verification)),
+        )
+
+    async def run(self) -> None:
+        """Offer again whatever is not committed: an offer can be lost with its connection or its receiver."""
+        while True:
+            for rank in self._view.own_ranks:
+                self.offer(rank)
+            known = self._reachable
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_OFFER_AGAIN_S):
+                    await self._view.wait_for(lambda: self._reachable != known)  # noqa: B023
+
+    def offer(self, rank: int) -> None:
+        """Offer the newest capture of the own `rank` to its placement peers, while it may be committed."""
+        file, round_ = self._slots.newest(rank), self._view.round
+        if file is None or file.pair is None or round_ is None:
+            return
+        if file.pair >= self._view.agreed.next:
+            for host in round_.holders(rank, self._view.replicas)[1:]:
+                awaited, reason = self.deliveries.awaited(host, rank, file.pair)
+                if not awaited and (host, rank) not in self._offering:
+                    log.debug("rank %d %s is offered to host %s: %s", rank, file.pair, host, reason)
+                    self._offering.add((host, rank))
+                    self._group.create_task(self._supervisor.once("offer", self._offer(host, rank, file)))
+
+    def offered(self, host: str, offer: Offer) -> None:
+        """Fetch what `host` offers if it runs that rank, and it is this generation's and ours to keep."""
+        rank, pair, round_ = offer.rank, offer.pair, self._view.round
+        if round_ is None or pair[0] != round_.generation or self._slots.find(rank, pair) is not None:
+            return
+        holders = round_.holders(rank, self._view.replicas)
+        if holders[:1] != (host,) or self._view.host not in holders[1:] or self._offered.get(rank) == pair:
+            return
+        self._offered[rank] = pair
+        # The owner's daemon offers only what its trainer does not bring.
+        self.loans.take_away(rank)
+        self._spawn(self._supervisor.once("accept offer", self._accept_offer(host, offer)))
+
+    async def lend(self, rank: int) -> None:
+        """Leave the slots of `rank` to its trainer for the rest of the generation."""
+        async with self._receiving[rank]:
+            self._lent.add(rank)
+
+    async def abort(self) -> None:
+        """Stop every fetch: the generation is over, and what it left is about to be cleared."""
+        fetches = list(self._fetches)
+        for task in fetches:
+            task.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+        self._lent.clear()
+        self._sources.origins.clear()
+        self.loans.end()
+
+    def detached(self, rank: int) -> None:
+        """Do at once what the trainer of `rank` does not do any more: it is gone."""
+        self.deliveries.gone(rank)
+        self.loans.end(rank)
+        self._view.notify()
+
+    def repair(self) -> None:
+        """Begin to fetch every replica of the round's step that this host must hold and does not, own ranks first.
+
+        What it has of other ranks is handed over to those who must hold it now.
+        """
+        if self._view.round is None:
+            return
+        restore, kept = self._view.round.restore, self._view.kept_ranks
+        for rank in {file.rank for file in self._slots.files()}.difference(kept):
+            self._slots.surrender(rank, but=restore)
+            if restore is not None and self._slots.find(rank, restore) is not None:
+                work = partial(
+                    hand_over, rank, restore, view=self._view, slots=self._slots, find_peer=self._sources.peer
+                )
+                self._spawn(self._supervisor.keep(f"hand over rank {rank}", work))
+        for rank in kept:
+            if restore is not None and not is_import(restore) and self._slots.find(rank, restore) is None:
+                self._spawn(self._supervisor.keep(f"repair rank {rank}", partial(self._repair, rank, restore)))
+
+    async def restore(self, rank: int, topology: int) -> Restored:
+        """Return a verified slot of the own `rank` with exactly the round's step: local, else fetched from a peer.
+
+        Raises:
+            RestoreError: Nobody who can be asked holds a verified copy, or the generation ended meanwhile.
+            TopologyError: The checkpoint was made by another topology.
+        """
+        # Not in the task group: its failure is the answer to one trainer.
+        task = self._track(asyncio.create_task(self._restore(rank, topology)))
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise RestoreError(f"rank {rank}: its generation ended during the restore; another one has begun")
+        return task.result()
+
+    async def peer(self, host: str) -> Peer | None:
+        """Return the daemon of `host`, None while its address or the job's secret is not known."""
+        return await self._sources.peer(host)
+
+    async def ask(self, host: str) -> None:
+        """Return once the daemon of `host` has answered.
+
+        Raises:
+            PeerError: It does not, or is not registered.
+        """
+        peer = await self._sources.peer(host)
+        if peer is None:
+            raise PeerError(f"the daemon of host {host} is not registered")
+        await peer.ask()
+
+    async def close(self) -> None:
+        """Close the connections to peers."""
+        await self._sources.close()
+
+    @property
+    def _reachable(self) -> tuple[object, ...]:
+        """What offers go by: who can be reached, and by whom."""
+        return self._view.round, self._view.addresses, self.deliveries.connections
+
+    async def _restore(self, rank: int, topology: int) -> Restored:
+        round_ = self._view.round
+        pair = None if round_ is None else round_.restore
+        if pair is None:
+            raise RestoreError(f"rank {rank}: this generation starts from the beginning, there is nothing to restore")
+        if is_import(pair):
+            return await self._import(rank, pair)
+        loop = asyncio.get_running_loop()
+        deadline, pause_s = loop.time() + RESTORE_PATIENCE_S, _RETRY_S[0]
+        while True:
+            late = loop.time() > deadline
+            async with self._receiving[rank]:
+                header, tried, again = await self._local(rank, pair), list[str](), False
+                if header is None:
+                    tried, again = await self._sources.fetch_from_any(rank, pair, insist=late)
+                    header = await self._local(rank, pair)
+            file = self._slots.find(rank, pair)
+            if header is not None and file is not None and round_ is not None:
+                if (header.topology, header.run_id) != (topology, self._run_id):
+                    raise TopologyError(
+                        f"step {pair[1]} of rank {rank} was saved by run {header.run_id!r} with world size "
+                        f"{header.world_size} and topology {header.topology:#x}; this is {self._run_id!r} with "
+                        f"world size {round_.world_size} and {topology:#x}: start it as before, or with a new run id"
+                    )
+                return Restored(path=str(file.slot.path), source=self._sources.origins.get((rank, pair), "local"))
+            if not again or late:
+                corrupt = self._slots.corrupt.get(rank)
+                missing = "no local slot" + (f" (one was corrupt: {corrupt})" if corrupt else "")
+                raise RestoreError(
+                    f"no verified copy of rank {rank} at step {pair[1]} (generation {pair[0]}) is left: "
+                    f"{'; '.join([missing, *tried])}. Start a new run id"
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    async def _import(self, rank: int, pair: Pair) -> Restored:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + RESTORE_PATIENCE_S
+        while True:
+            try:
+                return Restored(path=await self._sources.imported(pair), source="imported")
+            except (SlotError, TierError) as error:
+                if isinstance(error, SlotError) or loop.time() > deadline:
+                    raise RestoreError(
+                        f"rank {rank}: this run begins with the import of step {pair[1]}, which cannot be read: {error}"
+                    ) from error
+            await asyncio.sleep(_RETRY_S[1])
+
+    async def _local(self, rank: int, pair: Pair) -> SlotHeader | None:
+        """Return the header of the local slot with `pair`; one that does not verify is cleared and reported."""
+        file = self._slots.find(rank, pair)
+        if file is None:
+            return None
+        if (rank, pair) in self._sources.origins:
+            # It was verified when it arrived, a moment ago.
+            return file.slot.header()
+        header = await self._slots.verified(file)
+        if header is None:
+            self._view.notify()
+        return header
+
+    async def _repair(self, rank: int, pair: Pair) -> None:
+        """Fetch `pair` of `rank` from whoever has it, until it is here or no longer the newest committed pair."""
+        pause_s, own = _RETRY_S[0], rank in self._view.own_ranks
+        if not own:
+            # Training waits for the own ranks only: they have the link to themselves.
+            await self._view.wait_for(lambda: self._view.committed != pair or self._has_own(pair))
+        while self._view.committed == pair and rank not in self._lent:
+            if own and (newest := self._slots.newest(rank)) and newest.pair and newest.pair > pair:
+                return
+            async with self._receiving[rank]:
+                if self._slots.find(rank, pair) is not None:
+                    return
+                try:
+                    tried, _ = await self._sources.fetch_from_any(rank, pair)
+                except TopologyError as error:
+                    # Whoever restores it is told.
+                    log.error("%s", error)
+                    return
+                if self._slots.find(rank, pair) is not None:
+                    log.info("re-created the replica of rank %d at generation %d step %d", rank, *pair)
+                    return
+            if pause_s >= _RETRY_S[1]:
+                log.warning("cannot re-create the replica of rank %d at %s yet: %s", rank, pair, "; ".join(tried))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    def _has_own(self, pair: Pair) -> bool:
+        """Tell whether every own rank holds `pair`, or something newer."""
+        newest = [self._slots.newest(rank) for rank in self._view.own_ranks]
+        return all(file is not None and file.pair is not None and file.pair >= pair for file in newest)
+
+    async def _accept_offer(self, host: str, offer: Offer) -> None:
+        rank, pair, geometry = offer.rank, offer.pair, offer.geometry
+        agreed = offer.agreed.or_later(self._view.agreed)
+        pace = Pace(in_flight=self._in_flight, patience_s=offer.patience_s)
+        try:
+            async with self._receiving[rank]:
+                peer = await self._sources.peer(host)
+                if peer is None or self._offered[rank] != pair or self._slots.find(rank, pair) is not None:
+                    return
+                if await self._sources.fetch(Holders([peer], pace=pace), rank, pair, geometry, agreed):
+                    self._warned_memory = False
+        except (PeerError, SlotError) as error:
+            log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
+        except MemoryBudgetError as error:
+            if not self._warned_memory:
+                log.error("cannot keep the replica of rank %d, so nothing is committed: %s", rank, error)
+            self._warned_memory = True
+        finally:
+            if self._offered.get(rank) == pair:
+                del self._offered[rank]
+
+    async def _offer(self, host: str, rank: int, file: SlotFile) -> None:
+        """Send one offer; at most one is on its way to each host for each rank."""
+        try:
+            peer = await self._sources.peer(host)
+            if peer is None or file.pair is None:
+                return
+            offer = Offer.of(file.slot.header(), agreed=self._view.agreed, patience_s=self._pacer.patience_s)
+            await peer.offer(offer.to_message())
+        except (PeerError, SlotError) as error:
+            log.info("offer of rank %d to host %s failed, it will be repeated: %s", rank, host, error)
+        finally:
+            self._offering.discard((host, rank))
+
+    def _spawn(self, fetch: Coroutine[Any, Any, None]) -> None:
+        self._track(self._group.create_task(fetch))
+
+    def _track(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+        return task

@@ -1,0 +1,154 @@
+"""Where a replica can be had: from the peers' memory, and at last from the persistent tier."""
+
+from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
+from resilient_run.ckpt.format.slot import parse_header
+
+from ..run.commit import Agreed
+from ..run.rounds import Pair
+from ..run.view import JobView
+from ..slots.slots import Geometry, JobSlots
+from ..tier.fetch import TierSource
+from ..tier.tier import TierError
+from .fetch import Peer, PeerError
+from .holders import Holders, attempts
+
+
+class Sources:
+    """Fetches replicas of one job into its slots; the caller sees to it that there is one fetch per rank at a time.
+
+    Args:
+        run_id: The job.
+        view: What is known of it.
+        slots: What this host holds of it.
+        tier: The persistent tier, None without one.
+
+    Attributes:
+        origins: Rank and pair of what was fetched in this generation → "peer" or "persisted".
+    """
+
+    def __init__(self, *, run_id: str, view: JobView, slots: JobSlots, tier: TierSource | None) -> None:
+        self.origins: dict[tuple[int, Pair], str] = {}
+        self._run_id = run_id
+        self._view = view
+        self._slots = slots
+        self._tier = tier
+        self._peers: dict[str, Peer] = {}
+
+    async def peer(self, host: str) -> Peer | None:
+        """Return the peer daemon of `host`, None while its address or the job's secret is not known."""
+        address, token = self._view.addresses.get(host), self._view.token
+        if address is None or token is None:
+            return None
+        peer = self._peers.get(host)
+        if peer is None or peer.address != address:
+            hello = {"op": "hello", "run_id": self._run_id, "token": token, "host": self._view.host, "to": host}
+            self._peers[host] = Peer(host=host, address=address, hello=hello)
+            if peer is not None:
+                await peer.close()
+        return self._peers[host]
+
+    async def imported(self, pair: Pair) -> str:
+        """Return the directory or URL of the import `pair`.
+
+        Raises:
+            SlotError: It is gone or damaged.
+            TierError: The storage does not answer.
+        """
+        if self._tier is None:
+            raise SlotError(f"step {pair[1]} is an import in the persistent tier: start the run with its --rr-persist")
+        return await self._tier.imported(pair)
+
+    async def fetch_from_any(self, rank: int, pair: Pair, *, insist: bool = False) -> tuple[list[str], bool]:
+        """Fetch from all hosts that should hold `pair` at once, else from any, and at last from the persistent tier.
+
+        Args:
+            rank: Whose replica.
+            pair: Which capture.
+            insist: Whether to ask the persistent tier even if a host could not be asked.
+
+        Returns:
+            What was tried without success, and whether it may succeed later because somebody could not be asked.
+
+        Raises:
+            TopologyError: The persistent tier has it of another world size.
+        """
+        tried: list[str] = []
+        again = False
+        placed = () if self._view.round is None else self._view.round.holders(rank, self._view.replicas)
+        others = [host for host in sorted(self._view.addresses) if host not in placed]
+        known: dict[str, Peer] = {}
+        for host in [*placed, *others]:
+            if host == self._view.host:
+                continue
+            if (peer := await self.peer(host)) is not None:
+                known[host] = peer
+            else:
+                tried.append(f"host {host}: its daemon is not registered")
+                again = True
+        for holders in attempts(placed, known):
+            if (failure := await self._fetch_from(holders, rank, pair)) is None:
+                return tried, False
+            tried.append(failure[0])
+            again = again or failure[1]
+        if self._tier is not None and (insist or not again):
+            if (failure := await self._fetch_from(self._tier, rank, pair)) is None:
+                return tried, False
+            tried.append(failure[0])
+            again = again or failure[1]
+        return tried, again
+
+    async def _fetch_from(self, source: Holders | TierSource, rank: int, pair: Pair) -> tuple[str, bool] | None:
+        """Fetch `pair` of `rank` from `source`; return None, or why it failed and whether it may succeed later."""
+        try:
+            geometry = await source.have(rank, pair)
+            if geometry is None:
+                return f"{source.name}: does not hold it", False
+            if await self.fetch(source, rank, pair, geometry, self._view.agreed):
+                self.origins[rank, pair] = source.kind
+                return None
+            return f"{source.name}: holds it, but no local slot is free", False
+        except (PeerError, TierError) as error:
+            return f"{source.name}: {error}", True
+        except SlotError as error:
+            if isinstance(source, TierSource):
+                await source.refuse(pair, str(error))
+            return f"{source.name}: {error}", False
+        except MemoryBudgetError as error:
+            return f"{source.name}: {error}", False
+
+    async def fetch(
+        self,
+        source: Holders | TierSource,
+        rank: int,
+        pair: Pair,
+        geometry: Geometry,
+        agreed: Agreed,
+    ) -> bool:
+        """Fetch one replica into a slot that may be overwritten, verify and hold it; False when no slot is free.
+
+        Raises:
+            PeerError: No holder can be reached.
+            TierError: The storage of the persistent tier does not answer.
+            SlotError: What came is not what was announced.
+            MemoryBudgetError: There is no room for a slot.
+        """
+        file = await self._slots.place(rank, geometry, agreed=agreed)
+        if file is None:
+            return False
+        try:
+            page = await source.fetch(rank, pair, file.slot, geometry.capacity_bytes)
+            header = parse_header(page, file.slot.capacity_bytes)
+            if (header.run_id, header.rank, (header.generation, header.step)) != (self._run_id, rank, pair):
+                raise SlotError(f"{source.name} sent another capture than rank {rank} {pair} of {self._run_id!r}")
+            await self._slots.accept(file, page, verified=source.verifies)
+        finally:
+            file.busy = False
+            if file.pair is None:
+                file.slot.clear()
+        self._view.notify()
+        return True
+
+    async def close(self) -> None:
+        """Close the connections to peers."""
+        for peer in self._peers.values():
+            await peer.close()

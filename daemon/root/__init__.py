@@ -1,0 +1,1 @@
+"""The root of a run: it sees everything, commits, and decides about failures."""

@@ -1,0 +1,132 @@
+"""Moves the watermark of one job while this host is its root, and says which step is captured next."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..etcd.client import Etcd, EtcdUnavailable
+from ..run.commit import NEXT_KEY, Lead, advance
+from ..run.rounds import Pair, pair_message
+from ..run.view import JobView
+from ..slots.slots import JobSlots
+from .state import COMMITTED_KEY, RootState
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Move:
+    """What to write: a pair to commit, or None when the next capture was missed.
+
+    `done` is the newest step that is known to be completed in this generation, `late` that a rank was.
+    """
+
+    generation: int
+    pair: Pair | None
+    done: int
+    late: bool
+
+
+class Committer:
+    """Commits what every rank has all its replicas of, for as long as `run` runs.
+
+    With each commit it says which step is captured next. When a rank has missed that one, it can never be committed,
+    and a later one is named in its place.
+
+    For a moment two hosts may both take themselves for the root: one whose lease expired while it was stopped or cut
+    off, and its successor. That does no harm: a write names the revisions of the round, of the watermark and of the
+    next capture that it was decided on, so of two that were decided on the same state one is refused, and one that was
+    decided on an older state always is.
+
+    Args:
+        etcd: The job's connection.
+        prefix: Of the job's keys.
+        view: What is known of the job.
+        slots: What this host holds.
+        state: What the job's keys say; whoever changes it calls the view's `notify` when `due` then says so.
+        agrees: Tells whether ranks that must hold the same bytes do in a pair; else it is not committed.
+        also: Returns what else is put when a pair is committed, by key without the prefix.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        prefix: str,
+        *,
+        view: JobView,
+        slots: JobSlots,
+        state: RootState,
+        agrees: Callable[[Pair], bool],
+        also: Callable[[Pair], Mapping[str, Any]] | None,
+    ) -> None:
+        self._etcd = etcd
+        self._prefix = prefix
+        self._view = view
+        self._slots = slots
+        self._state = state
+        self._agrees = agrees
+        self._also = also
+        self._tried: dict[str, int] = {}
+        self._lead = Lead()
+
+    async def run(self) -> None:
+        """Move the watermark whenever every rank has all its replicas of something newer."""
+        while True:
+            await self._view.wait_for(lambda: self.due() is not None)
+            move, guards = self.due(), self._guards()
+            if move is None:
+                continue
+            puts: dict[str, Mapping[str, Any]] = {}
+            if move.late:
+                self._lead.missed()
+            if move.pair is not None:
+                self._lead.kept(move.done - move.pair[1])
+                puts["ckpt/watermark"] = pair_message(move.pair) or {}
+                world_size = self._state.world_size
+                if world_size is not None and self._state.committed != world_size:
+                    # Launchers do not follow the watermark, but must not lead the run to another size from now on.
+                    puts[COMMITTED_KEY] = {"world_size": world_size}
+                if self._also is not None:
+                    puts |= self._also(move.pair)
+            following = self._lead.after(move.done, every=self._view.every)
+            puts[NEXT_KEY] = {"generation": move.generation, "step": following}
+            log.debug("%s is committed, step %d is captured next", move.pair, following)
+            # Applied or refused, one of the guarded keys changes, and the mirror will show it.
+            self._tried = guards
+            try:
+                await self._etcd.commit(
+                    {f"{self._prefix}{key}": revision for key, revision in guards.items()},
+                    {f"{self._prefix}{key}": value for key, value in puts.items()},
+                )
+            except EtcdUnavailable:
+                await asyncio.sleep(_RETRY_S)
+                self._tried = {}
+
+    def due(self) -> _Move | None:
+        """Return what to write now, None without anything or while it is not known what became of the write before."""
+        tally, agreed = self._state.tally, self._state.agreed
+        if tally is None or self._guards() == self._tried:
+            return None
+        # Our own replicas and news need no way through etcd to count.
+        tally.see(self._view.host, self._slots.held())
+        pair = advance(agreed, tally)
+        if pair is not None and not self._agrees(pair):
+            # No newer step is captured meanwhile: either this one is agreed on, or the comparison ends the generation.
+            return None
+        generation, following = agreed.next
+        here = [] if self._view.missed is None else [self._view.missed]
+        missed = [missed for missed in (*here, *self._state.missed) if missed.next == agreed.next]
+        if pair is None and not missed:
+            return None
+        done = [pair[1]] if pair is not None else [following, *(found.step for found in missed)]
+        if self._view.done is not None and self._view.done[0] == generation:
+            done.append(self._view.done[1])
+        late = pair is None and any(found.late for found in missed)
+        return _Move(generation=generation, pair=pair, done=max(done), late=late)
+
+    def _guards(self) -> dict[str, int]:
+        return {key: self._state.revision(key) for key in ("rdzv/round", "ckpt/watermark", NEXT_KEY)}

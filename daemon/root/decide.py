@@ -1,0 +1,366 @@
+"""What the root does about what it sees: a pure function from a view of the run to actions and their reasons.
+
+Gemini, Section 6.6. The recovery plan itself is the next round, which launchers form by themselves: members with
+stable group ranks and the watermark. The root adds what no single launcher can know: who must not be in that round,
+that memory no longer holds what it would restore, that a generation hangs, that restarting is of no use.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from ..base.policy import RootPolicy
+from ..run.observation import Observation
+from ..run.quarantine import Quarantine
+from ..run.rounds import Pair
+from .view import Failure, RootView
+
+HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu"})
+"""Observations that say, with severity "fail", that a host cannot go on training."""
+
+_SOFTWARE = frozenset({"worker_exit", "hang", "restart"})
+_HARDWARE = frozenset({"host_lost", "unhealthy"})
+_BLAMED = frozenset({"worker_exit", "hang", "host_lost", "unhealthy", "corruption"})
+_LOOPING = frozenset({"worker_exit", "hang", "corruption"})
+_ABSENT_S = 10.0
+"""How long a launcher may be away before it is replaced, unless others found it lost: etcd may have been away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Remember a failure; `fault` is "software", "hardware" or "planned" (Gemini, 6.6.1)."""
+
+    failure: Failure
+    fault: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PutInQuarantine:
+    """Make launchers avoid `host`."""
+
+    host: str
+    quarantine: Quarantine
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replace:
+    """Ask the operator for hosts in the place of `hosts`."""
+
+    hosts: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallBack:
+    """Make the watermark `pair`, which the persistent tier holds (Gemini, 6.6.2, case 2)."""
+
+    pair: Pair
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Break:
+    """Break the current generation for everyone, so that the next one is formed."""
+
+    kind: str
+    host: str
+    rank: int | None
+    reason: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlook:
+    """Let a hang be that looks like one which a restart did not cure: it is probably long work, and no hang."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """End the run as failed."""
+
+    reason: str
+
+
+Action = Note | PutInQuarantine | Replace | FallBack | Break | Overlook | Stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What to do now, all of it or nothing, and why; without actions, why there is nothing to do."""
+
+    actions: tuple[Action, ...]
+    reason: str
+
+
+def decide(view: RootView, policy: RootPolicy, now_unix_s: float, *, corruption: str = "warn") -> Decision:
+    """Decide what the root does about `view` at `now_unix_s` by its own clock, and about corruption as configured.
+
+    The same view gives the same decision, and the view that follows from carrying it out gives none.
+    """
+    round_ = view.round
+    if view.closed or round_ is None:
+        return Decision(actions=(), reason="the run is over" if view.closed else "no generation has begun")
+    notes = _notes(view, now_unix_s)
+    view = view.with_noted(note.failure for note in notes)
+    if (stop := _crash_loop(view, policy)) is not None:
+        return _decision((*notes, stop))
+    corrupted = _corruption(view)
+    if corrupted is not None and corruption == "stop":
+        return _decision((*notes, Stop(reason=corrupted.reason)))
+    quarantines = _quarantines(view, policy, now_unix_s)
+    added = {action.host: action.quarantine for action in quarantines}
+    view = replace(view, quarantines={**view.quarantines, **added})
+    avoided = view.quarantined(now_unix_s)
+    spare = sorted(
+        host
+        for host, ready in view.members.items()
+        if host not in round_ and host not in avoided and ready == view.generation + 1
+    )
+    actions: list[Action] = [*notes, *quarantines]
+    fall_back = _memory_lost(view)
+    if fall_back is not None:
+        actions.append(fall_back)
+    if view.failure is None:
+        if fall_back is not None:
+            actions.append(Break(kind="memory_lost", host="", rank=None, reason=fall_back.reason))
+        elif (breaking := corrupted or _unhealthy(view, spare) or _hang(view)) is not None:
+            actions.append(breaking)
+    if (request := _replacement(view, avoided, spare)) is not None:
+        actions.append(request)
+    if actions:
+        return _decision(tuple(actions))
+    state = f"broken: {view.failure.message}" if view.failure else f"whole on {len(round_.hosts)} host(s)"
+    return Decision(actions=(), reason=f"generation {view.generation} is {state}")
+
+
+def _decision(actions: tuple[Action, ...]) -> Decision:
+    return Decision(actions=actions, reason="; ".join(dict.fromkeys(action.reason for action in actions)))
+
+
+def _notes(view: RootView, now_unix_s: float) -> list[Note]:
+    """Return the failures that are not in the history yet, or not as they are seen now, each with what kind it is."""
+    noted = {failure.generation: failure for failure in view.history}
+    notes = []
+    for generation in sorted(view.failures):
+        failure, known = _explained(view, view.failures[generation]), noted.get(generation)
+        if known is not None:
+            if generation not in view.gone or (known.kind, known.host) == (failure.kind, failure.host):
+                continue
+            failure = replace(failure, began_step=known.began_step, unix_s=known.unix_s)
+        else:
+            failure = replace(failure, unix_s=now_unix_s)
+            if view.round is not None and generation == view.generation:
+                failure = replace(failure, began_step=0 if view.round.restore is None else view.round.restore[1])
+        fault, plan = _classify(view, failure)
+        cause = failure.message or f"generation {generation} broke ({failure.kind})"
+        notes.append(Note(failure=failure, fault=fault, reason=f"{fault}: {cause}; {plan}"))
+    return notes
+
+
+def _explained(view: RootView, failure: Failure) -> Failure:
+    """Return the loss of another host in the place of a worker that exited because of it, as its collectives failed.
+
+    Such a worker is seen at once, a lost host when its lease expires. A worker that a signal killed did not exit so.
+    Where the launcher of the worker is gone, too, etcd may have been away.
+    """
+    gone = view.gone.get(failure.generation, ())
+    if failure.kind != "worker_exit" or (failure.exitcode or 0) <= 0 or not gone or failure.host in gone:
+        return failure
+    message = f"host {gone[0]} is lost, and {failure.message or f'a worker on host {failure.host} exited'}"
+    return replace(failure, host=gone[0], kind="host_lost", rank=None, exitcode=None, message=message)
+
+
+def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
+    """Return whose fault `failure` is, and from where training will be restored (Gemini, 6.6.2)."""
+    where = "the beginning" if view.watermark is None else f"step {view.watermark[1]}"
+    if failure.kind == "corruption":
+        return "hardware failure", f"all hosts go back to {where}, on which all ranks agreed"
+    if failure.kind in _SOFTWARE:
+        return "software failure", f"the same hosts go on at {where} from their own memory"
+    if failure.kind not in _HARDWARE:
+        return "planned", f"training goes on at {where}"
+    if view.watermark is None:
+        return "hardware failure", "nothing is committed yet, training begins anew"
+    live = view.daemons & frozenset(view.members) - {failure.host}
+    if unheld := view.unheld(view.watermark, live):
+        return "hardware failure", f"case 2: no live host reports rank {unheld[0]} at {where}"
+    return "hardware failure", f"case 1: peers hold {where} of every rank"
+
+
+def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
+    """Return the end of a run whose last failure was the same one at the same step once too often.
+
+    It is seen when the next round begins where the one before it began to fail: only then is it certain
+    that the last attempt committed nothing.
+    """
+    assert view.round is not None
+    restored = 0 if view.round.restore is None else view.round.restore[1]
+    began = {failure.generation: failure.began_step for failure in view.history} | {view.generation: restored}
+    last = next((failure for failure in view.history if failure.generation == view.generation - 1), None)
+    if last is None or last.kind not in _LOOPING:
+        return None
+    same = [
+        failure
+        for failure in view.history
+        if (failure.kind, failure.exitcode) == (last.kind, last.exitcode)
+        and began.get(failure.generation + 1) == restored
+    ]
+    if len(same) < policy.crash_loop_failures:
+        return None
+    return Stop(
+        reason=f"training failed {len(same)} times at step {restored} in the same way, so no restart cures this; the "
+        f"last time: {last.message or last.kind}"
+    )
+
+
+def _quarantines(view: RootView, policy: RootPolicy, now_unix_s: float) -> list[PutInQuarantine]:
+    """Return the hosts that failed too often, or that cannot go on, and are not in quarantine."""
+    avoided, found = view.quarantined(now_unix_s), dict[str, str]()
+    for host, observation in view.observed():
+        if _disables(observation) and host not in avoided:
+            found[host] = f"host {host} is unhealthy: {observation.message}"
+    recent = Counter(
+        failure.host
+        for failure in view.history
+        if failure.kind in _BLAMED
+        and failure.host not in {"", *avoided}
+        and failure.unix_s > now_unix_s - policy.quarantine_window_s
+        and (failure.host not in view.quarantines or failure.unix_s > view.quarantines[failure.host].since_unix_s)
+    )
+    for host, count in recent.items():
+        if count >= policy.quarantine_failures and host not in found:
+            found[host] = f"host {host} failed {count} times within {policy.quarantine_window_s:g} s"
+    return [
+        PutInQuarantine(
+            host=host,
+            quarantine=Quarantine(
+                since_unix_s=now_unix_s, until_unix_s=now_unix_s + policy.quarantine_cooldown_s, reason=cause
+            ),
+            reason=f"{cause}; it is avoided for {policy.quarantine_cooldown_s:g} s",
+        )
+        for host, cause in sorted(found.items())
+    ]
+
+
+def _memory_lost(view: RootView) -> FallBack | None:
+    """Return the step to fall back to when no memory holds what this generation restores (case 2).
+
+    Decided only when every member's daemon is there: one that is cut off may still hold it. What the round restores
+    is what is committed only until the generation commits something itself, and then everybody has it.
+    """
+    assert view.round is not None
+    restore = view.round.restore
+    if restore is None or view.watermark != restore or not view.persisted or restore in view.persisted:
+        return None
+    if any(host not in view.daemons or host not in view.held for host in view.round.hosts):
+        return None
+    unheld = view.unheld(restore, view.daemons)
+    if not unheld:
+        return None
+    pair = max(view.persisted)
+    ranks = ", ".join(map(str, unheld))
+    return FallBack(
+        pair=pair,
+        reason=f"no live host holds step {restore[1]} of rank(s) {ranks}: every rank falls back to step {pair[1]} in "
+        "the persistent tier",
+    )
+
+
+def _unhealthy(view: RootView, spare: list[str]) -> Break | None:
+    """Return the swap of a host that cannot go on for a standby; without a standby training goes on as long as it can.
+
+    Breaking without one would only bring the same host back, which is then used for want of a better one.
+    """
+    assert view.round is not None
+    for host, observation in view.observed():
+        if _disables(observation) and host in view.round and spare:
+            reason = f"host {host} is unhealthy ({observation.message}): {spare[0]} takes its place"
+            return Break(kind="unhealthy", host=host, rank=None, reason=reason)
+    return None
+
+
+def _corruption(view: RootView) -> Break | None:
+    """Return the way back to the newest step on which all ranks agreed: nothing was committed since."""
+    assert view.round is not None
+    for _, item in view.observed():
+        if (item.kind, item.severity, item.generation) == ("corruption", "fail", view.generation):
+            host = next((host for host in view.round.hosts if item.rank in view.round.ranks(host)), "")
+            return Break(kind="corruption", host=host, rank=item.rank, reason=f"corruption: {item.message}")
+    return None
+
+
+def _hang(view: RootView) -> Break | Overlook | None:
+    """Return the restart of a generation that makes no progress, with whom it is blamed on if that is one host.
+
+    At the step of an earlier hang it is only noted, once, unless a process is stopped or gone: what takes too long in
+    the same place again is most likely no hang, but work that no restart makes shorter.
+    """
+    hangs = [
+        (host, item)
+        for host, item in view.observed()
+        if (item.kind, item.severity, item.generation) == ("hang", "fail", view.generation)
+    ]
+    if not hangs:
+        return None
+    # A rank that hangs makes all the others wait for it: only where one stands out is there somebody to blame.
+    blamed = [(host, item) for host, item in hangs if item.rank is not None]
+    host, hang = blamed[0] if len(blamed) == 1 else ("", hangs[0][1])
+    if hang.step is not None and view.alive.intersection(view.round.hosts if view.round else ()):
+        # Whoever reported it has not heard of that yet.
+        return None
+    same = [
+        failure.generation
+        for failure in view.history
+        if hang.step is not None and (failure.kind, failure.step) == ("hang", hang.step)
+    ]
+    if same:
+        reason = (
+            f"generation {view.generation} stands still at step {hang.step} as generation {same[-1]} did: it is not "
+            "restarted for this again; raise detect.hang_floor_s, or do what takes so long in Checkpointer.pause()"
+        )
+        noted = any((entry.get("kind"), entry.get("reason")) == ("overlook", reason) for entry in view.decisions)
+        return None if noted else Overlook(reason=reason)
+    return Break(
+        kind="hang",
+        host=host,
+        rank=hang.rank if host else None,
+        reason=f"generation {view.generation} hangs: {hang.message}",
+        step=hang.step,
+    )
+
+
+def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Replace | None:
+    """Return the request for as many hosts as are lost or avoided beyond the standbys, each asked for once."""
+    assert view.round is not None
+    if not any(host in view.members for host in view.round.hosts):
+        # Nobody is left who could go on with a replacement: the run has ended or is being started again.
+        return None
+    lost = [
+        host
+        for host in view.round.hosts
+        if view.failure is not None
+        and host not in view.members
+        and ((view.failure.kind, view.failure.host) == ("host_lost", host) or view.absent_s.get(host, 0.0) > _ABSENT_S)
+    ]
+    wanted = [*lost, *(host for host in view.round.hosts if host in avoided and host not in lost)]
+    wanted = [host for host in wanted[len(spare) :] if not _asked(view, host, lost=host in lost)]
+    if not wanted:
+        return None
+    return Replace(hosts=tuple(wanted), reason=f"no standby is ready for host(s) {', '.join(wanted)}")
+
+
+def _asked(view: RootView, host: str, *, lost: bool) -> bool:
+    since_unix_s = view.quarantines[host].since_unix_s if host in view.quarantines else 0.0
+    return any(
+        entry.get("kind") == "replace"
+        and host in entry.get("hosts", ())
+        and (entry.get("generation") == view.generation if lost else entry.get("unix_s", 0.0) >= since_unix_s)
+        for entry in view.decisions
+    )
+
+
+def _disables(observation: Observation) -> bool:
+    return observation.severity == "fail" and observation.kind in HEALTH_KINDS

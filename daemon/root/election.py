@@ -1,0 +1,79 @@
+"""Which host is the root: one leased key that any member of the round takes when no member has it (Gemini, 6.3.2)."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
+from ..run.view import JobView
+
+log = logging.getLogger(__name__)
+
+LEADER_KEY = "root/leader"
+
+_RETRY_S = 0.5
+
+
+class Election:
+    """Candidate for one job, for as long as `run` runs.
+
+    The key carries its holder's host name, so a daemon that was killed and restarted leads again at once instead of
+    waiting for the lease of its earlier life to expire; it only moves the key to its new lease. A leader that is no
+    longer in the round needs no farewell: the first member that sees it takes its place.
+
+    Args:
+        etcd: The job's connection.
+        prefix: Of the job's keys.
+        view: What is known of the job.
+        lease: Returns this daemon's lease, None while it has none.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, view: JobView, lease: Callable[[], Lease | None]) -> None:
+        self._etcd = etcd
+        self._prefix = prefix
+        self._view = view
+        self._lease = lease
+        self._won_with: Lease | None = None
+
+    async def run(self) -> None:
+        """Stand for election until cancelled."""
+        while True:
+            await self._view.wait_for(lambda: self._claim() is not None)
+            round_, seen, reason, lease = self._view.round, self._view.leader_revision, self._claim(), self._lease()
+            if round_ is None or seen is None or lease is None or reason is None:
+                continue
+            # The guard on the round keeps a host out that does not know yet that it was replaced.
+            guards = {self._prefix + LEADER_KEY: seen, self._prefix + "rdzv/round": round_.revision}
+            try:
+                won = await self._etcd.commit(
+                    guards, {self._prefix + LEADER_KEY: {"host": self._view.host}}, lease=lease
+                )
+            except EtcdLeaseLost:
+                lease.lost.set()
+                await asyncio.sleep(0)
+                continue
+            except EtcdUnavailable:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if won:
+                self._won_with = lease
+                log.info("this host is the root: %s", reason)
+            # Won or not, one of the guarded keys has changed, and the mirror will show it.
+            await self._view.wait_for(
+                lambda: self._view.leader_revision != seen or self._view.round is not round_  # noqa: B023
+            )
+
+    def _claim(self) -> str | None:
+        """Return why this host should take the key now, None when it should not."""
+        view, lease = self._view, self._lease()
+        if view.round is None or not view.is_member or view.leader_revision is None:
+            return None
+        if lease is None or lease.lost.is_set():
+            return None
+        if view.leader is None:
+            return "there was none"
+        if view.leader not in view.round:
+            return f"host {view.leader} is not in generation {view.generation}"
+        if view.leader == view.host and lease is not self._won_with:
+            return "it was before it lost its lease or was restarted"
+        return None

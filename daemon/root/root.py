@@ -1,0 +1,256 @@
+"""The root agent of one job (Gemini, Section 6.3.2): commits, decides about failures, and carries that out."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from ..base.policy import RootPolicy
+from ..base.supervise import Supervisor
+from ..comparison.comparison import Comparer
+from ..comparison.digests import HostDigests
+from ..etcd.client import Etcd, EtcdUnavailable
+from ..run.observation import Observation
+from ..run.rounds import CLOSED_TTL_S, Pair, is_import
+from ..run.view import JobView
+from ..slots.slots import JobSlots
+from .committer import Committer
+from .decide import Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
+from .operator import Operator, Request
+from .state import COMMITTED_KEY, DECISIONS_KEY, FAILURES_KEY, RootState
+from .view import Failure, RootView
+
+log = logging.getLogger(__name__)
+
+_KEPT_DECISIONS = 32
+_KEPT_FAILURES = 64
+_LOOK_AGAIN_S = 5.0
+_LOOK_PAUSE_S = 0.02
+_RETRY_S = 0.5
+
+
+class RootAgent:
+    """Sees the whole run in one mirror, for as long as `run` runs; only the elected root runs one.
+
+    What is decided is written in one transaction together with its entry in `root/decisions`, guarded by the revisions
+    of that key and of the round: whatever happens to a root, nothing is done twice or for a generation that is gone.
+
+    Args:
+        run_id: The job.
+        etcd: The job's connection.
+        view: What this host knows of the job.
+        slots: What it holds of it.
+        policy: How failures are answered.
+        corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
+        digests: By which they are compared.
+        observe: Takes in what way they differ.
+        operator: Asked for replacements.
+        group: Runs the requests to it.
+        supervisor: Of the job's tasks.
+        also_commit: Returns what else is put when a pair is committed, by key.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        etcd: Etcd,
+        *,
+        view: JobView,
+        slots: JobSlots,
+        policy: RootPolicy,
+        corruption: str,
+        digests: HostDigests,
+        observe: Callable[[Mapping[str, Observation]], None],
+        operator: Operator,
+        group: asyncio.TaskGroup,
+        supervisor: Supervisor,
+        also_commit: Callable[[Pair], Mapping[str, Any]] | None,
+    ) -> None:
+        self._run_id = run_id
+        self._prefix = f"/resilient-run/{run_id}/"
+        self._etcd = etcd
+        self._view = view
+        self._policy = policy
+        self._operator = operator
+        self._group = group
+        self._supervisor = supervisor
+        self._state = RootState(view.host, view.replicas)
+        self._news = asyncio.Event()
+        self._over_in: int | None = None
+        self._absent_since_s: dict[str, float] = {}
+        self._corruption = corruption
+        self._comparer = Comparer(
+            etcd,
+            self._prefix,
+            view=view,
+            tally=self._state.claims,
+            digests=digests,
+            action=corruption,
+            observe=observe,
+        )
+        self._committer = Committer(
+            etcd,
+            self._prefix,
+            view=view,
+            slots=slots,
+            state=self._state,
+            agrees=self._comparer.agrees,
+            also=also_commit,
+        )
+
+    async def run(self) -> None:
+        """Be the root until cancelled; requests to the operator live on."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._mirror())
+            group.create_task(self._supervisor.keep("commit", self._committer.run, essential=True))
+            group.create_task(self._supervisor.keep("compare", self._comparer.run, essential=True))
+            group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
+
+    async def _mirror(self) -> None:
+        ignored: dict[str, str] = {}
+        async with aclosing(self._etcd.changes(self._prefix)) as states:
+            async for changes in states:
+                self._state.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+                if self._state.ignored != ignored:
+                    ignored = dict(self._state.ignored)
+                    shown = (f"{key}: {cause}" for key, cause in sorted(ignored.items()))
+                    log.error("etcd keys that count as nothing: %s", "; ".join(shown) or "none any more")
+                self._news.set()
+                self._comparer.wake()
+                if self._committer.due() is not None:
+                    self._view.notify()
+
+    async def _govern(self) -> None:
+        await self._news.wait()
+        while True:
+            self._news.clear()
+            seen, now_unix_s = self._state.view, time.time()
+            decision = self._decide(seen, now_unix_s)
+            if decision.actions:
+                try:
+                    applied = await self._carry_out(seen, decision, now_unix_s)
+                except EtcdUnavailable as error:
+                    log.warning("not decided yet: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                if applied:
+                    self._announce(seen, decision)
+            # Deciding takes time in the number of hosts, and in every step each of them has news.
+            await asyncio.sleep(_LOOK_PAUSE_S)
+            # Carried out or refused, a guarded key has changed. A quarantine or an absence may also just have lasted.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._news.wait()
+
+    def _decide(self, seen: RootView, now_unix_s: float) -> Decision:
+        if seen.closed:
+            # The key that says so vanishes before the last launcher has left.
+            self._over_in = seen.generation
+        if seen.generation == self._over_in:
+            return Decision(actions=(), reason="the run is over")
+        return decide(seen.with_absent(self._absent_s(seen)), self._policy, now_unix_s, corruption=self._corruption)
+
+    def _absent_s(self, seen: RootView) -> dict[str, float]:
+        now_s = time.monotonic()
+        hosts = () if seen.round is None else seen.round.hosts
+        since = self._absent_since_s
+        self._absent_since_s = {host: since.get(host, now_s) for host in hosts if host not in seen.members}
+        return {host: now_s - at_s for host, at_s in self._absent_since_s.items()}
+
+    async def _carry_out(self, seen: RootView, decision: Decision, now_unix_s: float) -> bool:
+        guards, puts = transaction(seen, decision, now_unix_s)
+        lease = None
+        if any(isinstance(action, Stop) for action in decision.actions):
+            closed = {"reason": decision.actions[-1].reason, "failed": True}
+            lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
+            if not await self._etcd.commit(self._full(guards), {self._prefix + "rdzv/closed": closed}, lease=lease):
+                return False
+        return await self._etcd.commit(self._full(guards), self._full(puts)) > 0
+
+    def _announce(self, seen: RootView, decision: Decision) -> None:
+        for action in decision.actions:
+            log.log(logging.ERROR if isinstance(action, Stop) else logging.WARNING, "%s", action.reason)
+            if isinstance(action, Replace):
+                for host in action.hosts:
+                    request = Request(run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason)
+                    self._group.create_task(self._supervisor.once("operator", self._request(request)))
+
+    async def _request(self, request: Request) -> None:
+        """Let the operator answer, however long it takes, and remember what it said."""
+        outcome = await self._operator.replace(request)
+        log.warning("%s", outcome)
+        key = self._prefix + DECISIONS_KEY
+        about = {"unix_s": time.time(), "root": self._view.host, "generation": request.generation}
+        entry = {**about, "kind": "operator", "hosts": [request.host], "reason": outcome}
+        while True:
+            try:
+                found = await self._etcd.get(key)
+                # The request was noted there, so if the key is gone the run is.
+                if found is None or await self._etcd.commit(
+                    {key: found.revision}, {key: _kept(found.value.get("decisions", []), entry)}
+                ):
+                    return
+            except EtcdUnavailable:
+                await asyncio.sleep(_RETRY_S)
+
+    def _full(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {self._prefix + key: value for key, value in values.items()}
+
+
+def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the guards and puts that carry out `decision`, decided on `seen`, all but the end of the run."""
+    generation = seen.generation
+    about = {"unix_s": now_unix_s, "root": seen.host, "generation": generation}
+    puts: dict[str, Any] = {}
+    entries: list[dict[str, Any]] = []
+    noted: list[Failure] = []
+    guarded = ["rdzv/round", DECISIONS_KEY]
+    for action in decision.actions:
+        hosts: list[str] = []
+        match action:
+            case Note(failure=failure, fault=kind):
+                noted.append(failure)
+                hosts = [failure.host] if failure.host else []
+            case PutInQuarantine(host=host, quarantine=quarantine):
+                kind, hosts = "quarantine", [host]
+                puts[f"rdzv/quarantine/{host}"] = quarantine.to_value()
+            case Replace(hosts=wanted):
+                kind, hosts = "replace", list(wanted)
+            case FallBack(pair=pair):
+                kind = "fall_back"
+                puts["ckpt/watermark"] = {"generation": pair[0], "step": pair[1]}
+                if is_import(pair):
+                    puts[COMMITTED_KEY] = {"world_size": None}
+            case Break(kind=cause, host=host, rank=rank, step=step):
+                kind, hosts = "break", [host] if host else []
+                failure = Failure(
+                    generation=generation,
+                    host=host,
+                    kind=cause,
+                    rank=rank,
+                    exitcode=None,
+                    message=action.reason,
+                    step=step,
+                )
+                puts[f"rdzv/failure/{generation}"] = failure.to_key(now_unix_s)
+            case Overlook():
+                kind = "overlook"
+            case Stop():
+                kind = "stop"
+        entries.append({**about, "kind": kind, "hosts": hosts, "reason": action.reason})
+    if noted:
+        kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
+        puts[FAILURES_KEY] = {"failures": [failure.to_value() for failure in kept]}
+    if any(isinstance(action, Stop) for action in decision.actions):
+        # Whoever starts this run again has put something right.
+        puts[FAILURES_KEY] = {"failures": []}
+    guards = {key: seen.revisions.get(key, 0) for key in (*guarded, *puts)}
+    puts[DECISIONS_KEY] = _kept(seen.decisions, *entries)
+    return guards, puts
+
+
+def _kept(before: Iterable[dict[str, Any]], *entries: dict[str, Any]) -> dict[str, Any]:
+    return {"decisions": [*before, *entries][-_KEPT_DECISIONS:]}

@@ -1,0 +1,151 @@
+"""All that the root knows of a run at one moment: what the run's etcd keys say."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+from ..base.fields import Fields
+from ..run.commit import Held
+from ..run.observation import Observation
+from ..run.quarantine import Quarantine
+from ..run.rounds import Pair, Round
+
+_MAX_MESSAGE_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a generation is broken: `rdzv/failure/<generation>`, and in the history what the root knows beyond it.
+
+    Attributes:
+        generation: The broken one.
+        host: Where it happened, "" when no single host is to blame.
+        kind: As in docs/protocol.md.
+        rank: The worker, None when it is none.
+        exitcode: Of that worker, None when it did not exit.
+        message: What a person wants to know.
+        step: Of a hang, where training stood still, as in `Observation`.
+        began_step: The step that the generation started from, None when the root does not know it.
+        unix_s: When the root noted it.
+    """
+
+    generation: int
+    host: str
+    kind: str
+    rank: int | None
+    exitcode: int | None
+    message: str
+    step: int | None = None
+    began_step: int | None = None
+    unix_s: float = 0.0
+
+    @classmethod
+    def parse(cls, generation: int, value: Mapping[str, Any]) -> Self:
+        """Return the failure of `rdzv/failure/<generation>`, or of an item of the history, which has more fields.
+
+        Raises:
+            DaemonError: The value is neither.
+        """
+        fields = Fields(value, f"failure of generation {generation}")
+        return cls(
+            generation=generation,
+            host=_optional_text(fields, value, "host"),
+            kind=fields.text("kind"),
+            rank=fields.optional_integer("rank"),
+            exitcode=fields.optional_integer("exitcode", low=-(1 << 31)),
+            message=_optional_text(fields, value, "message"),
+            step=fields.optional_integer("step"),
+            began_step=fields.optional_integer("began_step"),
+            unix_s=fields.number("unix_s", high=1e12),
+        )
+
+    def to_value(self) -> dict[str, Any]:
+        """Return an item of the history in `root/failures`."""
+        return asdict(self)
+
+    def to_key(self, unix_s: float) -> dict[str, Any]:
+        """Return the value of `rdzv/failure/<generation>`, written at `unix_s`."""
+        fields = {"host": self.host, "kind": self.kind, "rank": self.rank, "pid": None, "exitcode": self.exitcode}
+        return {**fields, "step": self.step, "unix_s": unix_s, "message": self.message}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootView:
+    """One run at one moment.
+
+    Attributes:
+        host: The root's own host.
+        round: The current generation, None before the first.
+        members: Hosts with a live launcher → the generation that it could join next, 0 while it runs one.
+        gone: Generation → its hosts without the launcher that they had in it: of the current generation once it is
+            broken, and of the one before as it was when the current one was formed, if this root saw that.
+        absent_s: Hosts of the round without a live launcher → for how long the root has seen it so, seconds.
+        daemons: Hosts whose daemon is registered.
+        alive: Those of them whose sign of life is that a rank pauses or makes collectives.
+        held: Host → rank → pairs that its daemon reported last; the host may be gone.
+        watermark: The newest committed pair.
+        persisted: Pairs that the persistent tier has published.
+        failures: Generation → why it broke, of the current one and the one before.
+        history: Failures that roots noted, oldest first.
+        observations: Host → what is wrong there now.
+        quarantines: By host, also those that are over.
+        decisions: What roots decided, oldest first.
+        closed: The run is over.
+        revisions: Key without the run's prefix → revision of its last change; guards what is decided on this view.
+    """
+
+    host: str
+    round: Round | None = None
+    members: Mapping[str, int] = field(default_factory=dict)
+    gone: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    absent_s: Mapping[str, float] = field(default_factory=dict)
+    daemons: frozenset[str] = frozenset()
+    alive: frozenset[str] = frozenset()
+    held: Mapping[str, Held] = field(default_factory=dict)
+    watermark: Pair | None = None
+    persisted: tuple[Pair, ...] = ()
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    history: tuple[Failure, ...] = ()
+    observations: Mapping[str, tuple[Observation, ...]] = field(default_factory=dict)
+    quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+    decisions: tuple[dict[str, Any], ...] = ()
+    closed: bool = False
+    revisions: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation, 0 before the first."""
+        return 0 if self.round is None else self.round.generation
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the current generation is broken, None while it is whole."""
+        return self.failures.get(self.generation)
+
+    def with_absent(self, absent_s: Mapping[str, float]) -> Self:
+        """Return this view with how long launchers have been away."""
+        return replace(self, absent_s=absent_s)
+
+    def with_noted(self, failures: Iterable[Failure]) -> Self:
+        """Return this view with `failures` in its history, in the place of what was noted of their generations."""
+        history = {failure.generation: failure for failure in (*self.history, *failures)}
+        return replace(self, history=tuple(history[generation] for generation in sorted(history)))
+
+    def observed(self) -> Iterator[tuple[str, Observation]]:
+        """Yield everything that is wrong now, with the host where it is."""
+        return ((host, item) for host, items in self.observations.items() for item in items)
+
+    def quarantined(self, now_unix_s: float) -> set[str]:
+        """Return the hosts whose quarantine is not over."""
+        return {host for host, quarantine in self.quarantines.items() if quarantine.left_s(now_unix_s) > 0}
+
+    def unheld(self, pair: Pair, hosts: frozenset[str]) -> list[int]:
+        """Return the ranks of the round of whose `pair` none of `hosts` reports a replica."""
+        if self.round is None:
+            return []
+        found = {rank for host in hosts for rank, pairs in self.held.get(host, {}).items() if pair in pairs}
+        return [rank for rank in range(self.round.world_size) if rank not in found]
+
+
+def _optional_text(fields: Fields, value: Mapping[str, Any], name: str) -> str:
+    return "" if value.get(name) in ("", None) else fields.text(name, max_bytes=_MAX_MESSAGE_BYTES)

@@ -1,0 +1,1 @@
+"""What a run says of itself in etcd, and what follows from it: rounds, commits, observations, faults, hangs."""

@@ -1,0 +1,64 @@
+"""Keys of a job that are there for as long as this daemon serves it and has something to say under them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
+from .view import JobView
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+class LeasedKeys:
+    """Keeps etcd as `set` wants it: written again with every new lease, and never written while nothing is set.
+
+    Args:
+        prefix: Of all names, "/resilient-run/<run id>/".
+        view: Its `notify` wakes `run`.
+        lease: Returns the daemon's present lease, None before the first.
+    """
+
+    def __init__(self, prefix: str, view: JobView, lease: Callable[[], Lease | None]) -> None:
+        self._prefix = prefix
+        self._view = view
+        self._lease = lease
+        self._wanted: dict[str, Mapping[str, Any]] = {}
+
+    def set(self, name: str, value: Mapping[str, Any] | None) -> None:
+        """Let the key `name` hold `value` from now on; None: let there be no such key."""
+        if value is None:
+            self._wanted.pop(name, None)
+        else:
+            self._wanted[name] = value
+        self._view.notify()
+
+    async def run(self, etcd: Etcd) -> None:
+        """Write what changes until cancelled; an outage of etcd only delays it."""
+        written: dict[str, Mapping[str, Any]] = {}
+        lease: Lease | None = None
+        while True:
+            await self._view.wait_for(lambda: self._lease() is not lease or self._wanted != written)  # noqa: B023
+            if self._lease() is not lease:
+                # Whatever the lease before this one held has vanished with it.
+                lease, written = self._lease(), {}
+            if lease is None:
+                await self._view.wait_for(lambda: self._lease() is not None)
+                continue
+            try:
+                for name in written.keys() - self._wanted.keys():
+                    await etcd.delete(self._prefix + name)
+                    del written[name]
+                for name, value in list(self._wanted.items()):
+                    if written.get(name) != value:
+                        await etcd.put(self._prefix + name, value, lease=lease)
+                        written[name] = value
+            except EtcdLeaseLost:
+                lease.lost.set()
+                await self._view.wait_for(lambda: self._lease() is not lease)  # noqa: B023
+            except EtcdUnavailable as error:
+                log.debug("%s; going on when etcd is back", error)
+                await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,1 @@
+"""The slots of a host in shared memory: made, adopted, budgeted, copied."""

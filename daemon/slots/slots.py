@@ -1,0 +1,402 @@
+"""The slot files of one job on this host: created, lent, received into, verified, given up."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotError, SlotSizeError
+from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
+
+from ..base.fields import Fields
+from ..base.record import JobRecord
+from ..run.commit import Agreed, is_dead
+from ..run.rounds import Pair, Round
+from .keeping import is_kept, version_of
+from .memory import MemoryBudget
+
+log = logging.getLogger(__name__)
+
+SLOTS_PER_RANK = 2
+MAX_SLOT_BYTES = 1 << 44
+
+_T = TypeVar("_T")
+_SLOT_NAME = re.compile(r"rank(\d+)\.\d+\.slot")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Size of a slot file, and where in it the payload begins."""
+
+    capacity_bytes: int
+    payload_offset: int
+
+    @classmethod
+    def parse(cls, fields: Fields, size_field: str) -> Self:
+        """Return the geometry that a message asks for or announces.
+
+        Raises:
+            DaemonError: No slot can have it.
+        """
+        payload_offset = fields.integer("payload_offset", low=2 * HEADER_BYTES, high=MAX_SLOT_BYTES)
+        if payload_offset % HEADER_BYTES:
+            raise DaemonError(f"field 'payload_offset' must be a multiple of {HEADER_BYTES}, got {payload_offset}")
+        return cls(
+            capacity_bytes=fields.integer(size_field, low=payload_offset, high=MAX_SLOT_BYTES),
+            payload_offset=payload_offset,
+        )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SlotFile:
+    """One slot file and what the daemon knows of it.
+
+    Attributes:
+        slot: The mapped file.
+        rank: The rank whose state it is for.
+        pair: The complete, verified capture in it, None when there is none.
+        busy: A fetch is writing into it.
+    """
+
+    slot: Slot
+    rank: int
+    pair: Pair | None = None
+    busy: bool = False
+
+    def fits(self, geometry: Geometry) -> bool:
+        """Tell whether a capture of this geometry can be written here."""
+        return (
+            self.slot.payload_offset == geometry.payload_offset and self.slot.capacity_bytes >= geometry.capacity_bytes
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `resilientctl status` shows of it."""
+        return {
+            "rank": self.rank,
+            "file": self.slot.path.name,
+            "bytes": self.slot.capacity_bytes,
+            "state": self.slot.state(),
+            "generation": self.pair and self.pair[0],
+            "step": self.pair and self.pair[1],
+        }
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class JobSlots:
+    """The slot files of one job on this host, two for each rank that it holds.
+
+    While a rank's geometry changes, a file of the old one that holds the watermark stays as a third until
+    the watermark has moved on.
+    """
+
+    directory: Path
+    record: JobRecord
+    budget: MemoryBudget
+    adopted: bool = False
+    corrupt: dict[int, str] = field(default_factory=dict)
+    """Rank → why its slot that was last found corrupt was cleared."""
+    _files: dict[int, list[SlotFile]] = field(default_factory=dict)
+    _geometries: dict[int, Geometry] = field(default_factory=dict)
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_kept(self) -> bool:
+        """Tell whether nobody may collect these slots, though no launcher holds the job open."""
+        return is_kept(self.directory, self.record)
+
+    @property
+    def key(self) -> str:
+        """Name of the job in the memory budget."""
+        return self.directory.name
+
+    def files(self) -> Iterator[SlotFile]:
+        """Return every file, by rank."""
+        for rank in sorted(self._files):
+            yield from self._files[rank]
+
+    def held(self) -> dict[int, set[Pair]]:
+        """Return rank → pairs of the complete, verified replicas."""
+        return {
+            rank: pairs
+            for rank, files in self._files.items()
+            if (pairs := {file.pair for file in files if file.pair is not None})
+        }
+
+    def newest(self, rank: int) -> SlotFile | None:
+        """Return the file with the newest capture of `rank`."""
+        complete = [file for file in self._files.get(rank, ()) if file.pair is not None]
+        return max(complete, key=lambda file: file.pair or (0, 0), default=None)
+
+    def find(self, rank: int, pair: Pair) -> SlotFile | None:
+        """Return the file that holds `pair` of `rank`."""
+        return next((file for file in self._files.get(rank, ()) if file.pair == pair), None)
+
+    def at(self, rank: int, path: str) -> SlotFile | None:
+        """Return the file of `rank` whose path is `path`."""
+        return next((file for file in self._files.get(rank, ()) if str(file.slot.path) == path), None)
+
+    def update_record(self, **changes: Any) -> None:
+        """Change fields of the record and write it."""
+        record = replace(self.record, **changes)
+        if record != self.record:
+            self.record = record
+            record.save(self.directory)
+
+    async def adopt(self) -> None:
+        """Take over the files that an earlier daemon left, once; what does not verify is cleared and reported."""
+        async with self._changing:
+            if self.adopted:
+                return
+            found = []
+            for path in sorted(self.directory.glob("*.slot")):
+                match, version = _SLOT_NAME.fullmatch(path.name), version_of(path)
+                file = await in_thread(self._adopt, path, int(match[1])) if match and version == MAGIC else None
+                if file is not None:
+                    found.append(file)
+                elif version in (b"", MAGIC):
+                    log.error("removing %s, which is damaged or was never finished", path)
+                    path.unlink()
+                else:
+                    log.error("%s is of another version (%s) and is left alone", path, version.hex())
+                    self.budget.found(self.key, path.stat().st_size)
+            # All at once: a caller that was cancelled before this leaves nothing half adopted.
+            for file in found:
+                self._files.setdefault(file.rank, []).append(file)
+                self.budget.found(self.key, file.slot.capacity_bytes)
+            self.adopted = True
+
+    async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
+        """Return two files of `rank` that have room for `geometry`; those that exist are kept as they are.
+
+        Raises:
+            MemoryBudgetError: New files do not fit.
+        """
+        async with self._changing:
+            fitting = self._fitting(rank, geometry, agreed)
+            while len(fitting) < SLOTS_PER_RANK:
+                fitting.append(await self._create(rank, geometry))
+            return fitting[-SLOTS_PER_RANK:]
+
+    async def place(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> SlotFile | None:
+        """Return a file of `rank` to receive a replica in, marked busy and WRITING; None when all must be kept.
+
+        Args:
+            rank: Whose replica.
+            geometry: Size of the replica, and where its payload begins.
+            agreed: What is known to be agreed; nothing that is committed, or may be, is given up.
+
+        Raises:
+            MemoryBudgetError: A new file does not fit.
+        """
+        async with self._changing:
+            fitting = self._fitting(rank, geometry, agreed)
+            free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
+            if free:
+                file = min(free, key=lambda file: file.pair or (0, 0))
+            elif len(fitting) < SLOTS_PER_RANK:
+                file = await self._create(rank, geometry)
+            else:
+                return None
+            file.busy, file.pair = True, None
+            file.slot.begin()
+            return file
+
+    async def accept(self, file: SlotFile, header_page: bytes, *, verified: bool = False) -> None:
+        """Complete the busy `file`, which what follows `header_page` was received into; verify chunks that are not yet.
+
+        Raises:
+            SlotError: The bytes do not match; the file is as empty as before.
+        """
+        header = await in_thread(partial(file.slot.adopt, header_page, verified=verified))
+        file.pair = (header.generation, header.step)
+
+    def discard(self, file: SlotFile) -> None:
+        """Remove the busy `file`: somebody else may still write to it, so it cannot be used again."""
+        if file in self._files.get(file.rank, ()):
+            self._remove_file(file)
+
+    async def verified(self, file: SlotFile) -> SlotHeader | None:
+        """Return the header of `file` when every checksum is right; else clear it, report that, and return None."""
+        async with self._changing:
+            try:
+                return await in_thread(file.slot.verify)
+            except SlotError as error:
+                self._clear_corrupt(file.slot, file.rank, str(error))
+                file.pair = None
+                return None
+
+    def refresh(self, ranks: Iterable[int]) -> bool:
+        """Learn captures that trainers completed in the files of `ranks` without having said so; True if any."""
+        changed = False
+        for rank in ranks:
+            for file in self._files.get(rank, ()):
+                pair = None if file.busy else _complete_pair(file.slot)
+                if pair is not None and pair != file.pair:
+                    file.pair, changed = pair, True
+        return changed
+
+    def clear_dead(self, round_: Round) -> None:
+        """Clear every complete slot of a timeline that `round_` left; no fetch may be running."""
+        for file in self.files():
+            file.pair = _complete_pair(file.slot)
+            if file.pair is not None and is_dead(file.pair, round_):
+                file.slot.clear()
+                file.pair = None
+
+    def trim(self, keep: Collection[int], agreed: Agreed) -> None:
+        """Remove all files of ranks that are not in `keep`, and third files once nobody needs them any more."""
+        for rank, files in list(self._files.items()):
+            geometry = self._geometries.get(rank)
+            used = files if geometry is None else [file for file in files if file.fits(geometry)][-SLOTS_PER_RANK:]
+            for file in list(files):
+                outgrown = file not in used and agreed.may_overwrite(file.pair)
+                if not file.busy and (rank not in keep or outgrown):
+                    self._remove_file(file)
+
+    def surrender(self, rank: int, *, but: Pair | None = None) -> None:
+        """Remove the files of `rank` except one that holds `but`; no fetch into them may be running."""
+        for file in list(self._files.get(rank, ())):
+            if file.pair is None or file.pair != but:
+                self._remove_file(file)
+
+    async def clear(self) -> None:
+        """Remove every file but keep the job: a new incarnation of its run id begins."""
+        async with self._changing:
+            for file in list(self.files()):
+                self._remove_file(file)
+
+    async def remove(self) -> int:
+        """Remove the job's directory with all its slots and return the bytes freed; no fetch may be running."""
+        async with self._changing:
+            freed_bytes = sum(path.stat().st_size for path in self.directory.glob("*.slot"))
+            for file in self.files():
+                file.slot.close()
+            self._files.clear()
+            self.budget.release(self.key)
+            await in_thread(shutil.rmtree, self.directory, True)
+            return freed_bytes
+
+    def _adopt(self, path: Path, rank: int) -> SlotFile | None:
+        try:
+            slot = Slot.open(path, writable=True)
+        except (OSError, SlotError) as error:
+            log.error("cannot adopt %s: %s", path, error)
+            return None
+        self.budget.pin(slot.buffer)
+        file = SlotFile(slot=slot, rank=rank)
+        if slot.state() == "COMPLETE":
+            file.pair = self._verified_pair(slot, rank)
+        return file
+
+    def _verified_pair(self, slot: Slot, rank: int) -> Pair | None:
+        header: SlotHeader | None = None
+        try:
+            header = slot.header()
+            slot.verify()
+            if (header.run_id, header.rank) == (self.record.run_id, rank):
+                return header.generation, header.step
+            cause = f"it is of run {header.run_id!r} rank {header.rank}"
+        except SlotError as error:
+            cause = str(error)
+        if header is not None and _read_header(slot) != header:
+            # The trainer is alive and has begun its next capture meanwhile: the slot is in its hands.
+            return None
+        self._clear_corrupt(slot, rank, cause)
+        return None
+
+    def _clear_corrupt(self, slot: Slot, rank: int, cause: str) -> None:
+        log.error("%s is corrupt and was cleared: %s", slot.path, cause)
+        self.corrupt[rank] = cause
+        slot.clear()
+
+    def _fitting(self, rank: int, geometry: Geometry, agreed: Agreed) -> list[SlotFile]:
+        """Return the files of `rank` that have room for `geometry` and remove the others that may go."""
+        self._geometries[rank] = geometry
+        for file in list(self._files.get(rank, ())):
+            if not file.fits(geometry) and not file.busy and agreed.may_overwrite(file.pair):
+                self._remove_file(file)
+        return [file for file in self._files.get(rank, ()) if file.fits(geometry)]
+
+    async def _create(self, rank: int, geometry: Geometry) -> SlotFile:
+        paths = (self.directory / f"rank{rank}.{i}.slot" for i in itertools.count())
+        path = next(path for path in paths if not path.exists())
+        capacity_bytes = -(-geometry.capacity_bytes // HEADER_BYTES) * HEADER_BYTES
+        self.budget.allocate(self.key, capacity_bytes)
+        try:
+            slot = await in_thread(self._create_slot, path, capacity_bytes, geometry.payload_offset)
+        except BaseException as error:
+            # Also when cancelled: the thread has made the file all the same.
+            path.unlink(missing_ok=True)
+            self.budget.free(self.key, capacity_bytes)
+            if not isinstance(error, OSError):
+                raise
+            if error.errno == errno.EFBIG:
+                raise SlotSizeError(
+                    f"cannot allocate a slot of {capacity_bytes} bytes in {self.directory.parent}: {error}; the daemon "
+                    f"may make files of {_file_limit()}: raise that (`ulimit -f unlimited`, LimitFSIZE= of systemd) "
+                    f"where it is started, which is where resilient-run is unless resilientd runs as a service"
+                ) from error
+            raise MemoryBudgetError(
+                f"cannot allocate a slot of {capacity_bytes} bytes in {self.directory.parent}: {error}; enlarge the "
+                f"tmpfs (mount -o remount,size=…) or use fewer replicas (--rr-replicas)"
+            ) from error
+        file = SlotFile(slot=slot, rank=rank)
+        self._files.setdefault(rank, []).append(file)
+        return file
+
+    def _create_slot(self, path: Path, capacity_bytes: int, payload_offset: int) -> Slot:
+        slot = Slot.create(path, capacity_bytes=capacity_bytes, payload_offset=payload_offset)
+        if self.record.uid != os.geteuid():
+            os.chown(path, self.record.uid, -1)
+        self.budget.pin(slot.buffer)
+        return slot
+
+    def _remove_file(self, file: SlotFile) -> None:
+        file.slot.path.unlink(missing_ok=True)
+        self.budget.free(self.key, file.slot.capacity_bytes)
+        file.slot.close()
+        self._files[file.rank].remove(file)
+        if not self._files[file.rank]:
+            del self._files[file.rank]
+
+
+async def in_thread(function: Callable[..., _T], *args: Any) -> _T:
+    """Return `function(*args)`, run in a thread; a cancelled caller still waits until the thread is done.
+
+    Threads work on mappings that the caller may unmap next.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        raise
+
+
+def _file_limit() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return "any size" if soft == resource.RLIM_INFINITY else f"at most {soft} bytes"
+
+
+def _read_header(slot: Slot) -> SlotHeader | None:
+    try:
+        return slot.header()
+    except SlotError:
+        return None
+
+
+def _complete_pair(slot: Slot) -> Pair | None:
+    header = _read_header(slot)
+    return None if header is None else (header.generation, header.step)

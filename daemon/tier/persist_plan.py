@@ -1,0 +1,137 @@
+"""The pure part of persisting: which pair is asked for when, what hosts answer, and what may be published."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import DaemonError
+
+from ..base.fields import Fields
+from ..base.policy import PersistPolicy
+from ..run.rounds import Pair
+from .manifest import Persisted, RankFile
+
+REQUEST_KEY = "ckpt/watermark/persist"
+"""Below the watermark, so that one mirror shows both, and whoever sees a newer watermark has seen the request."""
+
+PUBLISHED_KEY = "ckpt/persisted"
+ANSWERS_KEY = "ckpt/persisted/"
+
+_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The pair that every host was asked for last, and when."""
+
+    pair: Pair
+    unix_s: float
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return the request in the etcd value.
+
+        Raises:
+            DaemonError: The value is none.
+        """
+        fields = Fields(value, REQUEST_KEY)
+        return cls(pair=fields.pair(), unix_s=fields.number("unix_s", high=1e12))
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the etcd value."""
+        return {"generation": self.pair[0], "step": self.pair[1], "unix_s": self.unix_s}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What one host wrote of a pair, or why it could not."""
+
+    pair: Pair
+    world_size: int
+    ranks: Mapping[int, RankFile]
+    error: str | None
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return the answer in the etcd value.
+
+        Raises:
+            DaemonError: The value is none.
+        """
+        fields = Fields(value, ANSWERS_KEY)
+        files = Fields(fields.object("files"), f"{ANSWERS_KEY}, files")
+        return cls(
+            pair=fields.pair(),
+            world_size=fields.integer("world_size"),
+            ranks={
+                int(rank): RankFile.parse(Fields(files.object(rank), f"{ANSWERS_KEY}, rank {rank}"))
+                for rank in fields.object("files")
+                if rank.isdecimal()
+            },
+            error=None if value.get("error") is None else fields.text("error"),
+        )
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the etcd value."""
+        files = {str(rank): asdict(file) for rank, file in self.ranks.items()}
+        generation, step = self.pair
+        return {
+            "generation": generation,
+            "step": step,
+            "world_size": self.world_size,
+            "files": files,
+            "error": self.error,
+        }
+
+
+def is_due(
+    policy: PersistPolicy,
+    pair: Pair,
+    *,
+    last: Request | None,
+    settled: bool,
+    since_step: int,
+    since_unix_s: float,
+    now_unix_s: float,
+) -> tuple[bool, str]:
+    """Decide whether `pair`, which is about to be committed, is to be persisted; return that and why.
+
+    Args:
+        policy: How often.
+        pair: The pair.
+        last: The request before, None when there was none.
+        settled: Nothing can come of that any more: it was published, or failed.
+        since_step: Newest step that is known to be persisted, 0 for none.
+        since_unix_s: When this root began.
+        now_unix_s: The time.
+    """
+    step, unix_s = (since_step, since_unix_s) if last is None else (max(last.pair[1], since_step), last.unix_s)
+    if last is not None and pair[0] == last.pair[0] and not settled and now_unix_s - unix_s < _PATIENCE_S:
+        return False, f"step {last.pair[1]} is being persisted"
+    if policy.every_steps and pair[1] - step >= policy.every_steps:
+        return True, f"{pair[1] - step} steps after step {step}"
+    if policy.every_s and now_unix_s - unix_s >= policy.every_s:
+        return True, f"{now_unix_s - unix_s:.0f} s after the one before"
+    return False, "the next one is not due"
+
+
+def merged(pair: Pair, run_id: str, answers: Mapping[str, Answer]) -> Persisted | None:
+    """Return the manifest of `pair` once every rank of it is written, None before."""
+    matching = [answer for answer in answers.values() if answer.pair == pair and answer.error is None]
+    ranks = {rank: file for answer in matching for rank, file in answer.ranks.items()}
+    world_sizes = {answer.world_size for answer in matching if answer.ranks}
+    if len(world_sizes) != 1 or ranks.keys() != set(range(world_size := world_sizes.pop())):
+        return None
+    return Persisted(run_id=run_id, pair=pair, world_size=world_size, ranks=ranks)
+
+
+def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
+    """Return what `ckpt/persisted` says.
+
+    Raises:
+        DaemonError: The value is malformed.
+    """
+    try:
+        return tuple((int(generation), int(step)) for generation, step in value["pairs"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DaemonError(f"{PUBLISHED_KEY}: {str(value)[:200]} does not list pairs: {error!r}") from error

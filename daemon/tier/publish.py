@@ -1,0 +1,149 @@
+"""The root's part in persisting: ask for pairs, publish those that every host has written, delete old ones."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from resilient_run.ckpt.errors import DaemonError
+
+from ..base.policy import PersistPolicy
+from ..etcd.client import Entry, Etcd, EtcdUnavailable
+from ..run.rounds import Pair
+from ..run.view import JobView
+from .manifest import Persisted
+from .persist_plan import (
+    ANSWERS_KEY,
+    PUBLISHED_KEY,
+    REQUEST_KEY,
+    Answer,
+    Request,
+    is_due,
+    merged,
+    parse_published,
+)
+from .tier import Tier, TierError, call
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 5.0
+_RETRY_S = 0.5
+
+
+class Publisher:
+    """What the root does for the persistent tier of one job.
+
+    Args:
+        run_id: The job.
+        policy: How often, and how many pairs are kept.
+        tier: Where to.
+        view: What is known of the job.
+        clock: The time, Unix seconds.
+    """
+
+    def __init__(
+        self, *, run_id: str, policy: PersistPolicy, tier: Tier, view: JobView, clock: Callable[[], float]
+    ) -> None:
+        self._run_id = run_id
+        self._prefix = f"/resilient-run/{run_id}/"
+        self._policy = policy
+        self._tier = tier
+        self._view = view
+        self._clock = clock
+        self._began_unix_s = clock()
+        self._answers: dict[str, Answer] = {}
+        self._published: tuple[Pair, ...] | None = None
+        self._published_revision = 0
+
+    def requested_with(self, pair: Pair, last: Request | None) -> dict[str, dict[str, Any]]:
+        """Return what the root must put with the watermark `pair`, by key below the run: a request if one is due.
+
+        Args:
+            pair: The watermark.
+            last: The request before.
+        """
+        if self._published is None:
+            return {}
+        due, reason = is_due(
+            self._policy,
+            pair,
+            last=last,
+            settled=last is not None and self.is_settled(last.pair),
+            since_step=max((step for _, step in self._published), default=0),
+            since_unix_s=self._began_unix_s,
+            now_unix_s=self._clock(),
+        )
+        if not due:
+            return {}
+        log.debug("generation %d step %d is persisted: %s", *pair, reason)
+        return {REQUEST_KEY: Request(pair=pair, unix_s=self._clock()).to_value()}
+
+    async def run(self, etcd: Etcd, requested: Callable[[], Request | None]) -> None:
+        """Publish what `requested` returns while this host is the root; until cancelled."""
+        while True:
+            await self._view.wait_for(lambda: self._view.is_root)
+            self._began_unix_s = self._clock()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._mirror(etcd)), group.create_task(self._publish(etcd, requested))]
+                    await self._view.wait_for(lambda: not self._view.is_root)
+                    for task in tasks:
+                        task.cancel()
+            finally:
+                self._answers, self._published, self._published_revision = {}, None, 0
+
+    async def _mirror(self, etcd: Etcd) -> None:
+        async with aclosing(etcd.changes(self._prefix + PUBLISHED_KEY)) as states:
+            async for changes in states:
+                self._published = self._published or ()
+                for key, entry in changes.items():
+                    try:
+                        self._see(key.removeprefix(self._prefix), entry)
+                    except DaemonError as error:
+                        log.error("%s counts as nothing: %s", key, error)
+                self._view.notify()
+
+    def _see(self, name: str, entry: Entry | None) -> None:
+        if name == PUBLISHED_KEY:
+            self._published, self._published_revision = (), 0
+            if entry is not None:
+                self._published_revision = entry.revision
+                self._published = parse_published(entry.value)
+        elif name.startswith(ANSWERS_KEY):
+            host = name.removeprefix(ANSWERS_KEY)
+            self._answers.pop(host, None)
+            if entry is not None:
+                self._answers[host] = Answer.parse(entry.value)
+
+    async def _publish(self, etcd: Etcd, requested: Callable[[], Request | None]) -> None:
+        while True:
+            await self._view.wait_for(lambda: self._publishable(requested()) is not None)
+            persisted, revision = self._publishable(requested()), self._published_revision
+            assert persisted is not None
+            pair = persisted.pair
+            try:
+                await call(self._tier, self._tier.publish, persisted)
+                pairs = await call(self._tier, self._tier.prune, self._policy.keep)
+                key = self._prefix + PUBLISHED_KEY
+                if await etcd.commit({key: revision}, {key: {"pairs": [list(known) for known in pairs]}}):
+                    log.info("published generation %d step %d in %s", *pair, self._tier.shown)
+            except TierError as error:
+                log.warning("generation %d step %d is not published yet, trying again: %s", *pair, error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            except EtcdUnavailable:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            await self._view.wait_for(lambda: self._published_revision != revision)  # noqa: B023
+
+    def is_settled(self, pair: Pair) -> bool:
+        """Tell whether `pair` is published, or cannot be because a host could not write its part."""
+        failed = any(answer.pair == pair and answer.error is not None for answer in self._answers.values())
+        return failed or pair in (self._published or ())
+
+    def _publishable(self, request: Request | None) -> Persisted | None:
+        """Return the requested pair if every host has written its part of it and it is not published yet."""
+        if self._published is None or request is None or request.pair in self._published:
+            return None
+        return merged(request.pair, self._run_id, self._answers)

@@ -1,0 +1,376 @@
+"""The persistent tier: committed pairs in storage that outlives the hosts, through fsspec.
+
+A pair is a directory `<target>/<run id>/<generation>-<step>` with a file for each rank, and it is published by
+`manifest.json`, which is written last. A rank's file is the slot file itself, cut into compressed frames. Reading
+trusts no byte; what comes out is verified as any slot is. Every call here may block for as long as the storage does.
+"""
+
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import xxhash
+import zstandard
+
+from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
+from resilient_run.ckpt.format.import_manifest import MANIFEST, ImportManifest
+
+from ..run.rounds import Pair
+from .files import FileWriter, fsync_directory, is_local, write_small
+from .manifest import Persisted
+from .offload import offload
+
+_T = TypeVar("_T")
+
+FRAME_BYTES = 4 << 20
+"""Bytes of a slot file that are compressed together; the last frame is shorter."""
+
+REFUSED_MANIFEST = "manifest.refused.json"
+
+_MAGIC = b"RRTIER\x00\x01"
+_FRAME = struct.Struct("<IIQ")
+"""Stored bytes, bytes once decompressed, XXH3-64 of the stored bytes."""
+
+_STALL_S = 120.0
+_MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8) + 1024
+_MAX_MANIFEST_BYTES = 64 << 20
+_PAIR_NAME = re.compile(r"(0|[1-9]\d{0,18})-(\d{1,19})")
+
+
+class TierError(CheckpointError):
+    """The storage cannot be reached or refuses; trying again later may help."""
+
+
+class TierFile:
+    """A new file of a pair; `finish` or `abandon` ends it.
+
+    Every call raises `TierError` when the storage refuses.
+
+    Args:
+        file: Where to.
+        guarded: Turns what the storage raises into a `TierError`.
+    """
+
+    def __init__(self, file: FileWriter, guarded: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file = file
+        self._guarded = guarded
+        self._stored_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        with self._guarded():
+            self._file.write(data)
+        self._stored_bytes += len(data)
+
+    def finish(self) -> int:
+        """Make the file durable, give it its name, and return its size in bytes."""
+        with self._guarded():
+            self._file.finish()
+        return self._stored_bytes
+
+    def abandon(self) -> None:
+        """Give up, leaving nothing behind where the storage allows that."""
+        with self._guarded():
+            self._file.abandon()
+
+
+class RankWriter:
+    """Writes one rank's slot file, range by range from byte 0; `finish` or `abandon` ends it.
+
+    Every call raises `TierError` when the storage refuses.
+
+    Args:
+        file: Where to.
+        level: zstandard's compression level.
+    """
+
+    def __init__(self, file: TierFile, level: int) -> None:
+        self._file = file
+        self._compressor = zstandard.ZstdCompressor(level=level)
+        self._file.write(_MAGIC)
+        self.finish = file.finish
+        self.abandon = file.abandon
+
+    def write(self, data: memoryview) -> None:
+        """Append the next `FRAME_BYTES` bytes of the slot file, at its end what is left."""
+        frame = self._compressor.compress(data)
+        self._file.write(_FRAME.pack(len(frame), len(data), xxhash.xxh3_64_intdigest(frame)))
+        self._file.write(frame)
+
+
+class Tier:
+    """The published pairs of one run id below one target; any thread may use it.
+
+    Args:
+        target: A directory or an fsspec URL.
+        run_id: The run.
+        level: zstandard's compression level.
+    """
+
+    def __init__(self, target: str, run_id: str, *, level: int = 1) -> None:
+        self._target = target
+        self._run_id = run_id
+        self._level = level
+        self._opening = threading.Lock()
+        self._manifests: dict[Pair, Persisted] = {}
+        # The target may have a password in it.
+        self.shown = re.sub(r"//[^/@]*@", "//…@", target)
+        """The target, for people."""
+
+    def check(self) -> None:
+        """Check, without asking the storage, that the target can be used.
+
+        Raises:
+            DaemonError: The URL's scheme is unknown, or the package that serves it is not installed.
+        """
+        import fsspec
+
+        protocol = re.split(r"::|://", self._target)[0] if re.search(r"::|://", self._target) else "file"
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise DaemonError(
+                f"persist.target {self.shown}: {error}; install the fsspec package of that storage where resilientd "
+                "runs, or name a directory that all hosts share"
+            ) from error
+
+    def published(self) -> list[Pair]:
+        """Return the published pairs, newest last; an import is before all others.
+
+        Raises:
+            TierError: The storage does not answer.
+        """
+        return sorted(pair for pair, is_published in self._found().items() if is_published)
+
+    def manifest(self, pair: Pair) -> Persisted:
+        """Return the manifest of a published pair.
+
+        Raises:
+            SlotError: The pair is not published, or its manifest is damaged.
+            TierError: The storage does not answer.
+        """
+        if pair not in self._manifests:
+            with self._reading_manifest(pair) as data:
+                self._manifests = {pair: Persisted.load(data, run_id=self._run_id, pair=pair)}
+        return self._manifests[pair]
+
+    def import_manifest(self, pair: Pair) -> ImportManifest:
+        """Return the manifest of an import, once all its files are known to be there in their full size.
+
+        Raises:
+            SlotError: They are not, or it is not published, or its manifest is damaged.
+            TierError: The storage does not answer.
+        """
+        with self._reading_manifest(pair) as data:
+            manifest = ImportManifest.load(data, run_id=self._run_id, step=pair[1])
+        with self._storage(f"look at the files of {pair}"):
+            for name, size in manifest.file_bytes.items():
+                path = f"{self._directory(pair)}/{name}"
+                found = self._fs.size(path) if self._fs.exists(path) else 0
+                if found != size:
+                    raise SlotError(f"{path} has {found} bytes, not {size}")
+        return manifest
+
+    def url(self, pair: Pair) -> str:
+        """Return the directory or fsspec URL of `pair`, for other processes.
+
+        Raises:
+            TierError: The storage cannot be opened.
+        """
+        with self._storage("open it"):
+            directory = self._directory(pair)
+            local = is_local(self._fs)
+        return directory if local else f"{self._target.rstrip('/')}/{'/'.join(directory.rsplit('/', 2)[-2:])}"
+
+    def write(self, pair: Pair, rank: int) -> RankWriter:
+        """Begin the file of `rank`; what an earlier attempt left of it is replaced.
+
+        Raises:
+            TierError: The storage refuses.
+        """
+        return RankWriter(self.create(pair, f"rank{rank}.zst"), self._level)
+
+    def create(self, pair: Pair, name: str) -> TierFile:
+        """Begin the file `name` of `pair`; what an earlier attempt left of it is replaced.
+
+        Raises:
+            TierError: The storage refuses.
+        """
+        guarded = partial(self._storage, f"write {name} of {pair}")
+        with guarded():
+            self._fs.makedirs(self._directory(pair), exist_ok=True)
+            file = FileWriter(self._fs, f"{self._directory(pair)}/{name}")
+        return TierFile(file, guarded)
+
+    def read(self, pair: Pair, rank: int) -> Iterator[bytes]:
+        """Yield the slot file of `rank` from byte 0, `FRAME_BYTES` at a time; the caller verifies the whole.
+
+        Raises:
+            SlotError: The pair is not published, or the file is damaged.
+            TierError: The storage does not answer.
+        """
+        manifest = self.manifest(pair)
+        if rank not in manifest.ranks:
+            raise SlotError(f"{self.shown} has ranks 0 to {manifest.world_size - 1} of {pair}, not rank {rank}")
+        left_bytes = manifest.ranks[rank].used_bytes
+        what = f"rank {rank} of {pair} in {self.shown}"
+        with self._storage(f"read rank {rank} of {pair}"), self._fs.open(self._rank_path(pair, rank), "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise SlotError(f"{what} is no file of this format")
+            decompressor = zstandard.ZstdDecompressor()
+            while left_bytes:
+                data = _read_frame(file, decompressor, min(FRAME_BYTES, left_bytes), what)
+                left_bytes -= len(data)
+                yield data
+            if file.read(1):
+                raise SlotError(f"{what} goes on after its end")
+
+    def publish(self, persisted: Persisted | ImportManifest) -> None:
+        """Publish a pair whose files are all written.
+
+        Raises:
+            TierError: The storage refuses.
+        """
+        directory = self._directory(persisted.pair)
+        with self._storage(f"publish {persisted.pair}"):
+            write_small(self._fs, f"{directory}/{MANIFEST}", persisted.dump())
+            if is_local(self._fs):
+                fsync_directory(self._root)
+
+    def refuse(self, pair: Pair) -> None:
+        """Take back the publication of a pair that turned out to be damaged; its files stay until they are pruned.
+
+        Raises:
+            TierError: The storage refuses.
+        """
+        directory = self._directory(pair)
+        self._manifests.pop(pair, None)
+        with self._storage(f"refuse {pair}"):
+            if self._fs.exists(f"{directory}/{MANIFEST}"):
+                self._fs.mv(f"{directory}/{MANIFEST}", f"{directory}/{REFUSED_MANIFEST}")
+
+    def prune(self, keep: int) -> list[Pair]:
+        """Delete what `superfluous` names, and return the pairs that are still published, newest last.
+
+        Raises:
+            TierError: The storage refuses.
+        """
+        found = self._found()
+        for pair in superfluous(found, keep):
+            directory = self._directory(pair)
+            with self._storage(f"delete {pair}"):
+                if found.pop(pair):
+                    # First, so that nobody takes a half deleted pair for a published one.
+                    self._fs.rm_file(f"{directory}/{MANIFEST}")
+                self._fs.rm(directory, recursive=True)
+        return sorted(pair for pair, is_published in found.items() if is_published)
+
+    def _found(self) -> dict[Pair, bool]:
+        """Return every pair that has a directory, and whether it is published."""
+        with self._storage("list"):
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._root):
+                return {}
+            names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+            pairs = [(int(match[1]), int(match[2])) for name in names if (match := _PAIR_NAME.fullmatch(name))]
+            return {pair: bool(self._fs.exists(f"{self._directory(pair)}/{MANIFEST}")) for pair in pairs}
+
+    @contextmanager
+    def _reading_manifest(self, pair: Pair) -> Iterator[bytes]:
+        """Provide what publishes `pair`; a SlotError about it gets the name of the file."""
+        where = f"{self._directory(pair)}/{MANIFEST}"
+        with self._storage(f"read {MANIFEST} of {pair}"):
+            if not self._fs.exists(where):
+                raise SlotError(f"generation {pair[0]} step {pair[1]} is not published in {self.shown}")
+            data = self._fs.cat_file(where, start=0, end=_MAX_MANIFEST_BYTES)
+        try:
+            yield data
+        except SlotError as error:
+            raise SlotError(f"{MANIFEST} of generation {pair[0]} step {pair[1]} in {self.shown}: {error}") from error
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        import fsspec.core
+
+        fs, path = fsspec.core.url_to_fs(self._target)
+        name = quote(self._run_id, safe="")
+        # A run id may be "..", a directory must not.
+        name = f"%2E{name[1:]}" if name.startswith(".") else name
+        return fs, f"{path.rstrip('/')}/{name}"
+
+    @property
+    def _fs(self) -> Any:
+        with self._opening:
+            return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        with self._opening:
+            return self._opened[1]
+
+    def _directory(self, pair: Pair) -> str:
+        return f"{self._root}/{pair[0]}-{pair[1]}"
+
+    def _rank_path(self, pair: Pair, rank: int) -> str:
+        return f"{self._directory(pair)}/rank{rank}.zst"
+
+    @contextmanager
+    def _storage(self, doing: str) -> Iterator[None]:
+        """Turn whatever a storage library raises into a `TierError`."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # the boundary to libraries that raise classes of their own
+            raise TierError(f"{self.shown}: cannot {doing}: {type(error).__name__}: {error}") from error
+
+
+async def call(tier: Tier, function: Callable[..., _T], *args: Any, background: bool = False) -> _T:
+    """Return `function(*args)`, a call of the storage of `tier`, without blocking the event loop.
+
+    Raises:
+        TierError: The storage refuses, or took longer than 120 s.
+        SlotError: What it holds is damaged.
+    """
+    try:
+        return await offload(function, *args, timeout_s=_STALL_S, background=background)
+    except TimeoutError as error:
+        raise TierError(f"{tier.shown}: no answer within {_STALL_S:.0f} s") from error
+    except OSError as error:
+        raise TierError(f"{tier.shown}: {error}") from error
+
+
+def superfluous(found: Mapping[Pair, bool], keep: int) -> list[Pair]:
+    """Return the pairs to delete, oldest first: published ones but the newest `keep`, and dead attempts.
+
+    An unpublished pair older than the newest published one is dead; a newer one may be in the making.
+
+    Args:
+        found: Every pair that has a directory → whether it is published.
+        keep: At least 1, so that the newest published pair always stays.
+    """
+    kept = sorted(pair for pair, is_published in found.items() if is_published)[-keep:]
+    return sorted(pair for pair in found if kept and pair < kept[-1] and pair not in kept)
+
+
+def _read_frame(file: Any, decompressor: zstandard.ZstdDecompressor, size: int, what: str) -> bytes:
+    prefix = file.read(_FRAME.size)
+    if len(prefix) != _FRAME.size:
+        raise SlotError(f"{what} is cut short")
+    stored_bytes, raw_bytes, checksum = _FRAME.unpack(prefix)
+    if raw_bytes != size or stored_bytes > _MAX_STORED_BYTES:
+        raise SlotError(f"{what} announces {stored_bytes} bytes for {raw_bytes} where {size} are due")
+    frame = file.read(stored_bytes)
+    if len(frame) != stored_bytes or xxhash.xxh3_64_intdigest(frame) != checksum:
+        raise SlotError(f"{what} does not match its checksums")
+    try:
+        if zstandard.frame_content_size(frame) != size:
+            raise SlotError(f"{what} has a frame of another size than it announces")
+        return decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise SlotError(f"{what} has a malformed frame: {error}") from error

@@ -1,0 +1,172 @@
+"""The daemon's unix socket: admits processes by their uid, answers their requests, sends them notifications."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+from resilient_run.ckpt.errors import BY_NAME, CheckpointError, DaemonError, WireError
+from resilient_run.ckpt.format import wire
+
+from ..base.crowd import Crowd
+from ..base.door import Door, Manners, room_for
+from ..base.fields import Fields
+
+log = logging.getLogger(__name__)
+
+_UNREAD_LIMIT_BYTES = 1 << 20
+_GUEST_FRAME_BYTES = 1 << 16
+"""The longest message of whoever holds nothing open: `open_job` with a policy is the longest."""
+
+_MANNERS = Manners(frame_bytes=_GUEST_FRAME_BYTES, silent_s=None)
+_GUESTS = 512
+
+
+class Connection:
+    """One process at the socket.
+
+    Attributes:
+        pid: The process.
+        uid: Its user.
+        busy: Whether a message of it is being answered.
+    """
+
+    busy = False
+
+    def __init__(self, writer: asyncio.StreamWriter, pid: int, uid: int) -> None:
+        self.pid, self.uid = pid, uid
+        self._writer = writer
+
+    def may_see(self, uid: int) -> bool:
+        """Tell whether this user may see the jobs of the user `uid`."""
+        return self.uid in {0, os.geteuid(), uid}
+
+    def notify(self, message: wire.Message) -> None:
+        """Send `message`; a process that does not read for a long time is disconnected."""
+        if self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() > _UNREAD_LIMIT_BYTES:
+            log.warning("disconnecting pid %d, which does not read its messages", self.pid)
+            self._writer.transport.abort()
+            return
+        self._writer.write(wire.encode(message))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._writer.close()
+
+
+class Service(Protocol):
+    """What answers the messages."""
+
+    async def handle(self, connection: Connection, op: str, fields: Fields) -> dict[str, Any]:
+        """Return the fields of the answer to `op`; a notification's are dropped."""
+
+    def gone(self, connection: Connection) -> None:
+        """Hear that the connection is closed."""
+
+    def is_guest(self, connection: Connection) -> bool:
+        """Tell whether the connection holds nothing open, neither a job nor a trainer's session."""
+
+
+class LinkServer:
+    """Serves `service` at a unix socket. A user's connections that hold nothing open make room for newer ones.
+
+    Args:
+        service: Answers every message.
+        spawn: Runs a connection's coroutine as a task that the daemon cancels at its end.
+    """
+
+    def __init__(self, service: Service, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._service = service
+        self._spawn = spawn
+        room = room_for(_GUESTS)
+        self._guests: Crowd[Connection] = Crowd(
+            per_source=max(1, room // 2), in_all=room, may_go=lambda connection: not connection.busy
+        )
+
+    def listen(self, path: Path) -> Door:
+        """Return the door at the socket `path`, which replaces a stale one.
+
+        Args:
+            path: The caller holds the lock that goes with it, so no other daemon listens there.
+        """
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o666 if os.geteuid() == 0 else 0o600)
+        return Door(listener, manners=_MANNERS, source_of=_uid, admit=self._admit)
+
+    def _admit(self, sock: socket.socket, message: wire.Message) -> None:
+        pid, uid = wire.peer(sock)
+        if uid not in {0, os.geteuid()} and os.geteuid() != 0:
+            log.warning("closing the connection of pid %d: uid %d is not admitted", pid, uid)
+            sock.close()
+            return
+        self._spawn(self._serve(sock, pid, uid, message))
+
+    async def _serve(self, sock: socket.socket, pid: int, uid: int, first: wire.Message) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        connection = Connection(writer, pid, uid)
+        message: wire.Message | None = first
+        try:
+            while message is not None:
+                connection.busy = True
+                self._seat(connection)
+                await _answer(connection, message, self._service)
+                await writer.drain()
+                connection.busy = False
+                message = await wire.read_message(reader, self._seat(connection))
+        except (WireError, DaemonError) as error:
+            log.warning("closing the connection of pid %d: %s", connection.pid, error)
+        except ConnectionError as error:
+            log.info("pid %d is gone: %s", connection.pid, error)
+        finally:
+            self._guests.discard(connection)
+            self._service.gone(connection)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def _seat(self, connection: Connection) -> int:
+        """Count `connection` among the guests for as long as it is one; return how long its next message may be."""
+        self._guests.discard(connection)
+        if not self._service.is_guest(connection):
+            return wire.MAX_FRAME_BYTES
+        if (turned_out := self._guests.add(connection, connection.uid)) is not None:
+            log.warning("closing a connection of pid %d, which holds nothing open: others want in", turned_out.pid)
+            turned_out.close()
+        return _GUEST_FRAME_BYTES
+
+
+def _uid(sock: socket.socket) -> str:
+    return f"uid {wire.peer(sock)[1]}"
+
+
+async def _answer(connection: Connection, message: wire.Message, service: Service) -> None:
+    """Handle one message.
+
+    Raises:
+        DaemonError: It is no message of this protocol, or a notification that is wrong.
+    """
+    fields = Fields(message, "message")
+    op, request_id = fields.text("op", max_bytes=64), fields.optional_integer("id")
+    fields = Fields(message, op)
+    if request_id is None:
+        await service.handle(connection, op, fields)
+        return
+    try:
+        answer = {"id": request_id, "ok": True, **await service.handle(connection, op, fields)}
+    except CheckpointError as error:
+        name = type(error).__name__
+        answer = {
+            "id": request_id,
+            "ok": False,
+            "error": name if name in BY_NAME else DaemonError.__name__,
+            "message": str(error),
+        }
+    connection.notify(answer)

@@ -1,0 +1,262 @@
+"""The trainers of one job on this host: who is attached in which generation, and what they report."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.idle import IdleProfile
+
+from ..base.fields import Fields
+from ..base.spec import JobSpec
+from ..peers.exchange import routes
+from ..peers.pacing import Pacer
+from ..peers.replication import Replicator
+from ..run.commit import MISSED_FOLDER, Missed
+from ..run.hang import HangDetector
+from ..run.leased import LeasedKeys
+from ..run.rounds import pair_message
+from ..run.view import JobView
+from ..slots.slots import SLOTS_PER_RANK, JobSlots
+from .trainer import Event, Trainer
+
+log = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 60.0
+
+
+class Sessions:
+    """Every attached trainer by rank, and what trainers of this job have announced.
+
+    Args:
+        spec: The job.
+        view: What is known of it.
+        slots: What this host holds of it.
+        replicator: Restores and offers captures.
+        pacer: Says when they leave.
+        failure: Returns why the job cannot go on, None while it can.
+        keys: Where the others are told what was missed here.
+        event: Tells the launcher of something.
+        hang: Hears what every trainer does.
+
+    Attributes:
+        last_steps: Newest step that each rank announced to this daemon, or else what it restored.
+        refusals: Generation → why one of its trainers failed in a way that no restart cures.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        view: JobView,
+        slots: JobSlots,
+        replicator: Replicator,
+        pacer: Pacer,
+        failure: Callable[[], str | None],
+        keys: LeasedKeys,
+        event: Event,
+        hang: HangDetector,
+    ) -> None:
+        self.last_steps: dict[int, int] = {}
+        self.refusals: dict[int, str] = {}
+        self._spec = spec
+        self._view = view
+        self._slots = slots
+        self._replicator = replicator
+        self._pacer = pacer
+        self._failure = failure
+        self._keys = keys
+        self._event = event
+        self._hang = hang
+        self._trainers: dict[int, Trainer] = {}
+        self._unprotected: tuple[int, int, str] | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks whose trainers are attached."""
+        return sorted(self._trainers)
+
+    def find(self, rank: int) -> Trainer | None:
+        """Return the attached trainer of `rank`."""
+        return self._trainers.get(rank)
+
+    def end(self, *, except_generation: int | None = None) -> None:
+        """Close the trainers' connections, except those of a generation."""
+        for trainer in list(self._trainers.values()):
+            if trainer.generation != except_generation:
+                trainer.close()
+
+    def notify(self, message: dict[str, Any]) -> None:
+        """Send `message` to every attached trainer."""
+        for trainer in self._trainers.values():
+            trainer.notify(message)
+
+    async def attach(
+        self, fields: Fields, notify: Callable[[dict[str, Any]], None], close: Callable[[], None]
+    ) -> tuple[Trainer, dict[str, Any]]:
+        """Begin a trainer's session in its generation, once that is known here and its slots are known to fit.
+
+        Raises:
+            MemoryBudgetError: They do not.
+            DaemonError: The generation is over, did not come within 60 s, or has no such rank here.
+        """
+        attached_s = time.monotonic()
+        rank, local_rank = fields.integer("rank"), fields.integer("local_rank")
+        world_size, generation = fields.integer("world_size", low=1), fields.integer("generation", low=1)
+        topology, pid = fields.integer("topology", high=2**64 - 1), fields.integer("pid", low=1)
+        estimate_bytes = fields.integer("estimate_bytes")
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                await self._view.wait_for(lambda: self._failure() is not None or self._view.knows(generation))
+        except TimeoutError:
+            raise DaemonError(
+                f"rank {rank} attaches in generation {generation}, but after {ATTACH_TIMEOUT_S:.0f} s etcd still says "
+                f"{self._view.generation}; is etcd at {self._spec.etcd.where} reachable from this host?"
+            ) from None
+        self._check()
+        round_ = self._view.round
+        if round_ is None or round_.generation != generation:
+            raise DaemonError(f"rank {rank}: generation {generation} is over, {self._view.generation} has begun")
+        own = self._view.own_ranks
+        if rank not in own or own.index(rank) != local_rank or world_size != round_.world_size:
+            raise DaemonError(
+                f"rank {rank} (local {local_rank}) of {world_size} does not fit generation {generation}, which runs "
+                f"ranks {list(own)} of {round_.world_size} on host {self._spec.host}"
+            )
+        self._reserve(estimate_bytes)
+        if self._slots.refresh([rank]):
+            self._view.notify()
+        trainer = Trainer(
+            rank=rank,
+            generation=generation,
+            topology=topology,
+            pid=pid,
+            view=self._view,
+            slots=self._slots,
+            replicator=self._replicator,
+            pacer=self._pacer,
+            notify=notify,
+            close=close,
+            event=self._event,
+            hang=self._hang,
+        )
+        previous, self._trainers[rank] = self._trainers.get(rank), trainer
+        if previous is not None:
+            previous.close()
+            self._replicator.detached(rank)
+        self._hang.attached(rank, pid, generation)
+        idle = self._pacer.attach(rank, topology)
+        self._slots.update_record(attached=True)
+        log.info("rank %d (pid %d) attached in generation %d", rank, pid, generation)
+        self._event("attached", rank=rank, monotonic_s=attached_s)
+        replication, known = self._spec.policy.replication, routes(round_, rank, self._view.replicas)
+        return trainer, {
+            "restore": pair_message(round_.restore),
+            **self._view.agreed.message(),
+            "routes": known.message() if replication.transport == "trainer" else None,
+            "replication": {
+                **asdict(replication),
+                "copies": len(round_.holders(rank, self._view.replicas)) - 1,
+                "every": self._view.every,
+                "idle": None if idle is None else idle.to_message(),
+            },
+        }
+
+    def restored(self, trainer: Trainer, step: int, seconds: float) -> None:
+        """Hear that `trainer` has its state back."""
+        self.last_steps.setdefault(trainer.rank, step)
+        trainer.restored(step, seconds)
+
+    def progress(self, trainer: Trainer, step: int) -> None:
+        """Hear that `trainer` has done an optimizer step."""
+        self.last_steps[trainer.rank] = step
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.progressed(trainer.rank, step)
+        self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
+        self._view.notify()
+        trainer.progress(step)
+
+    def paused(self, trainer: Trainer, limit_s: float | None) -> None:
+        """Hear that `trainer` does something long, which may take `limit_s`."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.paused(trainer.rank, limit_s)
+
+    def resumed(self, trainer: Trainer) -> None:
+        """Hear that this is over."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.resumed(trainer.rank)
+
+    def communicated(self, trainer: Trainer) -> None:
+        """Hear that `trainer` goes on making collectives."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._hang.communicated(trainer.rank)
+
+    def missed(self, trainer: Trainer, *, next_: int, step: int, late: bool) -> None:
+        """Hear that `trainer` will never have captured the first step from `next_` on: it has completed `step`."""
+        log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
+        missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
+        if known is None or (known.next, known.step) < (missed.next, missed.step):
+            self._view.missed = missed
+            self._keys.set(f"{MISSED_FOLDER}/{self._view.host}", missed.to_value())
+
+    def protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
+        """Hear from `trainer` that commits do not keep up with training, and why; without a reason they do again."""
+        self._unprotected = (trainer.generation, steps_at_risk, reason) if reason else None
+        event = "unprotected" if reason else "protected"
+        self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
+
+    def describe_protection(self) -> dict[str, Any]:
+        """Return what `resilientctl status` shows of how many steps a failure would cost now."""
+        (generation, done), committed = self._view.done or (0, 0), self._view.committed
+        at_risk = done - (0 if committed is None else committed[1]) if generation == self._view.generation else 0
+        reason, most = "", 0
+        if self._unprotected is not None and self._unprotected[0] == self._view.generation and self._trainers:
+            _, most, reason = self._unprotected
+        return {"protected": not reason, "steps_at_risk": max(at_risk, 0), "most_steps": most, "reason": reason}
+
+    def profiled(self, trainer: Trainer, profile: IdleProfile) -> None:
+        """Hear when the training network of `trainer` is idle."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._pacer.profiled(trainer.rank, profile)
+
+    def iteration(self, trainer: Trainer, step: int, started_s: float) -> None:
+        """Hear that `trainer` begins the iteration after `step` steps."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._pacer.iteration(trainer.rank, step, started_s)
+
+    def measured(self, trainer: Trainer, bytes_per_s: float) -> None:
+        """Hear how fast `trainer` sends its captures itself."""
+        if self._trainers.get(trainer.rank) is trainer:
+            self._pacer.measured(trainer.rank, bytes_per_s)
+
+    def refused(self, trainer: Trainer, message: str) -> None:
+        """Hear from `trainer` why it fails in a way that no restart cures."""
+        self.refusals[trainer.generation] = message
+
+    def detach(self, trainer: Trainer) -> None:
+        """End a trainer's session: its connection is gone."""
+        if self._trainers.get(trainer.rank) is trainer:
+            del self._trainers[trainer.rank]
+            self._hang.detached(trainer.rank)
+            self._replicator.detached(trainer.rank)
+            self._pacer.detach(trainer.rank)
+
+    def _reserve(self, estimate_bytes: int) -> None:
+        ranks, own = len(self._view.kept_ranks), len(self._view.own_ranks)
+        copies = 0 if self._spec.policy.persist.target is None else own
+        persisting = f", and {copies} copies while they are persisted" if copies else ""
+        self._slots.budget.reserve(
+            self._slots.key,
+            needed_bytes=(SLOTS_PER_RANK * ranks + copies) * estimate_bytes,
+            limit_bytes=self._spec.memory_limit_bytes,
+            formula=f"{SLOTS_PER_RANK} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
+            f"{own} own ranks, {self._spec.replicas} replicas",
+        )
+
+    def _check(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise DaemonError(failure)

@@ -1,0 +1,227 @@
+"""A run that allows faults, seen from outside through etcd: order faults, and watch what becomes of them."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.fields import Fields
+from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.run.faults import Order
+from resilient_run.daemon.run.rounds import Pair, Round
+
+from ..rendezvous.rounds import Job
+
+
+class InjectionError(Exception):
+    """The run is not there, does not allow faults, or a fault was refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of an order: `inject/outcomes/<id>`.
+
+    Attributes:
+        ok: Whether the fault struck; if not, `what` says why.
+        what: What happened.
+        host: Where.
+        unix_s: When.
+        generation: Generation at that moment.
+        step: Newest completed step of the host's ranks at that moment.
+    """
+
+    ok: bool
+    what: str
+    host: str
+    unix_s: float
+    generation: int
+    step: int
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return the outcome in an etcd value.
+
+        Raises:
+            DaemonError: It is none.
+        """
+        fields = Fields(value, "outcome")
+        return cls(
+            ok=fields.flag("ok"),
+            what=fields.text("what"),
+            host=fields.text("host"),
+            unix_s=fields.number("unix_s", high=1e12),
+            generation=fields.integer("generation"),
+            step=fields.integer("step"),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Sight:
+    """What has been seen of a run; failures and recoveries stay here when their keys are gone.
+
+    Attributes:
+        round: The current generation, None before the first and after the run.
+        watermark: The newest committed pair.
+        failures: Generation → `rdzv/failure/<generation>`.
+        recoveries: (generation, host) → the recovery event of that host's launcher.
+        observations: Everything that any `obs/<host>` has said, each once, in order.
+        outcomes: Order id → `inject/outcomes/<id>`.
+        ended: The run is over.
+    """
+
+    round: Round | None = None
+    watermark: Pair | None = None
+    failures: dict[int, dict[str, Any]] = field(default_factory=dict)
+    recoveries: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    observations: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    ended: bool = False
+
+    def see(self, entries: Mapping[str, Entry], prefix: str) -> None:
+        """Take in the state of every key below `prefix`."""
+        keys = {key.removeprefix(prefix): entry for key, entry in entries.items()}
+        self.ended = "rdzv/job" not in keys or "rdzv/closed" in keys
+        try:
+            if (found := keys.get("rdzv/round")) is not None:
+                self.round = Round.parse(found.value, found.revision)
+        except DaemonError:
+            self.round = None
+        for name, entry in keys.items():
+            # What is not as it should be counts as not there.
+            with suppress(DaemonError, ValueError):
+                self._see(name.split("/"), entry.value)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the current generation is not broken and has committed a step of its own."""
+        return (
+            self.round is not None
+            and self.round.generation not in self.failures
+            and self.watermark is not None
+            and self.watermark[0] == self.round.generation
+        )
+
+    @property
+    def step(self) -> int:
+        """The newest committed step, 0 before the first."""
+        return 0 if self.watermark is None else self.watermark[1]
+
+    def host_of(self, rank: int) -> str | None:
+        """Return the host that runs `rank` in the current generation."""
+        if self.round is None:
+            return None
+        return next((host for host in self.round.hosts if rank in self.round.ranks(host)), None)
+
+    def _see(self, name: list[str], value: dict[str, Any]) -> None:
+        match name:
+            case ["ckpt", "watermark"]:
+                self.watermark = Fields(value, "ckpt/watermark").pair()
+            case ["rdzv", "failure", generation]:
+                self.failures.setdefault(int(generation), value)
+            case ["rdzv", "recovered", generation, host]:
+                self.recoveries[int(generation), host] = value
+            case ["inject", "outcomes", number]:
+                self.outcomes[number] = Outcome.parse(value)
+            case ["obs", host]:
+                known = {(seen["host"], seen.get("kind"), seen.get("unix_s")) for seen in self.observations}
+                for item in Fields(value, "obs").objects("observations"):
+                    if (host, item.get("kind"), item.get("unix_s")) not in known:
+                        self.observations.append({"host": host, **item})
+
+
+class Injection:
+    """A connection to a run that allows faults; use it as an asynchronous context manager.
+
+    Args:
+        config: How to reach etcd.
+        run_id: The run.
+
+    Attributes:
+        sight: What has been seen of the run.
+    """
+
+    def __init__(self, config: EtcdConfig, run_id: str) -> None:
+        self._config = config
+        self._run_id = run_id
+        self._prefix = f"/resilient-run/{run_id}/"
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self.sight = Sight()
+
+    async def __aenter__(self) -> Self:
+        """Connect and return once the run was seen.
+
+        Raises:
+            InjectionError: There is no such run, or it does not allow faults.
+            EtcdError: etcd cannot be reached or refuses.
+        """
+        self._etcd = await Etcd.connect(self._config)
+        try:
+            await self._permission()
+            self._task = asyncio.create_task(self._follow())
+            await self.wait_for(lambda sight: sight.round is not None, timeout_s=None)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Disconnect."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._etcd.close()
+
+    async def order(self, order: Order) -> str:
+        """Give the order and return its id.
+
+        Raises:
+            InjectionError: The run does not allow it (any more).
+        """
+        number = f"{time.time():.3f}-{secrets.token_hex(3)}"
+        revision = await self._permission()
+        guards = {f"{self._prefix}rdzv/job": revision}
+        if not await self._etcd.commit(guards, {f"{self._prefix}inject/orders/{number}": order.to_value()}):
+            raise InjectionError(f"run {self._run_id!r} ended or began anew while a fault was ordered")
+        return number
+
+    async def take_back(self, number: str) -> None:
+        """Delete an order; if it was not carried out yet, it never is."""
+        await self._etcd.delete(f"{self._prefix}inject/orders/{number}")
+
+    async def wait_for(self, condition: Callable[[Sight], bool], *, timeout_s: float | None) -> bool:
+        """Wait until `condition` holds, the run has ended, or for `timeout_s`; tell whether it holds."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: condition(self.sight) or self.sight.ended)
+        except TimeoutError:
+            return False
+        return condition(self.sight)
+
+    async def _permission(self) -> int:
+        entry = await self._etcd.get(f"{self._prefix}rdzv/job")
+        if entry is None:
+            raise InjectionError(f"there is no run {self._run_id!r} at {self._config.where}; check --run-id")
+        try:
+            job = Job.from_value(entry.value)
+        except ValueError as error:
+            raise InjectionError(f"run {self._run_id!r}: its job key is damaged ({error})") from error
+        if not job.injection:
+            raise InjectionError(
+                f"run {self._run_id!r} does not allow faults: start all its launchers with --rr-allow-injection"
+            )
+        return entry.revision
+
+    async def _follow(self) -> None:
+        async with aclosing(self._etcd.follow(self._prefix)) as states:
+            async for entries in states:
+                async with self._changed:
+                    self.sight.see(entries, self._prefix)
+                    self._changed.notify_all()
+
+
+__all__ = ["Injection", "InjectionError", "Outcome", "Sight"]

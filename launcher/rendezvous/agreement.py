@@ -1,0 +1,95 @@
+"""What the launchers of a run agree on before the first round: its size, its secret, and where it begins."""
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from resilient_run.daemon.etcd.client import Etcd
+from resilient_run.daemon.run.rounds import is_import
+
+from .rounds import Job
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What one launcher asks of the run.
+
+    Attributes:
+        min_nodes: Fewest hosts of a generation.
+        max_nodes: Most hosts of a generation.
+        injection: Whether `resilient-inject` may act on the run.
+        persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
+            many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
+            Called in a thread.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    injection: bool = False
+    persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
+
+
+async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
+    """Return the revision of the run's job, made now if there is none, with what it is to restore.
+
+    Raises:
+        RendezvousStateError: The run goes on with other terms, or nobody can tell where it begins.
+        EtcdError: etcd cannot be reached or refuses.
+    """
+    prefix = f"/resilient-run/{run_id}/"
+    key, members = f"{prefix}rdzv/job", f"{prefix}rdzv/members/"
+    while True:
+        entry = await etcd.get(key)
+        if entry is None:
+            await _begin(etcd, run_id, prefix, terms)
+            continue
+        try:
+            job = Job.from_value(entry.value)
+        except ValueError as error:
+            raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
+        ours = replace(job, min_nodes=terms.min_nodes, max_nodes=terms.max_nodes, injection=terms.injection)
+        if ours == job:
+            return entry.revision
+        # Bounds of a run that left no live launcher behind bind nobody; what it committed is still this run's.
+        if not await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
+            raise RendezvousStateError(
+                f"run {run_id!r} goes on with {_options(job)}, but this launcher has {_options(ours)}: "
+                "start every launcher of a run with the same values, or choose another --rdzv-id"
+            )
+
+
+async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
+    """Make the job of a run that etcd does not know, unless another launcher was first."""
+    pairs, world_size = await asyncio.to_thread(terms.persisted)
+    generation, step = pairs[-1] if pairs else (0, 0)
+    job = Job(
+        incarnation=uuid.uuid4().hex,
+        min_nodes=terms.min_nodes,
+        max_nodes=terms.max_nodes,
+        token=secrets.token_hex(16),
+        injection=terms.injection,
+        after_generation=generation,
+    )
+    puts = {f"{prefix}rdzv/job": job.to_value()}
+    if pairs:
+        puts[f"{prefix}ckpt/watermark"] = {"generation": generation, "step": step}
+        puts[f"{prefix}ckpt/persisted"] = {"pairs": pairs}
+        puts[f"{prefix}rdzv/committed"] = {"world_size": world_size}
+    if await etcd.commit({f"{prefix}rdzv/job": 0}, puts) and pairs:
+        what = "imported" if is_import((generation, step)) else "persisted"
+        log.warning("run %r begins with the %s step %d", run_id, what, step)
+
+
+def _options(job: Job) -> str:
+    """Return the options of a launcher that would make this job."""
+    return f"--nnodes={job.min_nodes}:{job.max_nodes}{' --rr-allow-injection' if job.injection else ''}"
+
+
+__all__ = ["Terms", "agree"]

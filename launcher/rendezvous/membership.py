@@ -1,0 +1,385 @@
+"""One launcher's place in a run: its leased member key, a mirror of the run's `rdzv/` keys, and the writes to them."""
+
+import asyncio
+import hashlib
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
+
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
+from resilient_run.daemon.run.rounds import CLOSED_TTL_S
+
+from .agreement import Terms, agree
+from .rounds import Closed, Failure, Member, Round, Seat, View, broken, newcomers
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_RETRY_S = 0.5
+_RETURN_S = 5.0
+"""How much longer than a lease's time to live a launcher may take to register again once etcd is back."""
+
+
+class Membership:
+    """Lives in one event loop. `view` is the newest state of the run; `on_change` is called in the loop after a change.
+
+    A lost lease is replaced in the background. When a member of this launcher's round is lost, the first launcher
+    that sees it breaks the generation for all. After an outage of etcd everybody's lease may have expired though nobody
+    is lost: a launcher that was cut off itself keeps the absent members of its round in the view until they have had
+    time to register again.
+    """
+
+    def __init__(self, etcd: Etcd, *, run_id: str, member: Member, on_change: Callable[[], None]) -> None:
+        self._etcd = etcd
+        self._run_prefix = f"/resilient-run/{run_id}/"
+        self._prefix = f"{self._run_prefix}rdzv/"
+        self._run_id = run_id
+        self._member = member
+        self._key = f"{self._prefix}members/{member.host}"
+        self._on_change = on_change
+        self._view = View(members={}, stores={}, failures={}, done=frozenset())
+        self._closed: Closed | None = None
+        self._seated = False
+        self._standbys: set[str] = set()
+        self._lease_ttl_s = 0.0
+        self._lease: Lease | None = None
+        self._replaced_s = -math.inf
+        self._looking_again: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        self._announced = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._insisting: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(
+        cls, config: EtcdConfig, *, run_id: str, member: Member, on_change: Callable[[], None]
+    ) -> "Membership":
+        """Connect to etcd and return once the mirror is there; the launcher is not a member yet.
+
+        Raises:
+            EtcdError: etcd cannot be reached or refuses.
+        """
+        membership = cls(await Etcd.connect(config), run_id=run_id, member=member, on_change=on_change)
+        loaded = asyncio.Event()
+        membership._start(membership._mirror(loaded), membership._tasks)
+        await loaded.wait()
+        return membership
+
+    @property
+    def view(self) -> View:
+        """The newest state of the run."""
+        return self._view
+
+    @property
+    def closed(self) -> Closed | None:
+        """The end of the run that this launcher is or was a member of, None while it goes on."""
+        return self._closed
+
+    async def register(self, terms: Terms, host: str, nproc: int, role: str, *, lease_ttl_s: float) -> None:
+        """Become a member, ready for nothing yet.
+
+        Waits for the end of an earlier run with this id to pass, and for the key of a launcher that was just killed to
+        expire; one that was killed on this very host is replaced at once.
+
+        Raises:
+            RendezvousStateError: The run has other bounds or permissions, or another live launcher with this host id.
+            RendezvousClosedError: The run stays closed.
+            EtcdError: etcd cannot be reached or refuses.
+        """
+        self._member = replace(self._member, host=host, nproc=nproc, role=role)
+        self._key = f"{self._prefix}members/{host}"
+        self._lease_ttl_s = lease_ttl_s
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        while True:
+            waited_s = clock() - started_s
+            if await self._etcd.get(f"{self._prefix}closed") is not None or self._view.closed is not None:
+                if waited_s > 2 * CLOSED_TTL_S:
+                    raise RendezvousClosedError(
+                        f"run {self._run_id!r} stays closed: delete the etcd key {self._prefix}closed"
+                    )
+            else:
+                try:
+                    job_revision = await agree(self._etcd, self._run_id, terms)
+                    if await self._write({f"{self._prefix}job": job_revision}):
+                        break
+                except RendezvousStateError:
+                    # What is in the way may be a launcher that was just killed: its key expires.
+                    if waited_s > lease_ttl_s + 1:
+                        raise
+            await asyncio.sleep(_POLL_S)
+        self._start(self._hold(), self._tasks)
+
+    async def offer(self, ready: int) -> None:
+        """Announce which generation this launcher could join, 0 for none.
+
+        Raises:
+            RendezvousStateError: Another launcher has taken this host id.
+            EtcdError: etcd cannot be reached or refuses.
+        """
+        self._member = replace(self._member, ready=ready)
+        while not await self._write({}):
+            await asyncio.sleep(0)
+
+    async def form(self, view: View, members: tuple[Seat, ...]) -> bool:
+        """Form the generation after that of `view`, unless someone was first or the watermark has just moved.
+
+        Raises:
+            RendezvousStateError: The watermark is not of its form.
+            EtcdError: etcd cannot be reached or refuses.
+        """
+        watermark_key, round_key = f"{self._run_prefix}ckpt/watermark", f"{self._prefix}round"
+        watermark = await self._etcd.get(watermark_key)
+        before = view.generation
+        restore = None if watermark is None else watermark.value
+        seats = [asdict(seat) for seat in members]
+        try:
+            formed = Round.from_value({"generation": before + 1, "members": seats, "restore": restore})
+        except ValueError as error:
+            raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
+        if formed.restore is not None and formed.restore["generation"] > 0 and view.bound is None and view.round:
+            # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
+            await self._etcd.create(f"{self._prefix}committed", {"world_size": view.round.world_size})
+            return False
+        # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
+        stale = before - 1
+        folders = f"done/{stale}/", f"recovered/{stale}/"
+        formed_in = await self._etcd.commit(
+            {round_key: view.round_revision, watermark_key: 0 if watermark is None else watermark.revision},
+            {round_key: formed.to_value()},
+            deletes=[f"{self._prefix}{name}" for name in (f"store/{stale}", f"failure/{stale}", *folders)],
+        )
+        return formed_in > 0
+
+    async def publish_store(self, generation: int, addr: str, port: int) -> None:
+        """Tell the other members where the generation's store is."""
+        await self._etcd.put(f"{self._prefix}store/{generation}", {"addr": addr, "port": port})
+
+    async def fail(self, generation: int, failure: Failure) -> None:
+        """Break the generation for everyone, unless it is broken; goes on trying while etcd is away."""
+        await self._insist(f"{self._prefix}failure/{generation}", failure.to_value())
+
+    async def done(self, generation: int) -> None:
+        """Announce that all workers of this host succeeded; goes on trying while etcd is away."""
+        await self._insist(f"{self._prefix}done/{generation}/{self._member.host}", {})
+
+    async def tell_recovery(self, event: Mapping[str, Any]) -> None:
+        """Show a recovery event of this host to everybody; goes on trying while etcd is away."""
+        await self._insist(f"{self._prefix}recovered/{event['generation']}/{self._member.host}", event)
+
+    async def close(self, closed: Closed) -> None:
+        """End the run for everyone, unless it has ended; goes on trying while etcd is away."""
+        self._closed = self._closed or closed
+        await self._insist(f"{self._prefix}closed", closed.to_value(), ttl_s=CLOSED_TTL_S)
+
+    async def leave(self) -> None:
+        """Give up the membership and disconnect; the last one to leave a closed run removes its keys.
+
+        After a failure with something committed, the job, the round and the `ckpt/` keys stay, so that the same run id
+        can be started again and resumes from memory, with a generation number that was never used before.
+
+        Raises:
+            EtcdError: etcd cannot be reached: the member key expires, and keys of the run may stay.
+        """
+        try:
+            if self._insisting:
+                await asyncio.wait(self._insisting, timeout=_RETRY_S)
+            await _cancel(self._tasks | self._insisting)
+            if self._lease is not None:
+                await self._lease.revoke()
+                if self._closed is not None:
+                    await self._remove_keys(self._closed)
+        finally:
+            await self._etcd.close()
+
+    async def _mirror(self, loaded: asyncio.Event) -> None:
+        ignored: tuple[str, ...] = ()
+        async with aclosing(self._etcd.follow(self._prefix)) as states:
+            async for entries in states:
+                view = View.parse(entries, self._prefix)
+                if view.ignored != ignored:
+                    ignored = view.ignored
+                    log.warning("etcd keys ignored: %s", "; ".join(ignored) or "none any more")
+                if self._looking_again is not None:
+                    self._looking_again.cancel()
+                self._see(view)
+                loaded.set()
+
+    def _see(self, view: View) -> None:
+        doubt_s = self._doubt_s()
+        self._view = view.keeping(self._view) if doubt_s > 0 else view
+        if self._view is not view:
+            self._looking_again = self._start(self._look_again(view, doubt_s), self._tasks)
+        if self._lease is not None:
+            self._note_end(self._view)
+            self._note_loss(self._view)
+            self._note_standbys(self._view)
+        self._on_change()
+
+    async def _look_again(self, view: View, after_s: float) -> None:
+        """Take `view` as it is when the time to register again has passed without news."""
+        absent = sorted(self._view.members.keys() - view.members.keys())
+        log.warning("etcd was away; giving %s %.1f s to register again", ", ".join(absent), after_s)
+        await asyncio.sleep(after_s)
+        self._see(view)
+
+    def _doubt_s(self) -> float:
+        """Return for how long the absence of other launchers still says nothing, because etcd was away from here."""
+        if self._lease is None:
+            return 0.0
+        patience_s = self._lease.ttl_s + _RETURN_S
+        if self._lease.lost.is_set() or self._lease.silent:
+            return patience_s
+        back_s = max(self._replaced_s, self._lease.resumed_s)
+        return max(0.0, back_s + patience_s - asyncio.get_running_loop().time())
+
+    def _note_end(self, view: View) -> None:
+        """Remember that the run ended: the key that says so soon vanishes."""
+        self._closed = self._closed or view.closed
+        if view.round is None and self._seated and self._closed is None:
+            lost = "etcd came back without its data: keep its data directory, or run three members"
+            ended = "the other hosts ended it while this one was cut off"
+            self._closed = Closed(reason=lost if self._etcd.has_forgotten else ended, failed=True)
+
+    def _note_loss(self, view: View) -> None:
+        """Break our generation for everyone when one of its members is lost."""
+        if view.round is None or view.round.rank_of(self._member.host, self._member.session) is None:
+            return
+        self._seated = True
+        if self._closed is not None or view.round.generation == self._announced:
+            return
+        failure = broken(view, view.round.generation)
+        if failure is not None and view.round.generation not in view.failures:
+            self._announced = view.round.generation
+            log.warning("generation %d is broken: %s", view.round.generation, failure.message)
+            self._start(self.fail(view.round.generation, replace(failure, unix_s=time.time())), self._tasks)
+
+    def _note_standbys(self, view: View) -> None:
+        """Say of each host that would make the run larger, once, that it cannot."""
+        if not self._seated or view.job is None or view.round is None or view.bound is None:
+            return
+        free = replace(view, committed=None, round=replace(view.round, restore=None))
+        standbys = set(newcomers(free, view.job.max_nodes, time.time()))
+        if new := sorted(standbys - self._standbys):
+            why = f"no number of ranks but {view.bound} can restore what is committed"
+            log.warning("%s: %s waits as a standby", why, ", ".join(new))
+        self._standbys |= standbys
+
+    async def _write(self, guards: Mapping[str, int]) -> bool:
+        """Set our member key, with a new lease if need be, and tell whether nothing came in between."""
+        async with self._writing:
+            entry = await self._etcd.get(self._key)
+            if entry is not None:
+                self._refuse_rival(Member.from_entry(self._member.host, entry))
+            if self._lease is None:
+                self._lease = await self._etcd.lease(self._lease_ttl_s)
+            elif self._lease.lost.is_set():
+                self._lease = await self._etcd.lease(self._lease_ttl_s)
+                self._replaced_s = asyncio.get_running_loop().time()
+            guards = {**guards, self._key: 0 if entry is None else entry.revision}
+            try:
+                return await self._etcd.commit(guards, {self._key: self._member.to_value()}, lease=self._lease) > 0
+            except EtcdLeaseLost:
+                self._lease.lost.set()
+                return False
+
+    def _refuse_rival(self, other: Member) -> None:
+        if other.session == self._member.session:
+            return
+        same_host = other.session.partition(".")[0] == self._member.session.partition(".")[0]
+        if same_host and not _alive(other.pid):
+            return
+        raise RendezvousStateError(
+            f"run id {self._run_id!r} already has a live launcher on host {other.host} (pid {other.pid} at "
+            f"{other.addr}): choose another --rdzv-id, or give each launcher its own RESILIENT_HOST_ID"
+        )
+
+    async def _hold(self) -> None:
+        """Replace the lease whenever it is lost."""
+        while True:
+            assert self._lease is not None
+            await self._lease.lost.wait()
+            try:
+                if await self._write({}):
+                    log.warning("host %s had lost its lease and has registered again", self._member.host)
+            except RendezvousStateError as error:
+                log.error("%s", error)
+                return
+            except EtcdError as error:
+                log.debug("not registered again yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _insist(self, key: str, value: Mapping[str, Any], ttl_s: float | None = None) -> None:
+        async def create() -> None:
+            while True:
+                try:
+                    lease = None if ttl_s is None else await self._etcd.lease(ttl_s, keep_alive=False)
+                    await self._etcd.create(key, value, lease=lease)
+                    return
+                except EtcdUnavailable as error:
+                    log.debug("%s not written yet: %s", key, error)
+                    await asyncio.sleep(_RETRY_S)
+
+        # The caller may stop waiting; the write must not stop with it.
+        await asyncio.shield(self._start(create(), self._insisting))
+
+    async def _remove_keys(self, closed: Closed) -> None:
+        alone = {f"{self._prefix}members/": 0}
+        watermark = f"{self._run_prefix}ckpt/watermark"
+        if not closed.failed or await self._etcd.get(watermark) is None:
+            await self._etcd.commit(alone, {}, deletes=[self._run_prefix])
+        else:
+            # Whoever starts the run again has put something right: its failures so far count no more.
+            names = (
+                "rdzv/closed",
+                "rdzv/store/",
+                "rdzv/failure/",
+                "rdzv/done/",
+                "rdzv/recovered/",
+                "root/failures",
+                "inject/",
+            )
+            await self._etcd.commit(alone, {}, deletes=[f"{self._run_prefix}{name}" for name in names])
+
+    def _start(self, coroutine: Any, tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+
+def new_session() -> str:
+    """Return a unique name of this launcher that begins with the same words for all in this boot and PID namespace."""
+    try:
+        where = Path("/proc/sys/kernel/random/boot_id").read_text() + str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        where = secrets.token_hex(16)
+    return f"{hashlib.sha256(where.encode()).hexdigest()[:12]}.{secrets.token_hex(8)}"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+async def _cancel(tasks: "set[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__ = ["Membership", "new_session"]

@@ -1,0 +1,405 @@
+"""The `etcd-v3` rendezvous: stable group ranks, a fresh store for every generation, failures known to all at once."""
+
+import atexit
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from resilient_run.daemon.etcd.client import EtcdConfig, EtcdError
+from resilient_run.daemon.run.quarantine import Quarantine
+
+from .address import is_loopback, own_address
+from .agreement import Terms
+from .claim import Claim, machine_name
+from .forming import Announcer, Arrivals, next_round, standby
+from .membership import new_session
+from .patience import Deadline, Patience
+from .rounds import Closed, Failure, Member, Round, Seat, View, broken, newcomers
+from .run_link import RunLink
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
+_CONNECT_S = 2.0
+_REPORT_S = 1.0
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+
+class EtcdRendezvous(RendezvousHandler):
+    """torch's rendezvous interface on etcd v3, and what our own agent needs beyond it.
+
+    etcd is watched from a background thread; questions are answered from that mirror, without a request.
+
+    Raises:
+        RendezvousConnectionError: etcd cannot be reached or refuses the credentials.
+        ValueError: `--rdzv-endpoint`, `--rdzv-id`, an option in `--rdzv-conf` or RESILIENT_HOST_ID is not usable.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id = params.run_id
+        machine = machine_name(self._run_id)
+        self._min_nodes, self._max_nodes = params.min_nodes, params.max_nodes
+        self._patience = Patience.from_params(params)
+        self._etcd_config = EtcdConfig.parse(params.endpoint, params.config)
+        self._addr = params.local_addr or own_address(self._etcd_config.endpoints[0])
+        self._session = new_session()
+        self.describe(1, "default")
+        self.stood_by = False
+        """Whether the generation joined last was one that this host waited for as a standby."""
+        self.broke: Failure | None = None
+        """Why the generation before that one broke, as this host saw it while it waited; None if it did not."""
+        self._registered = False
+        self._offered = 0
+        self._generation = 0
+        self._round: Round | None = None
+        self._store: TCPStore | None = None
+        member = Member(
+            host=machine,
+            session=self._session,
+            nproc=1,
+            role="",
+            addr=self._addr,
+            pid=os.getpid(),
+            ready=0,
+            label=os.environ.get("RESILIENT_LABEL", ""),
+        )
+        try:
+            self._link = RunLink(self._etcd_config, run_id=self._run_id, member=member)
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        self._claim = Claim(self._run_id, machine, self._link.membership.view.round)
+        self._host = self._claim.host
+        # torch does not shut the handler of a launcher down that a signal ends; leaving tells the others at once.
+        atexit.register(self.leave)
+
+    # What torch's agent asks for.
+
+    def get_backend(self) -> str:
+        """Return "etcd-v3"."""
+        return "etcd-v3"
+
+    def get_run_id(self) -> str:
+        """Return the run id."""
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: workers are clients of the generation's store, which the launcher of group rank 0 serves."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Tell whether the run is over."""
+        return self.closed is not None
+
+    def num_nodes_waiting(self) -> int:
+        """Return more than 0 when the workers must stop for another rendezvous: it broke, was closed, or can grow."""
+        if self._generation == 0:
+            return 0
+        if self.closed is not None or self.failure is not None:
+            return 1
+        return len(newcomers(self._link.membership.view, self._max_nodes, time.time()))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return this host's place in the next generation; wait as a standby while the generation is full.
+
+        A generation that this host leaves is broken for all its members.
+
+        Raises:
+            RendezvousTimeoutError: Too few hosts came within `join_timeout`. Time as a standby does not count.
+            RendezvousClosedError: The run ended with a failure.
+            RendezvousGracefulExitError: The run succeeded without this host.
+            RendezvousStateError: Another launcher has this host id, or the run has other bounds for `--nnodes`.
+            RendezvousConnectionError: etcd refuses, or was away for `join_timeout`.
+        """
+        try:
+            return self._join(Deadline(self._patience.join_timeout_s))
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def set_closed(self) -> None:
+        """End the run for everyone, as a success."""
+        self.close(f"closed by the launcher on host {self._host}", failed=False)
+
+    def shutdown(self) -> bool:
+        """End the run for everyone if this host is part of it, leave, and tell whether etcd knows."""
+        if self._generation and not self._link.left and self._in_round(self._link.membership.view.round):
+            # torch calls this in a `finally`: an exception under way tells a failed run from one that succeeded.
+            error = sys.exc_info()[1]
+            how = "ended" if error is None else f"failed with {type(error).__name__}"
+            self.close(f"the launcher on host {self._host} {how}", failed=error is not None)
+        return self.leave()
+
+    # What our agent needs beyond that.
+
+    def describe(self, nproc: int, role: str, **terms: Any) -> None:
+        """Say what this host runs, and what more it asks of the run (`Terms`); call it before the first rendezvous."""
+        self._nproc, self._role = nproc, role
+        self._terms = Terms(min_nodes=self._min_nodes, max_nodes=self._max_nodes, **terms)
+
+    @property
+    def host(self) -> str:
+        """Stable name of this host."""
+        return self._host
+
+    @property
+    def addr(self) -> str:
+        """Address at which other hosts reach this one."""
+        return self._addr
+
+    @property
+    def generation(self) -> int:
+        """The generation joined last, 0 before the first."""
+        return self._generation
+
+    @property
+    def round(self) -> Round | None:
+        """The round joined last."""
+        return self._round
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the generation joined last is broken, None while it is whole."""
+        return broken(self._link.membership.view, self._generation) if self._generation else None
+
+    @property
+    def closed(self) -> Closed | None:
+        """The end of the run, None while it goes on."""
+        return self._link.membership.closed
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether the run ended and its keys are gone: no generation follows, so nothing recovers."""
+        return self.closed is not None and self.view.round is None
+
+    @property
+    def view(self) -> View:
+        """The newest state of the run."""
+        return self._link.membership.view
+
+    @property
+    def changed_fd(self) -> int:
+        """A descriptor that is readable after any change of what this object knows, until `clear_changed`."""
+        return self._link.changed_fd
+
+    @property
+    def etcd_config(self) -> EtcdConfig:
+        """Where etcd is."""
+        return self._etcd_config
+
+    def clear_changed(self) -> None:
+        """Make `changed_fd` unreadable until the next change."""
+        self._link.clear_changed()
+
+    def report_failure(
+        self, *, kind: str, message: str, rank: int | None = None, pid: int | None = None, exitcode: int | None = None
+    ) -> None:
+        """Break the current generation for all hosts unless someone was first; goes on trying while etcd is away."""
+        failure = self._failure(kind, message, rank=rank, pid=pid, exitcode=exitcode)
+        self._link.report(self._link.membership.fail(self._generation, failure), _REPORT_S)
+
+    def report_done(self) -> None:
+        """Tell all hosts that all workers of this one succeeded; goes on trying while etcd is away."""
+        self._link.report(self._link.membership.done(self._generation), _REPORT_S)
+
+    def report_recovery(self, event: dict[str, Any]) -> None:
+        """Show a recovery event to everybody; goes on trying while etcd is away."""
+        self._link.report(self._link.membership.tell_recovery(event), _REPORT_S)
+
+    def all_done(self) -> bool:
+        """Tell whether the workers of every host in the current generation succeeded."""
+        done = self._link.membership.view.done
+        return self._round is not None and all((self._generation, seat.host) in done for seat in self._round.members)
+
+    def close(self, reason: str, failed: bool) -> None:
+        """End the run for everyone, unless it has ended."""
+        if self.closed is None:
+            self._link.report(self._link.membership.close(Closed(reason=reason, failed=failed)), _CLOSE_S)
+
+    def leave(self) -> bool:
+        """Give up this host's place, disconnect, and tell whether etcd knows; other hosts go on without it."""
+        atexit.unregister(self.leave)
+        try:
+            return self._link.leave()
+        finally:
+            self._claim.release()
+
+    # How a generation is joined.
+
+    def _join(self, deadline: Deadline) -> RendezvousInfo:
+        self.stood_by, self.broke = False, None
+        self._break_own_generation(deadline)
+        arrivals, announcer = Arrivals(), Announcer(self._run_id)
+        avoided: Quarantine | None = None
+        while True:
+            view, version = self._link.look()
+            self._raise_if_over()
+            current = view.generation
+            failure = broken(view, current)
+            whole = failure is None
+            inside = self._in_round(view.round)
+            if view.round is not None and whole and inside and current > self._generation:
+                if (info := self._enter(view.round, deadline)) is not None:
+                    return info
+                continue
+            self.broke = failure and (self.broke or replace(failure, unix_s=time.time()))
+            self._offer(current + 1, deadline)
+            now_unix_s = time.time()
+            if (quarantine := view.quarantine_of(self._host, now_unix_s)) not in (None, avoided):
+                avoided = quarantine
+                log.warning("host %s %s", self._host, quarantine.describe(now_unix_s))
+            waiting = standby(view, self._max_nodes, now_unix_s) if whole and not inside else None
+            if waiting is not None:
+                deadline.restart()
+                self.stood_by = True
+                decision = waiting
+            else:
+                decision = next_round(
+                    view,
+                    generation=current + 1,
+                    min_nodes=self._min_nodes,
+                    max_nodes=self._max_nodes,
+                    since_arrival_s=arrivals.since_last_s(view, current + 1),
+                    last_call_s=self._patience.last_call_s,
+                    now_unix_s=now_unix_s,
+                )
+            announcer.tell(decision, current + 1, deadline.left_s)
+            self._raise_if_late(deadline, current + 1, decision.reason)
+            # Nothing in etcd changes when a cool-down ends.
+            wait_s = view.cool_down_s(now_unix_s) if decision.wait_s is None else decision.wait_s
+            if decision.members is not None:
+                # The mirror will show a formed round, but not that forming failed because the watermark has moved.
+                wait_s = 1.0 if self._form(view, decision.members, deadline) else 0.05
+            self._link.wait(version, deadline.left_s if wait_s is None else min(wait_s, deadline.left_s))
+
+    def _break_own_generation(self, deadline: Deadline) -> None:
+        """Make everyone stop before this host waits for them, whatever made it come here."""
+        if self._generation == 0 or self.failure is not None or self.closed is not None:
+            return
+        if joining := newcomers(self._link.membership.view, self._max_nodes, time.time()):
+            failure = self._failure("membership", f"the run grows by {', '.join(joining)}")
+        else:
+            failure = self._failure("restart", f"host {self._host} restarts its workers")
+        self._link.request(lambda: self._link.membership.fail(self._generation, failure), deadline.at_s)
+
+    def _form(self, view: View, members: tuple[Seat, ...], deadline: Deadline) -> bool:
+        return self._link.request(lambda: self._link.membership.form(view, members), deadline.at_s)
+
+    def _enter(self, formed: Round, deadline: Deadline) -> RendezvousInfo | None:
+        """Return our place in a round that has us, None when it breaks before we are connected."""
+        rank = formed.rank_of(self._host, self._session)
+        assert rank is not None
+        joined = self._serve_store(formed, deadline) if rank == 0 else self._reach_store(formed, deadline)
+        if joined is None:
+            return None
+        store, addr, port = joined
+        store.set_timeout(_STORE_TIMEOUT)
+        self._offer(0, deadline)
+        self._generation, self._round, self._store = formed.generation, formed, store
+        hosts = ", ".join(seat.host for seat in formed.members)
+        log.info("run %s: generation %d has the hosts %s", self._run_id, formed.generation, hosts)
+        prefix = f"torch.rendezvous.{self._run_id}.{formed.generation}"
+        info = RendezvousStoreInfo(addr, port)
+        return RendezvousInfo(PrefixStore(prefix, store), rank, len(formed.members), info)
+
+    def _serve_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int]:
+        members = self._link.membership.view.members.values()
+        elsewhere = next((member for member in members if not is_loopback(member.addr)), None)
+        if is_loopback(self._addr) and elsewhere is not None:
+            raise RendezvousStateError(
+                f"host {self._host} would serve the store at {self._addr}, where {elsewhere.host} ({elsewhere.addr}) "
+                f"cannot reach it: give --local-addr on host {self._host}"
+            )
+        try:
+            store = TCPStore(self._addr, 0, is_master=True, wait_for_workers=False)
+        except (DistNetworkError, DistStoreError) as error:
+            raise RendezvousStateError(
+                f"host {self._host} cannot reach its own store at {self._addr}: give --local-addr ({_line(error)})"
+            ) from error
+        port = store.port
+        self._link.request(
+            lambda: self._link.membership.publish_store(formed.generation, self._addr, port), deadline.at_s
+        )
+        return store, self._addr, port
+
+    def _reach_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int] | None:
+        problem = f"host {formed.members[0].host} does not say where its store is"
+        while True:
+            view, version = self._link.look()
+            if broken(view, formed.generation) is not None or self.closed is not None:
+                return None
+            self._raise_if_late(deadline, formed.generation, problem)
+            if formed.generation not in view.stores:
+                self._link.wait(version, deadline.left_s)
+                continue
+            addr, port = view.stores[formed.generation]
+            try:
+                timeout = timedelta(seconds=_CONNECT_S)
+                store = TCPStore(addr, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                return store, addr, port
+            except (DistNetworkError, DistStoreError) as error:
+                problem = (
+                    f"the store of host {formed.members[0].host} at {addr}:{port} is out of reach; check the firewall, "
+                    f"or give --local-addr there ({_line(error)})"
+                )
+
+    def _offer(self, ready: int, deadline: Deadline) -> None:
+        """Become a member if need be, and announce the generation that this launcher could join."""
+        membership = self._link.membership
+        if not self._registered:
+            self._link.request(
+                lambda: membership.register(
+                    self._terms, self._host, self._nproc, self._role, lease_ttl_s=self._patience.lease_ttl_s
+                ),
+                deadline.at_s,
+            )
+            self._registered = True
+        if ready != self._offered:
+            self._link.request(lambda: membership.offer(ready), deadline.at_s)
+            self._offered = ready
+
+    def _raise_if_over(self) -> None:
+        if self.closed is not None:
+            message = f"run {self._run_id!r} is over: {self.closed.reason}"
+            raise RendezvousClosedError(message) if self.closed.failed else RendezvousGracefulExitError(message)
+
+    def _raise_if_late(self, deadline: Deadline, generation: int, reason: str) -> None:
+        if deadline.left_s > 0:
+            return
+        members = self._link.membership.view.members.values()
+        ready = ", ".join(sorted(member.host for member in members if member.ready == generation)) or "none"
+        raise RendezvousTimeoutError(
+            f"generation {generation} of run {self._run_id!r} did not start within {deadline.patience_s:g} s: "
+            f"{reason}. Ready hosts: {ready}. Start the missing hosts with the same --rdzv-id and --rdzv-endpoint, or "
+            "raise join_timeout in --rdzv-conf"
+        )
+
+    def _in_round(self, formed: Round | None) -> bool:
+        return formed is not None and formed.rank_of(self._host, self._session) is not None
+
+    def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
+        began_step = None if self.round is None else (self.round.restore or {"step": 0})["step"]
+        return Failure(host=self._host, kind=kind, began_step=began_step, unix_s=time.time(), message=message, **worker)
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+__all__ = ["EtcdRendezvous"]

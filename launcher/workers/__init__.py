@@ -1,0 +1,1 @@
+"""How workers are started: forked from a process that has imported torch, and bound to their launcher."""
