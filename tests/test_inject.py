@@ -159,18 +159,19 @@ def test_a_corrupt_replica_is_never_restored(site: Site, how: str) -> None:
     site.allow()
     outcome = site.strike("corrupt-replica", rank=0, parameters={"how": how})
     assert outcome["what"] == f"{how} in the replica of rank 0, generation 1, step 3"
-    for path in hosts["a"].shm_dir.glob("*/rank0.*.slot"):
+
+    def damaged(path: Path) -> bool:
         slot = Slot.open(path)
-        damaged = False
         try:
-            damaged = (slot.verify().step, how) == (2, "stale")
+            return (slot.verify().step, how) == (2, "stale")
         except SlotError:
-            damaged = True
-        slot.close()
-        if damaged:
-            break
-    else:
-        pytest.fail("no slot is damaged")
+            return True
+        finally:
+            slot.close()
+
+    # The outcome is written before the blow.
+    replicas = list(hosts["a"].shm_dir.glob("*/rank0.*.slot"))
+    wait_until(lambda: any(map(damaged, replicas)), timeout_s=10, what=f"{how} in one of {replicas}")
     for rank, trainer in enumerate(hosts.run("ab", generation=2)):
         answer = trainer.request("restore")
         assert answer["source"] == ("peer" if rank == 0 else "local")
