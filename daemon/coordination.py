@@ -16,23 +16,23 @@ from .base.policy import Policy
 from .base.supervise import Supervisor
 from .comparison.digests import EqualLeaves, HostDigests
 from .etcd.client import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
-from .root.election import LEADER_KEY, Election
+from .root.election import Election
 from .root.operator import make_operator
 from .root.root import RootAgent
-from .root.state import DECISIONS_KEY
-from .run.commit import NEXT_KEY, report_held
+from .run import keys
+from .run.commit import report_held
 from .run.leased import LeasedKeys
 from .run.observation import Observation
 from .run.quarantine import Quarantine
+from .run.records import Job
 from .run.rounds import Round
 from .run.view import JobView
 from .slots.slots import JobSlots
 from .tier.persist import Persister
-from .tier.persist_plan import REQUEST_KEY
 
 log = logging.getLogger(__name__)
 
-_RENDEZVOUS = ("rdzv/job", "rdzv/round", "rdzv/quarantine/", "rdzv/done/")
+_RENDEZVOUS = (keys.JOB, keys.ROUND, keys.QUARANTINES(), keys.DONE())
 _LEASE_TTL_S = 5.0
 _RETRY_S = 0.5
 _GOODBYE_S = 1.0
@@ -86,7 +86,7 @@ class Coordinator:
         self._policy = policy
         self._digests = digests
         self._observe = observe
-        self._prefix = f"/resilient-run/{run_id}/"
+        self._prefix = keys.prefix(run_id)
         self.leased = LeasedKeys(self._prefix, view, lambda: self._lease)
         self._config = config
         self._address = address
@@ -115,14 +115,14 @@ class Coordinator:
             async with asyncio.TaskGroup() as group:
                 election = Election(etcd, self._prefix, self._view, lambda: self._lease)
                 tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-                    "follow rounds": partial(self._follow, etcd, "rdzv/", self._rendezvous),
-                    "follow commits": partial(self._follow, etcd, "ckpt/watermark", self._watermark),
-                    "follow hosts": partial(self._follow, etcd, "ckpt/hosts/", self._hosts),
-                    "follow comparison": partial(self._follow, etcd, "ckpt/equal/", self._equal),
+                    "follow rounds": partial(self._follow, etcd, keys.RENDEZVOUS, self._rendezvous),
+                    "follow commits": partial(self._follow, etcd, keys.WATERMARK, self._watermark),
+                    "follow hosts": partial(self._follow, etcd, keys.HOSTS(), self._hosts),
+                    "follow comparison": partial(self._follow, etcd, keys.EQUAL(), self._equal),
                     "register": partial(self._register, etcd),
                     "report": partial(self._report, etcd),
                     "leased keys": partial(self.leased.run, etcd),
-                    "follow root": partial(self._follow, etcd, "root/", self._root),
+                    "follow root": partial(self._follow, etcd, keys.ROOT, self._root),
                     "election": election.run,
                     "lead": partial(self._lead, etcd, group),
                     **{name: partial(companion, etcd) for name, companion in self._companions.items()},
@@ -159,7 +159,7 @@ class Coordinator:
         # What vanished while this did not run counts as gone as well.
         known = self._known.setdefault(name, set())
         gone = set(known)
-        async with aclosing(etcd.changes(self._key(name))) as states:
+        async with aclosing(etcd.changes(self._prefix + name)) as states:
             async for changed in states:
                 changes = {key.removeprefix(self._prefix): entry for key, entry in changed.items()}
                 changes, gone = {**dict.fromkeys(gone - changes.keys()), **changes}, set()
@@ -172,27 +172,27 @@ class Coordinator:
         changes = {key: entry for key, entry in changes.items() if key.startswith(_RENDEZVOUS)}
         entries = self._entries
         update(entries, changes)
-        job, found = entries.get("rdzv/job"), entries.get("rdzv/round")
-        if job is None or not changes:
+        entry, found = entries.get(keys.JOB), entries.get(keys.ROUND)
+        if entry is None or not changes:
             return
-        fields = Fields(job.value, "rdzv/job")
-        await self._on_incarnation(fields.text("incarnation"))
-        self._view.token = fields.text("token")
+        job = Job.parse(entry.value)
+        await self._on_incarnation(job.incarnation)
+        self._view.token = job.token
         self._view.quarantines = _quarantines(entries)
-        self._view.injection = job.value.get("injection") is True
+        self._view.injection = job.injection
         if found is not None and (self._view.round is None or self._view.round.revision != found.revision):
             await self._on_round(Round.parse(found.value, found.revision))
-        done = f"rdzv/done/{self._view.generation}/"
+        done = keys.DONE(self._view.generation, "")
         self._view.finishing = any(name.startswith(done) for name in entries)
         self._view.notify()
 
     async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)
-        entry, following = self._entries.get("ckpt/watermark"), self._entries.get(NEXT_KEY)
-        pair = None if entry is None else Fields(entry.value, "ckpt/watermark").pair()
-        next_ = None if following is None else Fields(following.value, NEXT_KEY).pair()
+        entry, following = self._entries.get(keys.WATERMARK), self._entries.get(keys.NEXT)
+        pair = None if entry is None else Fields(entry.value, keys.WATERMARK).pair()
+        next_ = None if following is None else Fields(following.value, keys.NEXT).pair()
         if self._persister is not None:
-            await self._persister.see(self._entries.get(REQUEST_KEY))
+            await self._persister.see(self._entries.get(keys.PERSIST))
         self._view.watermark, self._view.watermark_revision = pair, 0 if entry is None else entry.revision
         self._view.next = next_
         self._view.notify()
@@ -200,7 +200,7 @@ class Coordinator:
     async def _hosts(self, changes: Mapping[str, Entry | None]) -> None:
         addresses, every, signs = dict(self._view.addresses), dict(self._view.every_elsewhere), dict(self._view.signs)
         for key, entry in changes.items():
-            host = key.removeprefix("ckpt/hosts/")
+            host = key.removeprefix(keys.HOSTS())
             if entry is None:
                 addresses.pop(host, None)
                 every.pop(host, None)
@@ -216,7 +216,7 @@ class Coordinator:
     async def _equal(self, changes: Mapping[str, Entry | None]) -> None:
         equal = self._digests.equal = self._digests.equal or {}
         for key, entry in changes.items():
-            structure = key.removeprefix("ckpt/equal/")
+            structure = key.removeprefix(keys.EQUAL())
             equal.pop(structure, None)
             try:
                 if entry is not None:
@@ -227,14 +227,14 @@ class Coordinator:
 
     async def _root(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)
-        leader, decisions = self._entries.get(LEADER_KEY), self._entries.get(DECISIONS_KEY)
-        self._view.leader = None if leader is None else Fields(leader.value, LEADER_KEY).text("host")
+        leader, decisions = self._entries.get(keys.LEADER), self._entries.get(keys.DECISIONS)
+        self._view.leader = None if leader is None else Fields(leader.value, keys.LEADER).text("host")
         self._view.leader_revision = 0 if leader is None else leader.revision
         self._view.decisions = () if decisions is None else tuple(decisions.value.get("decisions", ()))
         self._view.notify()
 
     async def _register(self, etcd: Etcd) -> None:
-        """Keep `ckpt/hosts/<host>` there; a new lease also means that etcd may have forgotten our report."""
+        """Keep this host registered; a new lease also means that etcd may have forgotten our report."""
         while True:
             try:
                 self._lease = await etcd.lease(_LEASE_TTL_S)
@@ -250,7 +250,7 @@ class Coordinator:
         """Write what the others must know of this host, and return when that is another thing or the lease is lost."""
         (addr, port), every, sign = self._address, self._view.every_here, self._view.sign_here
         value = {"addr": addr, "port": port, "every": every, "sign": sign}
-        await etcd.put(self._key(f"ckpt/hosts/{self._view.host}"), value, lease=lease)
+        await etcd.put(self._prefix + keys.HOSTS(self._view.host), value, lease=lease)
         self._view.notify()
         lost = asyncio.ensure_future(lease.lost.wait())
         other = asyncio.ensure_future(
@@ -263,7 +263,7 @@ class Coordinator:
             other.cancel()
 
     async def _report(self, etcd: Etcd) -> None:
-        """Keep `ckpt/held/<host>` equal to what is held; at most one put is under way and the newest state wins."""
+        """Keep this host's report equal to what is held; at most one put is under way and the newest state wins."""
         await self._slots.adopt()
         outage = False
         while True:
@@ -326,18 +326,15 @@ class Coordinator:
 
     @property
     def _held_key(self) -> str:
-        return self._key(f"ckpt/held/{self._view.host}")
-
-    def _key(self, name: str) -> str:
-        return self._prefix + name
+        return self._prefix + keys.HELD(self._view.host)
 
 
 def _quarantines(entries: Mapping[str, Entry]) -> dict[str, Quarantine]:
-    found = {}
+    found, folder = {}, keys.QUARANTINES()
     for key, entry in entries.items():
-        if key.startswith("rdzv/quarantine/"):
+        if key.startswith(folder):
             try:
-                found[key.removeprefix("rdzv/quarantine/")] = Quarantine.parse(entry.value)
+                found[key.removeprefix(folder)] = Quarantine.parse(entry.value)
             except DaemonError as error:
                 log.error("%s counts as none: %s", key, error)
     return found

@@ -21,7 +21,7 @@ from .observer import Observer
 from .peers.offer import Offer
 from .peers.pacing import Pacer
 from .peers.replication import Replicator
-from .run.rounds import Pair, Round, is_import, pair_message
+from .run.rounds import Pair, Round, is_import, pair_value
 from .run.view import JobView
 from .slots.slots import JobSlots, SlotFile
 from .tier.fetch import TierSource
@@ -195,7 +195,7 @@ class Job:
         self._check()
         return {
             "attached": self.slots.record.attached,
-            "watermark": pair_message(self.view.watermark),
+            "watermark": pair_value(self.view.watermark),
             "last_steps": self.sessions.last_steps,
             "idle_s": self._observer.hang.idle_s,
             "refused": self.sessions.refusals.get(self.view.generation),
@@ -217,7 +217,7 @@ class Job:
             async with asyncio.timeout(timeout_s):
                 await self.view.wait_for(lambda: self.failure is not None or self._settled())
         self._check()
-        return {"watermark": pair_message(self.view.watermark)}
+        return {"watermark": pair_value(self.view.watermark)}
 
     async def persisted(self) -> dict[str, Any]:
         """Return the pairs that are published in the persistent tier, oldest first, and how many ranks made the newest.
@@ -274,7 +274,7 @@ class Job:
             "world_size": 0 if self.view.round is None else self.view.round.world_size,
             "own_ranks": list(self.view.own_ranks),
             "attached_ranks": self.sessions.ranks,
-            "watermark": pair_message(self.view.watermark),
+            "watermark": pair_value(self.view.watermark),
             "replication": self._pacer.describe(),
             "protection": self.sessions.describe_protection(),
             "failure": self.failure,

@@ -14,6 +14,7 @@ from .health.gpu import open_gpus
 from .health.health import local_directory, measure_host
 from .health.reach import Reach
 from .health.threshold import Judge, Measure
+from .run import keys
 from .run.hang import HangDetector
 from .run.leased import LeasedKeys
 from .run.life import cpu_seconds
@@ -33,7 +34,7 @@ class Observer:
     Args:
         policy: The job's configuration.
         view: What is known of the job.
-        keys: Where `obs/<host>` is put, for as long as something is wrong.
+        keys: Where its observations are put, for as long as something is wrong.
         tmpfs: Directory of the slots.
         disks: Directories that need room, besides a local persistent tier.
         ask_peer: Returns once the daemon of a host has answered; raises `PeerError`.
@@ -89,7 +90,7 @@ class Observer:
             elif old is not None:
                 log.info("%s is over: %s", old.kind, old.message)
         if news:
-            self._keys.set(f"obs/{self._view.host}", report_observations(self._all()))
+            self._keys.set(keys.OBSERVATIONS(self._view.host), report_observations(self._all()))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what is wrong now, for `resilientctl status`."""

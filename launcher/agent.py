@@ -16,11 +16,12 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError
+from resilient_run.daemon.run.records import Failure
 
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
 from .rendezvous.rendezvous import EtcdRendezvous
-from .rendezvous.rounds import Failure, explained
+from .rendezvous.rounds import explained
 from .timeline import Timeline, newest_step
 from .workers.warm import WorkerStarter
 
@@ -307,9 +308,9 @@ class ResilientAgent(LocalElasticAgent):
     def _sum_up(self) -> None:
         """Report the recovery of all hosts once each has told its own; the host of group rank 0 does."""
         round_ = self._rdzv.round
-        if round_ is None or round_.members[0].host != self._rdzv.host:
+        if round_ is None or round_.hosts[0] != self._rdzv.host:
             return
-        found = [self._rdzv.view.recovered.get((round_.generation, seat.host)) for seat in round_.members]
+        found = [self._rdzv.view.recovered.get((round_.generation, host)) for host in round_.hosts]
         events = [event for event in found if event is not None and event.get("complete")]
         if len(events) == len(found):
             self._timeline.sum_up(round_.generation, events)

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_daemon import SoloDaemon
 
+from seats import seats
 from resilient_run.ckpt.capture.slots import SlotPair
 from resilient_run.ckpt.format.slot import Slot
 from resilient_run.daemon.run.commit import Agreed, Lead, Tally, advance
 from resilient_run.daemon.run.rounds import Pair, Round
 
 RANKS = 3
-ROUND = Round(generation=2, hosts=("a", "b", "c"), nprocs=(1, 1, 1), restore=(1, 4), revision=1)
+ROUND = Round(generation=2, seats=seats("abc"), restore=(1, 4), revision=1)
 
 
 class Run:

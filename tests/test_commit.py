@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from seats import seats
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.run.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held
@@ -16,13 +17,11 @@ from resilient_run.daemon.run.rounds import Pair, Round
 def make_round(
     hosts: str = "abc", *, nproc: int = 1, generation: int = 1, restore: Pair | None = None, revision: int = 1
 ) -> Round:
-    return Round(
-        generation=generation, hosts=tuple(hosts), nprocs=(nproc,) * len(hosts), restore=restore, revision=revision
-    )
+    return Round(generation=generation, seats=seats(hosts, [nproc] * len(hosts)), restore=restore, revision=revision)
 
 
 def test_round_knows_ranks_and_replicas() -> None:
-    uneven = Round(generation=1, hosts=("a", "b", "c"), nprocs=(2, 1, 3), restore=None, revision=1)
+    uneven = Round(generation=1, seats=seats("abc", (2, 1, 3)), restore=None, revision=1)
     assert [list(uneven.ranks(host)) for host in "abcx"] == [[0, 1], [2], [3, 4, 5], []]
     assert uneven.world_size == 6
     assert uneven.holders(2, 2) == ("b", "c")

@@ -19,6 +19,7 @@ from functools import cache
 
 import pytest
 
+from seats import seats
 from resilient_run.daemon.run.commit import Agreed, Tally, advance, is_dead
 from resilient_run.daemon.run.rounds import Pair, Round
 
@@ -81,11 +82,9 @@ class World:
 def round_of(game: Game, members: str, generation: int, restore: Pair | None) -> Round:
     return Round(
         generation=generation,
-        hosts=tuple(members),
-        nprocs=(1,) * len(members),
+        seats=seats(members, labels=tuple(map(game.label, members))),
         restore=restore,
         revision=generation,
-        labels=tuple(map(game.label, members)),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seats import seats
 from resilient_run.daemon.comparison.comparison import ClaimTally, Comparer
 from resilient_run.daemon.comparison.digests import Claim, EqualLeaves, HostDigests, parse_claims
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
@@ -111,7 +112,7 @@ def test_what_must_be_equal_is_told_before_more_is_let_through(
         prefix = f"/resilient-run/{tmp_path.name}/"
         revision = await etcd.commit({}, {f"{prefix}rdzv/round": {}})
         view = JobView(host="a", replicas=1)
-        view.round = Round(generation=1, hosts=("a",), nprocs=(2,), restore=None, revision=revision)
+        view.round = Round(generation=1, seats=seats("a", [2]), restore=None, revision=revision)
         tables, seen = Tables(view), dict[str, Observation]()
 
         def observe(found: Mapping[str, Observation]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seats import member_value, seats
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.root.decide import (
@@ -23,9 +24,10 @@ from resilient_run.daemon.root.decide import (
 )
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
-from resilient_run.daemon.root.view import Failure, RootView
+from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run.observation import Observation
 from resilient_run.daemon.run.quarantine import Quarantine
+from resilient_run.daemon.run.records import Failure
 from resilient_run.daemon.run.rounds import Pair, Round
 
 NOW_S = 1_000_000.0
@@ -35,7 +37,7 @@ OVER = Quarantine(since_unix_s=NOW_S - 100, until_unix_s=NOW_S - 1, reason="a te
 
 
 def round_(names: str = "abc", generation: int = 4, restore: Pair | None = (3, 10)) -> Round:
-    return Round(generation=generation, hosts=tuple(names), nprocs=(1,) * len(names), restore=restore, revision=7)
+    return Round(generation=generation, seats=seats(names), restore=restore, revision=7)
 
 
 def failure(kind: str = "worker_exit", host: str = "a", generation: int = 4, **changes: Any) -> Failure:
@@ -465,7 +467,7 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
         "ckpt/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
     }
     for host in draw(st.sets(st.sampled_from("abcde"))):
-        values[f"rdzv/members/{host}"] = {"session": "s", "ready": draw(st.sampled_from([0, 5]))}
+        values[f"rdzv/members/{host}"] = member_value("s", draw(st.sampled_from([0, 5])))
     for host in draw(st.sets(st.sampled_from("abcde"))):
         values[f"ckpt/hosts/{host}"] = {"addr": "x", "port": 1}
         ranks = draw(st.dictionaries(st.sampled_from("012"), st.lists(pairs, max_size=2)))

@@ -16,6 +16,7 @@ from cluster import wait_until
 from hosts import PAYLOAD_BYTES, Host, Hosts, publish
 from torch.distributed import TCPStore
 
+from seats import seats
 from resilient_run.ckpt.format import slot
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, parse_header, plan_layout
 from resilient_run.ckpt.link.env import TrainerEnv
@@ -32,7 +33,7 @@ CONFIG = EdgeConfig(sub_buffers=4, sub_buffer_bytes=1 << 16, device=None)
 
 def made_round(*nprocs: int) -> Round:
     hosts = tuple(f"host{index}" for index in range(len(nprocs)))
-    return Round(generation=1, hosts=hosts, nprocs=nprocs, restore=None, revision=1)
+    return Round(generation=1, seats=seats(hosts, nprocs), restore=None, revision=1)
 
 
 @pytest.mark.parametrize("nprocs", [(1, 1), (2, 2), (1, 1, 1), (2, 2, 2, 2, 2), (3, 1), (1, 4, 2), (8, 3, 1, 2)])

@@ -27,10 +27,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
-from resilient_run.daemon.run.rounds import Round as DaemonRound
+from resilient_run.daemon.run.rounds import Round
 from resilient_run.launcher.rendezvous import claim
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
-from resilient_run.launcher.rendezvous.rounds import Round
 
 WAIT_S = 60.0
 OUTAGE_S = 4.5
@@ -164,7 +163,7 @@ def test_hosts_form_a_round(launchers: Launchers) -> None:
         assert handler.host == host
         assert handler.use_agent_store
         assert handler.round is not None
-        assert [(seat.host, seat.nproc, seat.role) for seat in handler.round.members] == [
+        assert [(seat.host, seat.nproc, seat.role) for seat in handler.round.seats] == [
             (name, 2, "trainer") for name in "bca"
         ]
     assert len({handler.view.job for handler in launchers.handlers.values()}) == 1
@@ -178,8 +177,8 @@ def test_labels_reach_the_round(launchers: Launchers, monkeypatch: pytest.Monkey
     launchers.joined("abcd")
     keys = launchers.keys()
     assert keys["rdzv/members/c"].value["label"] == "y"
-    formed = DaemonRound.parse(keys["rdzv/round"].value, keys["rdzv/round"].revision)
-    assert formed.labels == ("x", "x", "y", "y")
+    formed = Round.parse(keys["rdzv/round"].value, keys["rdzv/round"].revision)
+    assert tuple(seat.label for seat in formed.seats) == ("x", "x", "y", "y")
     assert [formed.holders(rank, 2) for rank in range(4)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
 
 
@@ -468,8 +467,9 @@ def test_round_restores_the_watermark(launchers: Launchers) -> None:
     assert handler.round.restore is None
     put_watermark(launchers, 1, 41)
     launchers.joined("a")
-    assert handler.round.restore == {"generation": 1, "step": 41}
-    assert Round.from_value(launchers.keys()["rdzv/round"].value) == handler.round
+    assert handler.round.restore == (1, 41)
+    entry = launchers.keys()["rdzv/round"]
+    assert Round.parse(entry.value, entry.revision) == handler.round
 
 
 def test_damaged_watermark_is_named(launchers: Launchers) -> None:
@@ -497,7 +497,7 @@ def test_watermark_that_moves_while_a_round_is_formed(launchers: Launchers, monk
     launchers.joined("a")
     assert moved
     assert handler.round is not None
-    assert handler.round.restore == {"generation": 1, "step": 42}
+    assert handler.round.restore == (1, 42)
 
 
 def commit(launchers: Launchers, generation: int, step: int, world_size: int) -> None:
@@ -520,7 +520,7 @@ def test_round_with_something_to_restore_does_not_grow(launchers: Launchers, cap
     handler.report_failure(kind="worker_exit", message="rank 0 died")
     assert launchers.joined("a")["a"].world_size == 1
     assert handler.round is not None
-    assert handler.round.restore == {"generation": 1, "step": 41}
+    assert handler.round.restore == (1, 41)
     handler.leave()
     assert newcomer.result(WAIT_S).world_size == 1
     assert launchers.handlers["b"].generation == 3
@@ -608,7 +608,7 @@ def test_failure_ends_the_run_and_leaves_what_a_new_start_needs(launchers: Launc
     assert ranks(launchers.joined("ba")) == {"a": 0, "b": 1}
     handler = launchers.handlers["a"]
     assert handler.round is not None
-    assert (handler.generation, handler.round.restore) == (2, {"generation": 1, "step": 41})
+    assert (handler.generation, handler.round.restore) == (2, (1, 41))
 
 
 def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:
@@ -666,7 +666,7 @@ def test_launchers_on_one_host_have_names_of_their_own(launchers: Launchers) -> 
             infos = [pool.submit(handler.next_rendezvous) for handler in handlers]
             assert {info.result(WAIT_S).world_size for info in infos} == {len(handlers)}
         assert handlers[0].round is not None
-        return {seat.host for seat in handlers[0].round.members}
+        return set(handlers[0].round.hosts)
 
     first, second, third = (launchers.make("a", (2, 2)) for _ in range(3))
     assert [handler.host for handler in (first, second, third)] == ["a", "a#1", "a#2"]

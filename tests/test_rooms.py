@@ -38,11 +38,11 @@ EDGES = {
     "daemon": "daemon.* ckpt.errors ckpt.format",
     "daemon.ctl": "daemon daemon.tier daemon.slots daemon.run daemon.base daemon.etcd"
     " ckpt.convert ckpt.errors ckpt.format",
-    "launcher.rendezvous": "daemon.run daemon.etcd ckpt.errors",
+    "launcher.rendezvous": "daemon.run daemon.base daemon.etcd ckpt.errors",
     "launcher.workers": "",
     "launcher.lab": "",
-    "launcher.inject": "launcher.rendezvous daemon.run daemon.base daemon.etcd ckpt.errors",
-    "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.base daemon.tier"
+    "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors",
+    "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.run daemon.base daemon.tier"
     " ckpt ckpt.convert ckpt.errors ckpt.format",
     "comm.errors": "",
     "comm.sparsity": "",

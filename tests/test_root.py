@@ -13,6 +13,7 @@ from cluster import wait_until
 from etcd_process import EtcdProcess
 from hosts import Hosts, Trainer, wait_for_watermark
 
+from seats import member_value
 from resilient_run.daemon.etcd.client import Entry, EtcdConfig
 
 LEASE_S = 5
@@ -63,7 +64,7 @@ def decided(hosts: Hosts, kind: str) -> dict[str, Any]:
 def members(hosts: Hosts, names: str, ready: int = 0, session: str = "s") -> None:
     """Let launchers of these hosts be there."""
     for name in names:
-        put(hosts, f"rdzv/members/{name}", {"session": session, "nproc": 1, "role": "", "pid": 1, "ready": ready})
+        put(hosts, f"rdzv/members/{name}", member_value(session, ready))
 
 
 def fail(hosts: Hosts, generation: int, kind: str, host: str, **fields: Any) -> None:

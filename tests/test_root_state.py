@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seats import member_value
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
 from resilient_run.daemon.root import state as root_state
@@ -54,7 +55,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 for name in "abcd":
     VALUES |= {
-        f"rdzv/members/{name}": st.builds(lambda ready: {"ready": ready}, st.integers(0, 2)),
+        f"rdzv/members/{name}": st.builds(lambda ready: member_value("s", ready), st.integers(0, 2)),
         f"rdzv/quarantine/{name}": st.just({"since_unix_s": 1.0, "until_unix_s": 2.0, "reason": "r"}),
         f"ckpt/hosts/{name}": st.just({"addr": "x", "port": 1, "every": 1}),
         f"ckpt/held/{name}": st.builds(
@@ -143,7 +144,7 @@ def test_who_is_gone_is_settled_when_the_next_round_is_formed() -> None:
         return {"rdzv/round": Entry(value={"generation": generation, "members": members}, revision=1)}
 
     def launcher(session: str) -> dict[str, Any]:
-        return {f"rdzv/members/{session[0]}": Entry(value={"session": session, "ready": 0}, revision=1)}
+        return {f"rdzv/members/{session[0]}": Entry(value=member_value(session), revision=1)}
 
     state = RootState("a", REPLICAS)
     state.apply({**seats(1, "a1", "b1", "c1"), **launcher("a1"), **launcher("b1"), **launcher("c1")})

@@ -9,24 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_run.daemon.etcd.client import Entry
+from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.quarantine import Quarantine
+from resilient_run.daemon.run.records import Closed, Failure, Job
+from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.launcher.rendezvous.forming import Decision, next_round, standby
-from resilient_run.launcher.rendezvous.rounds import (
-    Closed,
-    Failure,
-    Job,
-    Member,
-    Round,
-    Seat,
-    View,
-    assign_ranks,
-    broken,
-    explained,
-    newcomers,
-)
+from resilient_run.launcher.rendezvous.rounds import View, assign_ranks, broken, explained, newcomers
 
 NOW_S = 1_000_000.0
-PREFIX = "/resilient-run/run/rdzv/"
+PREFIX = keys.prefix("run")
 
 
 def member(host: str, *, ready: int = 0, session: str = "", arrival: int = 0, label: str = "") -> Member:
@@ -49,9 +40,9 @@ def seat(host: str) -> Seat:
 
 def view(members: Iterable[Member] = (), before: str = "", generation: int = 1, **other: Any) -> View:
     """A view whose round, if `before` names hosts, is `generation`."""
-    formed = Round(generation=generation, members=tuple(map(seat, before)), restore=None) if before else None
-    keys = {"stores": {}, "failures": {}, "done": frozenset(), "round": formed, **other}
-    return View(members={item.host: item for item in members}, **keys)
+    formed = Round(generation=generation, seats=tuple(map(seat, before)), restore=None) if before else None
+    known = {"stores": {}, "failures": {}, "done": frozenset(), "round": formed, **other}
+    return View(members={item.host: item for item in members}, **known)
 
 
 def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0) -> Decision:
@@ -196,9 +187,7 @@ def test_history_of_a_run(history: list[tuple[str, str]]) -> None:
             known = members.get(host, member(host, arrival=arrival, session=f"{host}.{arrival}"))
             at = generation + 1 if event == "ready" else known.ready
             members[host] = member(host, ready=at, session=known.session, arrival=known.arrival)
-        state = View(
-            members=members, round=state.round, stores={}, failures={}, done=frozenset(), round_revision=arrival
-        )
+        state = View(members=members, round=state.round, stores={}, failures={}, done=frozenset())
         decision = decide(state, generation + 1, (low, high), since_arrival_s=60)
         if decision.members is None:
             continue
@@ -206,7 +195,7 @@ def test_history_of_a_run(history: list[tuple[str, str]]) -> None:
         assert low <= len(taken) <= high
         assert len(set(taken)) == len(taken)
         assert all(members[name].ready == generation + 1 for name in taken)
-        formed = Round(generation=generation + 1, members=decision.members, restore=None)
+        formed = Round(generation=generation + 1, seats=decision.members, restore=None)
         after = [member(m.host, session=m.session, arrival=m.arrival) for m in members.values() if m.host in taken]
         standbys = [m for m in members.values() if m.host not in taken]
         state = View(
@@ -219,7 +208,9 @@ def test_history_of_a_run(history: list[tuple[str, str]]) -> None:
         assert broken(state, generation + 1) is None
 
 
-FAILURE = Failure(host="a", kind="worker_exit", rank=0, pid=5, exitcode=1, unix_s=1.0, message="rank 0 exited")
+FAILURE = Failure(
+    generation=1, host="a", kind="worker_exit", rank=0, pid=5, exitcode=1, unix_s=1.0, message="rank 0 exited"
+)
 
 
 def test_broken_by_a_reported_failure() -> None:
@@ -262,9 +253,9 @@ def test_broken_because_the_run_went_on() -> None:
 def test_worker_exit_is_explained_by_a_host_that_is_gone_in_the_next_round(
     after: tuple[str, ...], standbys: str, failure: Failure, blamed: str
 ) -> None:
-    before = Round(generation=1, members=(seat("a"), seat("b")), restore=None)
+    before = Round(generation=1, seats=(seat("a"), seat("b")), restore=None)
     seats = tuple(replace(seat(session[0]), session=session) for session in after)
-    now = replace(view(ready(standbys, 0)), round=Round(generation=2, members=seats, restore=None))
+    now = replace(view(ready(standbys, 0)), round=Round(generation=2, seats=seats, restore=None))
     found = explained(failure, before, now)
     assert found.host == blamed
     assert (found is failure) == (blamed == "a")
@@ -279,7 +270,7 @@ def test_newcomers_are_wanted_only_while_there_is_room() -> None:
     assert newcomers(view(members), 3, NOW_S) == []
 
 
-RESTORES = {"generation": 3, "step": 17}
+RESTORES = (3, 17)
 
 
 def sized(sizes: str, *, arrival: int = 0) -> list[Member]:
@@ -313,7 +304,7 @@ def test_run_that_has_something_to_restore_keeps_its_size(
     before: str, now: str, nnodes: tuple[int, int], taken: str | None
 ) -> None:
     seats = tuple(item.seat for item in sized(before))
-    formed = Round(generation=4, members=seats, restore=RESTORES) if seats else None
+    formed = Round(generation=4, seats=seats, restore=RESTORES) if seats else None
     members = {item.host: item for item in sized(now)}
     ranks = formed.world_size if formed else 2
     state = View(members=members, round=formed, committed=ranks, stores={}, failures={}, done=frozenset())
@@ -328,11 +319,11 @@ def test_run_that_has_something_to_restore_keeps_its_size(
 
 
 def test_only_what_fits_no_other_number_of_ranks_binds_a_run() -> None:
-    formed = Round(generation=4, members=(seat("a"),), restore=None)
+    formed = Round(generation=4, seats=(seat("a"),), restore=None)
     nothing = view([*ready("a", 0), member("b", ready=5)], round=formed)
     assert (nothing.bound, standby(nothing, 2, NOW_S)) == (None, None)
     assert newcomers(nothing, 2, NOW_S) == ["b"]
-    imported = replace(nothing, round=replace(formed, restore={"generation": 0, "step": 9}))
+    imported = replace(nothing, round=replace(formed, restore=(0, 9)))
     assert (imported.bound, newcomers(imported, 2, NOW_S)) == (None, ["b"])
     for bound in (replace(nothing, round=replace(formed, restore=RESTORES)), replace(nothing, committed=1)):
         assert (bound.bound, newcomers(bound, 2, NOW_S)) == (1, [])
@@ -393,27 +384,26 @@ def test_round_does_not_grow_by_a_host_in_quarantine_until_its_cool_down_ends() 
 
 def test_every_key_is_read_back_as_written() -> None:
     job = Job(incarnation="i", min_nodes=1, max_nodes=2, token="t")
-    formed = Round(generation=4, members=(seat("a"), seat("b")), restore={"generation": 3, "step": 17})
+    formed = Round(generation=4, seats=(seat("a"), seat("b")), restore=(3, 17), revision=20)
     closed = Closed(reason="done", failed=False)
-    a = member("a", ready=5, arrival=11, label="rack-1")
+    a, failure = member("a", ready=5, arrival=11, label="rack-1"), replace(FAILURE, generation=4)
     values = {
-        "job": job.to_value(),
-        "round": formed.to_value(),
-        "closed": closed.to_value(),
-        "committed": {"world_size": 2},
-        "members/a": a.to_value(),
-        "failure/4": FAILURE.to_value(),
-        "store/4": {"addr": "10.0.0.1", "port": 1234},
-        "done/4/b": {},
-        "quarantine/c": quarantined("c")["c"].to_value(),
+        "rdzv/job": job.to_value(),
+        "rdzv/round": formed.to_value(),
+        "rdzv/closed": closed.to_value(),
+        "rdzv/committed": {"world_size": 2},
+        "rdzv/members/a": a.to_value(),
+        "rdzv/failure/4": failure.to_value(),
+        "rdzv/store/4": {"addr": "10.0.0.1", "port": 1234},
+        "rdzv/done/4/b": {},
+        "rdzv/quarantine/c": quarantined("c")["c"].to_value(),
     }
     entries = {PREFIX + key: Entry(value=value, revision=20, created=11) for key, value in values.items()}
     assert View.parse(entries, PREFIX) == View(
         members={"a": a},
         round=formed,
-        round_revision=20,
         stores={4: ("10.0.0.1", 1234)},
-        failures={4: FAILURE},
+        failures={4: failure},
         done=frozenset({(4, "b")}),
         job=job,
         closed=closed,
@@ -425,20 +415,20 @@ def test_every_key_is_read_back_as_written() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("unknown", {}),
-        ("job", {"incarnation": "i", "min_nodes": "1", "max_nodes": 2, "token": "t"}),
-        ("round", {"generation": 1, "members": [{"host": "a"}], "restore": None}),
-        ("round", {"generation": 1, "members": ["a"], "restore": None}),
-        ("round", {"generation": 1, "members": [], "restore": {"generation": 1}}),
-        ("closed", {"reason": "r", "failed": 1}),
-        ("committed", {"world_size": "2"}),
-        ("members/a", {**member("a").to_value(), "label": 1}),
-        ("members/a", {"session": "s", "nproc": True, "role": "", "addr": "", "pid": 1, "ready": 0}),
-        ("failure/x", FAILURE.to_value()),
-        ("failure/1", {**FAILURE.to_value(), "rank": "0"}),
-        ("store/1", {"addr": "a"}),
-        ("done/a/b/c", {}),
-        ("quarantine/a", {"until_unix_s": 1.0}),
+        ("rdzv/unknown", {}),
+        ("rdzv/job", {"incarnation": "i", "min_nodes": "1", "max_nodes": 2, "token": "t"}),
+        ("rdzv/round", {"generation": 1, "members": [{"host": "a"}], "restore": None}),
+        ("rdzv/round", {"generation": 1, "members": ["a"], "restore": None}),
+        ("rdzv/round", {"generation": 1, "members": [], "restore": {"generation": 1}}),
+        ("rdzv/closed", {"reason": "r", "failed": 1}),
+        ("rdzv/committed", {"world_size": "2"}),
+        ("rdzv/members/a", {**member("a").to_value(), "label": 1}),
+        ("rdzv/members/a", {"session": "s", "nproc": True, "role": "", "addr": "", "pid": 1, "ready": 0}),
+        ("rdzv/failure/x", FAILURE.to_value()),
+        ("rdzv/failure/1", {**FAILURE.to_value(), "rank": "0"}),
+        ("rdzv/store/1", {"addr": "a"}),
+        ("rdzv/done/a/b/c", {}),
+        ("rdzv/quarantine/a", {"until_unix_s": 1.0}),
     ],
 )
 def test_damaged_keys_are_ignored_and_named(key: str, value: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from cluster import Host, kill, recovered, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
 
+from seats import seats
 from resilient_run.daemon.run.rounds import Round
 
 
@@ -39,7 +40,7 @@ def halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hal
 
 
 def round_of(*hosts: str, labels: tuple[str, ...] = ()) -> Round:
-    return Round(generation=1, hosts=hosts, nprocs=tuple(2 for _ in hosts), restore=None, revision=1, labels=labels)
+    return Round(generation=1, seats=seats(hosts, [2] * len(hosts), labels), restore=None, revision=1)
 
 
 def test_replicas_go_to_another_machine() -> None:
@@ -51,7 +52,7 @@ def test_replicas_go_to_another_machine() -> None:
 
 def test_labels_are_of_machines() -> None:
     labelled = round_of("a", "a#1", "b", "c", "c#1", "d", labels=("x", "x", "x", "y", "y", "y"))
-    racks = dict(zip(labelled.hosts, labelled.labels, strict=True))
+    racks = {seat.host: seat.label for seat in labelled.seats}
     for keepers in labelled.keepers(2):
         assert len({racks[host] for host in keepers}) == 2
 

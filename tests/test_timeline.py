@@ -182,8 +182,8 @@ def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: p
 def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) -> None:
     event = {"host": "a", "kind": "k", "cause": "c", "generation": 2, "complete": True, "total_s": 1.0}
     event |= {"ranks": {"0": "local"}, "restored_step": None, "steps_lost": 0}
-    seen = View.parse({"/p/recovered/2/a": Entry(value=event, revision=1)}, "/p/")
+    seen = View.parse({"/p/rdzv/recovered/2/a": Entry(value=event, revision=1)}, "/p/")
     assert seen.recovered == {(2, "a"): event}
     assert not View.parse(
-        {"/p/recovered/2/a": Entry(value={**event, **value} if value else {}, revision=1)}, "/p/"
+        {"/p/rdzv/recovered/2/a": Entry(value={**event, **value} if value else {}, revision=1)}, "/p/"
     ).recovered

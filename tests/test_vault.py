@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_watermark
 
+from seats import seats
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
 from resilient_run.daemon.base.record import JobRecord
@@ -150,7 +151,7 @@ def test_round_clears_what_it_did_not_restore(shm_dir: Path) -> None:
         slots = open_vault(shm_dir).open(record())
         await place(slots, (1, 7), None)
         await place(slots, (1, 8), None)
-        slots.clear_dead(Round(generation=2, hosts=("a",), nprocs=(4,), restore=(1, 7), revision=1))
+        slots.clear_dead(Round(generation=2, seats=seats("a", [4]), restore=(1, 7), revision=1))
         assert slots.held() == {3: {(1, 7)}}
         assert sorted(file.slot.state() for file in slots.files()) == ["COMPLETE", "EMPTY"]
 

@@ -77,8 +77,8 @@ class Fields:
         raise self._wrong(name, f"printable text of 1 to {max_bytes} bytes")
 
     def optional_text(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-        """Return the text field `name`, "" when it is empty or missing."""
-        return self.text(name, max_bytes) if self._values.get(name, "") != "" else ""
+        """Return the text field `name`, "" when it is empty, null or missing."""
+        return "" if self._values.get(name) in ("", None) else self.text(name, max_bytes)
 
     def flag(self, name: str) -> bool:
         """Return the boolean field `name`.

@@ -1,7 +1,7 @@
 """Comparing ranks that must hold the same bytes: in every pair by one digest per rank, by all digests when they differ.
 
 Runs on the root, beside its commits. What is equal at all is learned anew in each generation (`lesson.py`) and told to
-all hosts under `ckpt/equal/`. A host reports one digest of those leaves of each structure with each capture that its
+all hosts in etcd. A host reports one digest of those leaves of each structure with each capture that its
 ranks make, in the report of replicas that is written anyway.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ..etcd.client import Etcd, EtcdUnavailable
 from ..peers.fetch import PeerError
+from ..run import keys
 from ..run.observation import Observation
 from ..run.rounds import Pair
 from ..run.view import JobView
@@ -279,8 +280,8 @@ class Comparer:
         if not news or round_ is None:
             self._untold.discard(structure)
             return
-        guards = {f"{self._prefix}rdzv/round": round_.revision}
-        if await self._etcd.commit(guards, {f"{self._prefix}ckpt/equal/{structure}": equal.to_value()}):
+        guards = {self._prefix + keys.ROUND: round_.revision}
+        if await self._etcd.commit(guards, {self._prefix + keys.EQUAL(structure): equal.to_value()}):
             self._masks[structure] = equal.name
             self._untold.discard(structure)
         else:

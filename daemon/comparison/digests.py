@@ -14,6 +14,7 @@ from resilient_run.ckpt.format.digests import MAX_DIGESTS, U64
 
 from ..base.fields import Fields
 from ..peers.fetch import Peer, PeerError
+from ..run import keys
 from ..run.rounds import Pair
 from ..run.view import JobView
 from ..slots.slots import JobSlots
@@ -41,7 +42,7 @@ Claims = Mapping[Pair, Mapping[int, Mapping[str, Claim]]]
 
 
 def parse_claims(value: Mapping[str, Any]) -> dict[Pair, dict[int, dict[str, Claim]]]:
-    """Return what the `digests` of a `ckpt/held/<host>` value say.
+    """Return what the `digests` in a host's report of its replicas say.
 
     Raises:
         DaemonError: They are malformed.
@@ -53,13 +54,13 @@ def parse_claims(value: Mapping[str, Any]) -> dict[Pair, dict[int, dict[str, Cla
                 found = claims.setdefault((int(generation), int(step)), {}).setdefault(int(rank), {})
                 found[str(structure)] = Claim(mask=str(mask), digest=str(digest))
     except (AttributeError, TypeError, ValueError) as error:
-        raise DaemonError(f"ckpt/held: field 'digests' is malformed: {error!r}") from error
+        raise DaemonError(f"{keys.HELD}: field 'digests' is malformed: {error!r}") from error
     return claims
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EqualLeaves:
-    """Which leaves of a structure must be equal on all ranks that have it: a `ckpt/equal/<structure>` value.
+    """Which leaves of a structure must be equal on all ranks that have it.
 
     Attributes:
         generation: In which that was learned.

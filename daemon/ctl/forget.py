@@ -6,6 +6,7 @@ import json
 import click
 
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
+from ..run import keys
 from .etcd import check_run_id, etcd_options, parse_etcd
 
 
@@ -25,7 +26,7 @@ def forget(run_id: str, etcd_endpoint: str, etcd_conf: str, as_json: bool) -> No
     check_run_id(run_id, "RUN_ID")
     config = parse_etcd(etcd_endpoint, etcd_conf)
     try:
-        deleted = asyncio.run(_forget(config, f"/resilient-run/{run_id}/"))
+        deleted = asyncio.run(_forget(config, keys.prefix(run_id)))
     except _StillRuns as error:
         raise click.ClickException(
             f"run {run_id!r} still has live launchers on {error}: end them first (a killed one counts as live until "
@@ -47,13 +48,13 @@ async def _forget(config: EtcdConfig, prefix: str) -> int:
         EtcdError: etcd cannot be reached or refuses.
     """
     etcd = await Etcd.connect(config)
-    members = f"{prefix}rdzv/members/"
+    members = prefix + keys.MEMBERS()
     try:
-        keys = await etcd.list(prefix)
+        found = await etcd.list(prefix)
         # Whoever joins in between makes the transaction fail.
-        if keys and not await etcd.commit({members: 0}, {}, deletes=[prefix]):
+        if found and not await etcd.commit({members: 0}, {}, deletes=[prefix]):
             live = await etcd.list(members)
             raise _StillRuns(", ".join(sorted(key.removeprefix(members) for key in live)) or "a host that just left")
-        return len(keys)
+        return len(found)
     finally:
         await etcd.close()

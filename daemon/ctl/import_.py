@@ -8,8 +8,10 @@ import click
 
 from resilient_run.ckpt.errors import CheckpointError
 
+from ..base.fields import Fields
 from ..base.settings import Settings
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
+from ..run import keys
 from ..tier.imports import write_import
 from ..tier.tier import Tier
 from .ask import ask
@@ -85,7 +87,7 @@ def _refuse_known(settings: Settings, run_id: str, etcd: EtcdConfig | None) -> N
     known = [job for job in jobs if job["run_id"] == run_id and (job.get("launcher_pid") or job.get("watermark"))]
     step = (known[0].get("watermark") or {"step": 0})["step"] if known else None
     if step is None and etcd is not None:
-        step = asyncio.run(_known(etcd, f"/resilient-run/{run_id}/"))
+        step = asyncio.run(_known(etcd, keys.prefix(run_id)))
     if step is not None:
         raise click.ClickException(
             f"run {run_id!r} has begun already and goes on from its own step {step}: choose another --run-id, or "
@@ -97,8 +99,8 @@ async def _known(config: EtcdConfig, prefix: str) -> int | None:
     """Return the committed step of a run that etcd knows, 0 when it has none, None for an unknown one."""
     etcd = await Etcd.connect(config)
     try:
-        keys = await etcd.list(prefix)
+        found = await etcd.list(prefix)
     finally:
         await etcd.close()
-    watermark = keys.get(f"{prefix}ckpt/watermark")
-    return None if not keys else 0 if watermark is None else int(watermark.value.get("step", 0))
+    watermark = found.get(prefix + keys.WATERMARK)
+    return None if not found else 0 if watermark is None else Fields(watermark.value, keys.WATERMARK).pair()[1]

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self
 
-from .config import EtcdConfig
+from .config import RUNS, EtcdConfig
 from .rpc import Connection, EtcdAuthError, EtcdError, EtcdLeaseLost, EtcdUnavailable, Member, grpc, rpc
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Etcd:
 
         Raises:
             EtcdUnavailable: No endpoint answered in time.
-            EtcdAuthError: etcd refused the credentials, or they may not read below "/resilient-run/".
+            EtcdAuthError: etcd refused the credentials, or they may not read below `RUNS`.
             EtcdError: A certificate file cannot be read.
         """
         etcd = cls(Connection(config, min(timeout_s, _REQUEST_S)))
@@ -132,7 +132,7 @@ class Etcd:
             while True:
                 try:
                     await etcd._rpc.login()
-                    await etcd.get("/resilient-run/")
+                    await etcd.get(RUNS)
                     return etcd
                 except EtcdUnavailable:
                     if asyncio.get_running_loop().time() > deadline:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 DEFAULT_PORT = 2379
+RUNS = "/resilient-run/"
+"""Below it are the keys of all runs, and nothing else of ours: the user must be allowed to read and write there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,4 +101,4 @@ def _endpoint(text: str) -> str:
     return f"{host}:{port}"
 
 
-__all__ = ["DEFAULT_PORT", "EtcdConfig"]
+__all__ = ["DEFAULT_PORT", "RUNS", "EtcdConfig"]

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from .config import EtcdConfig
+from .config import RUNS, EtcdConfig
 
 
 @contextmanager
@@ -153,7 +153,7 @@ class Connection:
             user = "without a user" if self.config.user is None else f"as user {self.config.user!r}"
             return EtcdAuthError(
                 f"etcd refused access at {where} {user} ({details}): check RESILIENT_ETCD_USER and "
-                "RESILIENT_ETCD_PASSWORD, and that the user may read and write keys below /resilient-run/"
+                f"RESILIENT_ETCD_PASSWORD, and that the user may read and write keys below {RUNS}"
             )
         if error.code() == rpc.StatusCode.NOT_FOUND and "lease" in details:
             return EtcdLeaseLost(f"etcd at {where} no longer has the lease ({details}): ask for a new one")

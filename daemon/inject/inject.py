@@ -10,7 +10,9 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 
 from ..etcd.client import Entry, Etcd, EtcdError, EtcdUnavailable
+from ..run import keys
 from ..run.faults import Order
+from ..run.records import Job
 from .acts import DETACHED, LOCAL, Scene
 from .detached import Detached
 
@@ -21,7 +23,7 @@ _WHAT_LENGTH = 1000
 
 
 class Injector:
-    """Follows `inject/orders/` of one job and writes `inject/outcomes/<id>` before each blow.
+    """Follows the orders for one job and writes the outcome of each before its blow.
 
     An outcome is written once, in a transaction with the job key and the order, so an order is carried out at most
     once, never after it was taken back, and never in a job that does not allow it.
@@ -32,7 +34,7 @@ class Injector:
     """
 
     def __init__(self, *, run_id: str, scene: Scene) -> None:
-        self._prefix = f"/resilient-run/{run_id}/"
+        self._prefix = keys.prefix(run_id)
         self._scene = scene
         self._begun: set[str] = set()
 
@@ -40,7 +42,7 @@ class Injector:
         """Carry orders out until cancelled."""
         await self._scene.view.wait_for(lambda: self._scene.view.injection)
         log.warning("faults may be injected into this job")
-        async with asyncio.TaskGroup() as group, aclosing(etcd.follow(f"{self._prefix}inject/")) as states:
+        async with asyncio.TaskGroup() as group, aclosing(etcd.follow(self._prefix + keys.INJECTION)) as states:
             async for entries in states:
                 for number, entry in self._new(entries).items():
                     self._begun.add(number)
@@ -48,7 +50,7 @@ class Injector:
 
     def _new(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Return the orders for this host, by id, that are neither carried out nor begun."""
-        orders, done = f"{self._prefix}inject/orders/", f"{self._prefix}inject/outcomes/"
+        orders, done = self._prefix + keys.ORDERS(), self._prefix + keys.OUTCOMES()
         return {
             number: entry
             for key, entry in entries.items()
@@ -93,7 +95,7 @@ class Injector:
 
     async def _record(self, etcd: Etcd, number: str, entry: Entry, *, ok: bool, what: str) -> bool:
         """Write the outcome and tell whether the order may be carried out."""
-        key, view = f"{self._prefix}inject/outcomes/{number}", self._scene.view
+        key, view = self._prefix + keys.OUTCOMES(number), self._scene.view
         outcome: dict[str, Any] = {
             "host": view.host,
             "kind": entry.value.get("kind"),
@@ -105,13 +107,13 @@ class Injector:
         }
         while True:
             try:
-                job = await etcd.get(f"{self._prefix}rdzv/job")
-                if job is None or job.value.get("injection") is not True:
+                job = await etcd.get(self._prefix + keys.JOB)
+                if job is None or not Job.parse(job.value).injection:
                     log.warning("order %s dropped: its job does not allow it", number)
                     return False
                 guards = {
-                    f"{self._prefix}rdzv/job": job.revision,
-                    f"{self._prefix}inject/orders/{number}": entry.revision,
+                    self._prefix + keys.JOB: job.revision,
+                    self._prefix + keys.ORDERS(number): entry.revision,
                     key: 0,
                 }
                 if await etcd.commit(guards, {key: outcome}):
@@ -122,7 +124,7 @@ class Injector:
             except EtcdUnavailable as error:
                 log.warning("order %s waits: %s", number, error)
                 await asyncio.sleep(_RETRY_S)
-            except EtcdError as error:
+            except (EtcdError, DaemonError) as error:
                 # A fault that cannot be ordered must not be one for the job.
                 log.error("order %s dropped: %s", number, error)
                 return False

@@ -11,7 +11,7 @@ from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, W
 from resilient_run.ckpt.format import wire
 
 from ..base.fields import Fields
-from ..run.rounds import Pair
+from ..run.rounds import Pair, pair_value
 from ..slots.slots import Geometry
 from .download import RANGE_BYTES, Download, Part
 
@@ -228,7 +228,7 @@ def _was_closed(sock: socket.socket) -> bool:
 
 
 def _request(op: str, rank: int, pair: Pair) -> wire.Message:
-    return {"id": 0, "op": op, "rank": rank, "generation": pair[0], "step": pair[1]}
+    return {"id": 0, "op": op, "rank": rank, **pair_value(pair)}
 
 
 async def _send(sock: socket.socket, message: wire.Message) -> None:

@@ -7,7 +7,7 @@ from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.fields import Fields
 from ..run.commit import Agreed
-from ..run.rounds import Pair, pair_message
+from ..run.rounds import Pair, pair_value
 from ..slots.slots import Geometry
 
 _MAX_PATIENCE_S = 3600.0
@@ -61,7 +61,7 @@ class Offer:
         """Return the fields of the message."""
         return {
             "rank": self.rank,
-            **(pair_message(self.pair) or {}),
+            **pair_value(self.pair),
             "used_bytes": self.geometry.capacity_bytes,
             "payload_offset": self.geometry.payload_offset,
             **self.agreed.message(),

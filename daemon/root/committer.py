@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..etcd.client import Etcd, EtcdUnavailable
-from ..run.commit import NEXT_KEY, Lead, advance
-from ..run.rounds import Pair, pair_message
+from ..run import keys
+from ..run.commit import Lead, advance
+from ..run.rounds import Pair, pair_value
 from ..run.view import JobView
 from ..slots.slots import JobSlots
-from .state import COMMITTED_KEY, RootState
+from .state import RootState
 
 log = logging.getLogger(__name__)
 
@@ -85,22 +86,22 @@ class Committer:
                 self._lead.missed()
             if move.pair is not None:
                 self._lead.kept(move.done - move.pair[1])
-                puts["ckpt/watermark"] = pair_message(move.pair) or {}
+                puts[keys.WATERMARK] = pair_value(move.pair)
                 world_size = self._state.world_size
                 if world_size is not None and self._state.committed != world_size:
                     # Launchers do not follow the watermark, but must not lead the run to another size from now on.
-                    puts[COMMITTED_KEY] = {"world_size": world_size}
+                    puts[keys.COMMITTED] = {"world_size": world_size}
                 if self._also is not None:
                     puts |= self._also(move.pair)
             following = self._lead.after(move.done, every=self._view.every)
-            puts[NEXT_KEY] = {"generation": move.generation, "step": following}
+            puts[keys.NEXT] = pair_value((move.generation, following))
             log.debug("%s is committed, step %d is captured next", move.pair, following)
             # Applied or refused, one of the guarded keys changes, and the mirror will show it.
             self._tried = guards
             try:
                 await self._etcd.commit(
-                    {f"{self._prefix}{key}": revision for key, revision in guards.items()},
-                    {f"{self._prefix}{key}": value for key, value in puts.items()},
+                    {self._prefix + key: revision for key, revision in guards.items()},
+                    {self._prefix + key: value for key, value in puts.items()},
                 )
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
@@ -129,4 +130,4 @@ class Committer:
         return _Move(generation=generation, pair=pair, done=max(done), late=late)
 
     def _guards(self) -> dict[str, int]:
-        return {key: self._state.revision(key) for key in ("rdzv/round", "ckpt/watermark", NEXT_KEY)}
+        return {key: self._state.revision(key) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from ..base.policy import RootPolicy
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
+from ..run.records import Failure
 from ..run.rounds import Pair
-from .view import Failure, RootView
+from .view import RootView
 
 HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu"})
 """Observations that say, with severity "fail", that a host cannot go on training."""
@@ -145,7 +146,8 @@ def _notes(view: RootView, now_unix_s: float) -> list[Note]:
     noted = {failure.generation: failure for failure in view.history}
     notes = []
     for generation in sorted(view.failures):
-        failure, known = _explained(view, view.failures[generation]), noted.get(generation)
+        failure = view.failures[generation].explained(view.gone.get(generation, ()))
+        known = noted.get(generation)
         if known is not None:
             if generation not in view.gone or (known.kind, known.host) == (failure.kind, failure.host):
                 continue
@@ -153,24 +155,11 @@ def _notes(view: RootView, now_unix_s: float) -> list[Note]:
         else:
             failure = replace(failure, unix_s=now_unix_s)
             if view.round is not None and generation == view.generation:
-                failure = replace(failure, began_step=0 if view.round.restore is None else view.round.restore[1])
+                failure = replace(failure, began_step=view.round.began_step)
         fault, plan = _classify(view, failure)
         cause = failure.message or f"generation {generation} broke ({failure.kind})"
         notes.append(Note(failure=failure, fault=fault, reason=f"{fault}: {cause}; {plan}"))
     return notes
-
-
-def _explained(view: RootView, failure: Failure) -> Failure:
-    """Return the loss of another host in the place of a worker that exited because of it, as its collectives failed.
-
-    Such a worker is seen at once, a lost host when its lease expires. A worker that a signal killed did not exit so.
-    Where the launcher of the worker is gone, too, etcd may have been away.
-    """
-    gone = view.gone.get(failure.generation, ())
-    if failure.kind != "worker_exit" or (failure.exitcode or 0) <= 0 or not gone or failure.host in gone:
-        return failure
-    message = f"host {gone[0]} is lost, and {failure.message or f'a worker on host {failure.host} exited'}"
-    return replace(failure, host=gone[0], kind="host_lost", rank=None, exitcode=None, message=message)
 
 
 def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
@@ -197,7 +186,7 @@ def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
     that the last attempt committed nothing.
     """
     assert view.round is not None
-    restored = 0 if view.round.restore is None else view.round.restore[1]
+    restored = view.round.began_step
     began = {failure.generation: failure.began_step for failure in view.history} | {view.generation: restored}
     last = next((failure for failure in view.history if failure.generation == view.generation - 1), None)
     if last is None or last.kind not in _LOOPING:

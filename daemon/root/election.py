@@ -5,11 +5,10 @@ import logging
 from collections.abc import Callable
 
 from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
+from ..run import keys
 from ..run.view import JobView
 
 log = logging.getLogger(__name__)
-
-LEADER_KEY = "root/leader"
 
 _RETRY_S = 0.5
 
@@ -43,11 +42,10 @@ class Election:
             if round_ is None or seen is None or lease is None or reason is None:
                 continue
             # The guard on the round keeps a host out that does not know yet that it was replaced.
-            guards = {self._prefix + LEADER_KEY: seen, self._prefix + "rdzv/round": round_.revision}
+            guards = {self._prefix + keys.LEADER: seen, self._prefix + keys.ROUND: round_.revision}
             try:
-                won = await self._etcd.commit(
-                    guards, {self._prefix + LEADER_KEY: {"host": self._view.host}}, lease=lease
-                )
+                puts = {self._prefix + keys.LEADER: {"host": self._view.host}}
+                won = await self._etcd.commit(guards, puts, lease=lease)
             except EtcdLeaseLost:
                 lease.lost.set()
                 await asyncio.sleep(0)

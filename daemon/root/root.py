@@ -13,15 +13,17 @@ from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
 from ..comparison.digests import HostDigests
 from ..etcd.client import Etcd, EtcdUnavailable
+from ..run import keys
 from ..run.observation import Observation
-from ..run.rounds import CLOSED_TTL_S, Pair, is_import
+from ..run.records import CLOSED_TTL_S, Closed, Failure
+from ..run.rounds import Pair, is_import, pair_value
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .committer import Committer
 from .decide import Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
 from .operator import Operator, Request
-from .state import COMMITTED_KEY, DECISIONS_KEY, FAILURES_KEY, RootState
-from .view import Failure, RootView
+from .state import RootState
+from .view import RootView
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class RootAgent:
         also_commit: Callable[[Pair], Mapping[str, Any]] | None,
     ) -> None:
         self._run_id = run_id
-        self._prefix = f"/resilient-run/{run_id}/"
+        self._prefix = keys.prefix(run_id)
         self._etcd = etcd
         self._view = view
         self._policy = policy
@@ -164,9 +166,9 @@ class RootAgent:
         guards, puts = transaction(seen, decision, now_unix_s)
         lease = None
         if any(isinstance(action, Stop) for action in decision.actions):
-            closed = {"reason": decision.actions[-1].reason, "failed": True}
+            closed = Closed(reason=decision.actions[-1].reason, failed=True).to_value()
             lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
-            if not await self._etcd.commit(self._full(guards), {self._prefix + "rdzv/closed": closed}, lease=lease):
+            if not await self._etcd.commit(self._full(guards), self._full({keys.CLOSED: closed}), lease=lease):
                 return False
         return await self._etcd.commit(self._full(guards), self._full(puts)) > 0
 
@@ -182,7 +184,7 @@ class RootAgent:
         """Let the operator answer, however long it takes, and remember what it said."""
         outcome = await self._operator.replace(request)
         log.warning("%s", outcome)
-        key = self._prefix + DECISIONS_KEY
+        key = self._prefix + keys.DECISIONS
         about = {"unix_s": time.time(), "root": self._view.host, "generation": request.generation}
         entry = {**about, "kind": "operator", "hosts": [request.host], "reason": outcome}
         while True:
@@ -207,7 +209,7 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
     puts: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
     noted: list[Failure] = []
-    guarded = ["rdzv/round", DECISIONS_KEY]
+    guarded = [keys.ROUND, keys.DECISIONS]
     for action in decision.actions:
         hosts: list[str] = []
         match action:
@@ -216,14 +218,14 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
                 hosts = [failure.host] if failure.host else []
             case PutInQuarantine(host=host, quarantine=quarantine):
                 kind, hosts = "quarantine", [host]
-                puts[f"rdzv/quarantine/{host}"] = quarantine.to_value()
+                puts[keys.QUARANTINES(host)] = quarantine.to_value()
             case Replace(hosts=wanted):
                 kind, hosts = "replace", list(wanted)
             case FallBack(pair=pair):
                 kind = "fall_back"
-                puts["ckpt/watermark"] = {"generation": pair[0], "step": pair[1]}
+                puts[keys.WATERMARK] = pair_value(pair)
                 if is_import(pair):
-                    puts[COMMITTED_KEY] = {"world_size": None}
+                    puts[keys.COMMITTED] = {"world_size": None}
             case Break(kind=cause, host=host, rank=rank, step=step):
                 kind, hosts = "break", [host] if host else []
                 failure = Failure(
@@ -231,11 +233,11 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
                     host=host,
                     kind=cause,
                     rank=rank,
-                    exitcode=None,
-                    message=action.reason,
                     step=step,
+                    unix_s=now_unix_s,
+                    message=action.reason,
                 )
-                puts[f"rdzv/failure/{generation}"] = failure.to_key(now_unix_s)
+                puts[keys.FAILURES(generation)] = failure.to_value()
             case Overlook():
                 kind = "overlook"
             case Stop():
@@ -243,12 +245,12 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
         entries.append({**about, "kind": kind, "hosts": hosts, "reason": action.reason})
     if noted:
         kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
-        puts[FAILURES_KEY] = {"failures": [failure.to_value() for failure in kept]}
+        puts[keys.HISTORY] = {"failures": [failure.to_item() for failure in kept]}
     if any(isinstance(action, Stop) for action in decision.actions):
         # Whoever starts this run again has put something right.
-        puts[FAILURES_KEY] = {"failures": []}
+        puts[keys.HISTORY] = {"failures": []}
     guards = {key: seen.revisions.get(key, 0) for key in (*guarded, *puts)}
-    puts[DECISIONS_KEY] = _kept(seen.decisions, *entries)
+    puts[keys.DECISIONS] = _kept(seen.decisions, *entries)
     return guards, puts
 
 

@@ -1,8 +1,7 @@
 """The root's view of a run, brought up to date key by key: a change costs the same however many hosts there are."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
@@ -10,17 +9,15 @@ from ..base.fields import Fields
 from ..comparison.comparison import ClaimTally
 from ..comparison.digests import parse_claims
 from ..etcd.client import Entry
-from ..run.commit import MISSED_FOLDER, NEXT_KEY, Agreed, Missed, Tally, parse_held
+from ..run import keys
+from ..run.commit import Agreed, Missed, Tally, parse_held
 from ..run.hang import ALIVE
 from ..run.observation import parse_observations
 from ..run.quarantine import Quarantine
-from ..run.rounds import Pair, Round
-from ..tier.persist_plan import PUBLISHED_KEY, parse_published
-from .view import Failure, RootView
-
-DECISIONS_KEY = "root/decisions"
-FAILURES_KEY = "root/failures"
-COMMITTED_KEY = "rdzv/committed"
+from ..run.records import Failure
+from ..run.rounds import Member, Pair, Round
+from ..tier.persist_plan import parse_published
+from .view import RootView
 
 
 class RootState:
@@ -55,7 +52,7 @@ class RootState:
             DaemonError: The round, the watermark or the next capture, on which everything depends, has not its form.
         """
         self._view = None
-        before: Round | None = self._parsed.get("rdzv/round")
+        before: Round | None = self._parsed.get(keys.ROUND)
         for key, entry in changes.items():
             self.ignored.pop(key, None)
             self._revisions.pop(key, None)
@@ -66,40 +63,40 @@ class RootState:
                 self._put(self._parsed, key, key, entry, _KEYS[key])
             elif folder in _FOLDERS:
                 self._put(self._folders[folder], name, key, entry, _FOLDERS[folder])
-            if folder == "ckpt/held":
+            if folder == keys.HELD:
                 self._count(name)
                 self._compare(name, entry)
-        if "rdzv/round" in changes:
+        if keys.ROUND in changes:
             self._count_anew()
-            self._note_gone(before, self._parsed.get("rdzv/round"))
+            self._note_gone(before, self._parsed.get(keys.ROUND))
 
     @property
     def watermark(self) -> Pair | None:
         """The newest committed pair."""
-        watermark: Pair | None = self._parsed.get("ckpt/watermark")
+        watermark: Pair | None = self._parsed.get(keys.WATERMARK)
         return watermark
 
     @property
     def world_size(self) -> int | None:
         """Number of ranks of the current round, None before the first."""
-        round_: Round | None = self._parsed.get("rdzv/round")
+        round_: Round | None = self._parsed.get(keys.ROUND)
         return None if round_ is None else round_.world_size
 
     @property
     def committed(self) -> int | None:
-        """Number of ranks that `COMMITTED_KEY` says."""
-        committed: int | None = self._parsed.get(COMMITTED_KEY)
+        """The only number of ranks that can restore what is committed, as etcd says it."""
+        committed: int | None = self._parsed.get(keys.COMMITTED)
         return committed
 
     @property
     def agreed(self) -> Agreed:
         """What is committed, and what is captured next."""
-        return Agreed.of(self._parsed.get("rdzv/round"), self.watermark, self._parsed.get(NEXT_KEY))
+        return Agreed.of(self._parsed.get(keys.ROUND), self.watermark, self._parsed.get(keys.NEXT))
 
     @property
     def missed(self) -> list[Missed]:
         """What hosts report to have missed, also of earlier captures."""
-        return list(self._folders[MISSED_FOLDER].values())
+        return list(self._folders[keys.MISSED].values())
 
     def revision(self, key: str) -> int:
         """Return the revision of the last change of `key`, 0 while there is no such key."""
@@ -110,40 +107,37 @@ class RootState:
         """All of it, as it is at this moment."""
         if self._view is None:
             found, folders = self._parsed, self._folders
-            round_: Round | None = found.get("rdzv/round")
-            failures = folders["rdzv/failure"]
+            round_: Round | None = found.get(keys.ROUND)
+            failures = folders[keys.FAILURES]
             gone = dict(self._gone)
             if round_ is not None and str(round_.generation) in failures:
-                gone[round_.generation] = round_.gone(self._launchers)
+                gone[round_.generation] = round_.gone(folders[keys.MEMBERS])
             self._view = RootView(
                 host=self._host,
                 round=round_,
-                members={host: launcher.ready for host, launcher in folders["rdzv/members"].items()},
+                members={host: member.ready for host, member in folders[keys.MEMBERS].items()},
                 gone=gone,
-                daemons=frozenset(folders["ckpt/hosts"]),
-                alive=frozenset(host for host, value in folders["ckpt/hosts"].items() if value.get("sign") == ALIVE),
-                held=dict(folders["ckpt/held"]),
+                daemons=frozenset(folders[keys.HOSTS]),
+                alive=frozenset(host for host, value in folders[keys.HOSTS].items() if value.get("sign") == ALIVE),
+                held=dict(folders[keys.HELD]),
                 watermark=self.watermark,
-                persisted=found.get(PUBLISHED_KEY, ()),
+                persisted=found.get(keys.PERSISTED, ()),
                 failures={failure.generation: failure for failure in failures.values()},
-                history=found.get(FAILURES_KEY, ()),
-                observations=dict(sorted(folders["obs"].items())),
-                quarantines=dict(folders["rdzv/quarantine"]),
-                decisions=found.get(DECISIONS_KEY, ()),
-                closed="rdzv/closed" in found,
+                history=found.get(keys.HISTORY, ()),
+                observations=dict(sorted(folders[keys.OBSERVATIONS].items())),
+                quarantines=dict(folders[keys.QUARANTINES]),
+                decisions=found.get(keys.DECISIONS, ()),
+                closed=keys.CLOSED in found,
                 revisions=dict(self._revisions),
             )
         return self._view
-
-    @property
-    def _launchers(self) -> dict[str, str]:
-        return {host: launcher.session for host, launcher in self._folders["rdzv/members"].items()}
 
     def _note_gone(self, before: Round | None, after: Round | None) -> None:
         """Remember who was gone when `after` was formed: from then on launchers that go do so from it."""
         if before is None or after is None or after.generation != before.generation:
             follows = before is not None and after is not None and after.generation == before.generation + 1
-            self._gone = {before.generation: before.gone(self._launchers, after)} if before and follows else {}
+            members = self._folders[keys.MEMBERS]
+            self._gone = {before.generation: before.gone(members, after)} if before and follows else {}
 
     def _put(
         self, values: dict[str, Any], name: str, key: str, entry: Entry | None, parse: Callable[[str, Entry], Any]
@@ -154,13 +148,13 @@ class RootState:
         try:
             values[name] = parse(key, entry)
         except DaemonError as error:
-            if key in ("rdzv/round", "ckpt/watermark", NEXT_KEY):
+            if key in (keys.ROUND, keys.WATERMARK, keys.NEXT):
                 raise
             self.ignored[key] = str(error)
 
     def _count(self, host: str) -> None:
         if self.tally is not None and host != self._host:
-            self.tally.see(host, self._folders["ckpt/held"].get(host, {}))
+            self.tally.see(host, self._folders[keys.HELD].get(host, {}))
 
     def _compare(self, host: str, entry: Entry | None) -> None:
         try:
@@ -168,22 +162,12 @@ class RootState:
                 self.claims.see(host, {} if entry is None else parse_claims(entry.value))
         except DaemonError as error:
             self.claims.see(host, {})
-            self.ignored[f"ckpt/held/{host}"] = str(error)
+            self.ignored[keys.HELD(host)] = str(error)
 
     def _count_anew(self) -> None:
-        round_: Round | None = self._parsed.get("rdzv/round")
-        held = {host: held for host, held in self._folders["ckpt/held"].items() if host != self._host}
+        round_: Round | None = self._parsed.get(keys.ROUND)
+        held = {host: held for host, held in self._folders[keys.HELD].items() if host != self._host}
         self.tally = None if round_ is None else Tally(round_, self._replicas, held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Launcher:
-    session: str
-    ready: int
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        return cls(session=fields.optional_text("session"), ready=fields.integer("ready"))
 
 
 def _failure(key: str, entry: Entry) -> Failure:
@@ -199,21 +183,21 @@ def _history(key: str, entry: Entry) -> tuple[Failure, ...]:
 
 
 _KEYS: Mapping[str, Callable[[str, Entry], Any]] = {
-    "rdzv/round": lambda _, entry: Round.parse(entry.value, entry.revision),
-    "rdzv/closed": lambda _, entry: entry.value,
-    COMMITTED_KEY: lambda key, entry: Fields(entry.value, key).optional_integer("world_size", low=1),
-    "ckpt/watermark": lambda key, entry: Fields(entry.value, key).pair(),
-    NEXT_KEY: lambda key, entry: Fields(entry.value, key).pair(),
-    PUBLISHED_KEY: lambda _, entry: parse_published(entry.value),
-    FAILURES_KEY: _history,
-    DECISIONS_KEY: lambda key, entry: tuple(Fields(entry.value, key).objects("decisions")),
+    keys.ROUND: lambda _, entry: Round.parse(entry.value, entry.revision),
+    keys.CLOSED: lambda _, entry: entry.value,
+    keys.COMMITTED: lambda key, entry: Fields(entry.value, key).optional_integer("world_size", low=1),
+    keys.WATERMARK: lambda key, entry: Fields(entry.value, key).pair(),
+    keys.NEXT: lambda key, entry: Fields(entry.value, key).pair(),
+    keys.PERSISTED: lambda _, entry: parse_published(entry.value),
+    keys.HISTORY: _history,
+    keys.DECISIONS: lambda key, entry: tuple(Fields(entry.value, key).objects("decisions")),
 }
 _FOLDERS: Mapping[str, Callable[[str, Entry], Any]] = {
-    "rdzv/members": lambda key, entry: _Launcher.parse(Fields(entry.value, key)),
-    "rdzv/failure": _failure,
-    "rdzv/quarantine": lambda _, entry: Quarantine.parse(entry.value),
-    "ckpt/hosts": lambda _, entry: entry.value,
-    "ckpt/held": lambda _, entry: parse_held(entry.value),
-    MISSED_FOLDER: lambda _, entry: Missed.parse(entry.value),
-    "obs": lambda _, entry: parse_observations(entry.value),
+    keys.MEMBERS: lambda key, entry: Member.parse(key.rpartition("/")[2], entry.value, entry.created),
+    keys.FAILURES: _failure,
+    keys.QUARANTINES: lambda _, entry: Quarantine.parse(entry.value),
+    keys.HOSTS: lambda _, entry: entry.value,
+    keys.HELD: lambda _, entry: parse_held(entry.value),
+    keys.MISSED: lambda _, entry: Missed.parse(entry.value),
+    keys.OBSERVATIONS: lambda _, entry: parse_observations(entry.value),
 }

@@ -1,73 +1,14 @@
 """All that the root knows of a run at one moment: what the run's etcd keys say."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ..base.fields import Fields
 from ..run.commit import Held
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
+from ..run.records import Failure
 from ..run.rounds import Pair, Round
-
-_MAX_MESSAGE_BYTES = 1 << 14
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Why a generation is broken: `rdzv/failure/<generation>`, and in the history what the root knows beyond it.
-
-    Attributes:
-        generation: The broken one.
-        host: Where it happened, "" when no single host is to blame.
-        kind: As in docs/protocol.md.
-        rank: The worker, None when it is none.
-        exitcode: Of that worker, None when it did not exit.
-        message: What a person wants to know.
-        step: Of a hang, where training stood still, as in `Observation`.
-        began_step: The step that the generation started from, None when the root does not know it.
-        unix_s: When the root noted it.
-    """
-
-    generation: int
-    host: str
-    kind: str
-    rank: int | None
-    exitcode: int | None
-    message: str
-    step: int | None = None
-    began_step: int | None = None
-    unix_s: float = 0.0
-
-    @classmethod
-    def parse(cls, generation: int, value: Mapping[str, Any]) -> Self:
-        """Return the failure of `rdzv/failure/<generation>`, or of an item of the history, which has more fields.
-
-        Raises:
-            DaemonError: The value is neither.
-        """
-        fields = Fields(value, f"failure of generation {generation}")
-        return cls(
-            generation=generation,
-            host=_optional_text(fields, value, "host"),
-            kind=fields.text("kind"),
-            rank=fields.optional_integer("rank"),
-            exitcode=fields.optional_integer("exitcode", low=-(1 << 31)),
-            message=_optional_text(fields, value, "message"),
-            step=fields.optional_integer("step"),
-            began_step=fields.optional_integer("began_step"),
-            unix_s=fields.number("unix_s", high=1e12),
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return an item of the history in `root/failures`."""
-        return asdict(self)
-
-    def to_key(self, unix_s: float) -> dict[str, Any]:
-        """Return the value of `rdzv/failure/<generation>`, written at `unix_s`."""
-        fields = {"host": self.host, "kind": self.kind, "rank": self.rank, "pid": None, "exitcode": self.exitcode}
-        return {**fields, "step": self.step, "unix_s": unix_s, "message": self.message}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootView:
@@ -145,7 +86,3 @@ class RootView:
             return []
         found = {rank for host in hosts for rank, pairs in self.held.get(host, {}).items() if pair in pairs}
         return [rank for rank in range(self.round.world_size) if rank not in found]
-
-
-def _optional_text(fields: Fields, value: Mapping[str, Any], name: str) -> str:
-    return "" if value.get(name) in ("", None) else fields.text(name, max_bytes=_MAX_MESSAGE_BYTES)

@@ -9,12 +9,8 @@ from typing import Any, Self
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.fields import Fields
-from .rounds import Pair, Round, pair_message
-
-NEXT_KEY = "ckpt/watermark/next"
-"""Below the watermark, and written with it: one mirror shows both, and never one without the other."""
-
-MISSED_FOLDER = "ckpt/missed"
+from . import keys
+from .rounds import Pair, Round, pair_value
 
 _FIRST_PATIENCE = 4
 _MOST_PATIENCE = 64
@@ -24,7 +20,7 @@ Held = Mapping[int, AbstractSet[Pair]]
 
 
 def parse_held(value: Mapping[str, Any]) -> dict[int, frozenset[Pair]]:
-    """Return what a host reports under `ckpt/held/<host>`.
+    """Return what a host reports that it holds.
 
     Raises:
         DaemonError: The value is not such a report.
@@ -35,7 +31,7 @@ def parse_held(value: Mapping[str, Any]) -> dict[int, frozenset[Pair]]:
             for rank, pairs in value["held"].items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DaemonError(f"ckpt/held: {str(value)[:200]} is not a report of replicas: {error!r}") from error
+        raise DaemonError(f"{keys.HELD}: {str(value)[:200]} is not a report of replicas: {error!r}") from error
 
 
 def report_held(held: Held, digests: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,8 +61,8 @@ class Agreed:
 
         Args:
             round_: The current generation, None before the first.
-            watermark: What `ckpt/watermark` says.
-            next_: What `NEXT_KEY` says; of another generation it says nothing, and what follows the restored step is
+            watermark: What `WATERMARK` says.
+            next_: What `NEXT` says; of another generation it says nothing, and what follows the restored step is
                 captured first.
         """
         if round_ is None:
@@ -91,7 +87,7 @@ class Agreed:
 
     def message(self) -> dict[str, Any]:
         """Return the fields of a message that says so."""
-        return {"watermark": pair_message(self.committed), "next": pair_message(self.next)}
+        return {"watermark": pair_value(self.committed), "next": pair_value(self.next)}
 
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
@@ -118,12 +114,12 @@ class Missed:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return what a host reports below `MISSED_FOLDER`.
+        """Return what a host reports to have missed.
 
         Raises:
             DaemonError: The value is no such report.
         """
-        fields = Fields(value, MISSED_FOLDER)
+        fields = Fields(value, keys.MISSED)
         next_ = fields.integer("generation"), fields.integer("next")
         return cls(next=next_, step=fields.integer("step"), late=fields.flag("late"))
 

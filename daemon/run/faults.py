@@ -172,7 +172,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """One fault for one host: the value of `inject/orders/<id>`.
+    """One fault for one host.
 
     It strikes when the host has reached `at_step` (at once without one), and `after_s` seconds later.
 

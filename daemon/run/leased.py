@@ -17,7 +17,7 @@ class LeasedKeys:
     """Keeps etcd as `set` wants it: written again with every new lease, and never written while nothing is set.
 
     Args:
-        prefix: Of all names, "/resilient-run/<run id>/".
+        prefix: Of all keys of the run.
         view: Its `notify` wakes `run`.
         lease: Returns the daemon's present lease, None before the first.
     """

@@ -7,6 +7,7 @@ from typing import Any, Self
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.fields import Fields
+from . import keys
 
 KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow", "corruption")
 SEVERITIES = ("info", "warn", "fail")
@@ -86,9 +87,9 @@ def parse_observations(value: Mapping[str, Any]) -> tuple[Observation, ...]:
     Raises:
         DaemonError: The value is not such a report.
     """
-    found = Fields(value, "obs").objects("observations")
+    found = Fields(value, keys.OBSERVATIONS).objects("observations")
     if len(found) > MAX_OBSERVATIONS:
-        raise DaemonError(f"obs: {len(found)} observations, a host reports at most {MAX_OBSERVATIONS}")
+        raise DaemonError(f"{keys.OBSERVATIONS}: {len(found)} observations, a host reports at most {MAX_OBSERVATIONS}")
     return tuple(Observation.parse(item) for item in found)
 
 

@@ -1,10 +1,11 @@
-"""Hosts that a run avoids for a while, as `rdzv/quarantine/<host>` names them; launchers and the root read it."""
+"""Hosts that a run avoids for a while, as the root says; launchers and the root read it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from ..base.fields import Fields
+from . import keys
 
 _MAX_REASON_BYTES = 1 << 14
 
@@ -30,7 +31,7 @@ class Quarantine:
         Raises:
             DaemonError: The value is not one.
         """
-        fields = Fields(value, "rdzv/quarantine")
+        fields = Fields(value, keys.QUARANTINES)
         return cls(
             since_unix_s=fields.number("since_unix_s", high=1e12),
             until_unix_s=fields.number("until_unix_s", high=1e12),

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self
@@ -12,12 +12,10 @@ from resilient_run.ckpt.format.import_manifest import IMPORT_GENERATION
 from resilient_run.ckpt.format.placement import replica_hosts
 
 from ..base.fields import Fields
+from . import keys
 
 Pair = tuple[int, int]
 """(generation, step) of a capture. Pairs of one run are ordered: a later generation starts behind what it restored."""
-
-CLOSED_TTL_S = 10
-"""How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
 
 
 def machine_of(host: str) -> str:
@@ -30,32 +28,72 @@ def is_import(pair: Pair | None) -> bool:
     return pair is not None and pair[0] == IMPORT_GENERATION
 
 
-def pair_message(pair: Pair | None) -> dict[str, int] | None:
-    """Return `pair` as it is written in messages."""
+def pair_value(pair: Pair | None) -> Any:
+    """Return `pair` as messages and etcd values have it, which `Fields.pair` and `Fields.optional_pair` read."""
     return None if pair is None else {"generation": pair[0], "step": pair[1]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """One host's place in a round; `session` is its launcher, "" for an unknown one, `label` its failure domain."""
+
+    host: str
+    session: str = ""
+    nproc: int
+    role: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member(Seat):
+    """A live launcher, with the place that it would take; `arrival` orders launchers by when they came.
+
+    `ready` is the generation that it could join next, 0 while it runs one.
+    """
+
+    addr: str
+    pid: int
+    ready: int
+    arrival: int = 0
+
+    @classmethod
+    def parse(cls, host: str, value: Mapping[str, Any], arrival: int) -> Self:
+        """Return the member in the key of `host`, which was created in the revision `arrival`.
+
+        Raises:
+            DaemonError: The value is none.
+        """
+        fields = Fields(value, keys.MEMBERS(host))
+        addr, pid, ready = fields.text("addr"), fields.integer("pid"), fields.integer("ready")
+        return cls(host=host, **_place(fields), addr=addr, pid=pid, ready=ready, arrival=arrival)
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the key's value."""
+        value = asdict(self)
+        del value["host"], value["arrival"]
+        return value
+
+    @property
+    def seat(self) -> Seat:
+        """The place alone."""
+        return Seat(host=self.host, session=self.session, nproc=self.nproc, role=self.role, label=self.label)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One generation of the worker group, as `rdzv/round` describes it.
+    """One generation of the worker group.
 
     Attributes:
         generation: 1-based number.
-        hosts: Host names by group rank.
-        nprocs: Number of ranks on each of `hosts`.
-        labels: Failure domain of each of `hosts`, empty when no host has one.
-        sessions: Launcher of each of `hosts`, empty when they are not known.
-        restore: The pair that this generation starts from, None for the beginning.
-        revision: etcd revision of the round, which guards commits.
+        seats: Its hosts, by group rank.
+        restore: The pair that it starts from, None for the beginning.
+        revision: etcd revision of the round, which guards commits; 0 before it is written.
     """
 
     generation: int
-    hosts: tuple[str, ...]
-    nprocs: tuple[int, ...]
+    seats: tuple[Seat, ...]
     restore: Pair | None
-    revision: int
-    labels: tuple[str, ...] = ()
-    sessions: tuple[str, ...] = ()
+    revision: int = 0
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], revision: int) -> Self:
@@ -64,36 +102,56 @@ class Round:
         Raises:
             DaemonError: The value is not a round.
         """
-        fields = Fields(value, "rdzv/round")
-        members = [Fields(member, "rdzv/round, members") for member in fields.objects("members")]
-        hosts = tuple(member.text("host") for member in members)
+        fields = Fields(value, keys.ROUND)
+        members = [Fields(member, f"{keys.ROUND}, members") for member in fields.objects("members")]
+        seats = tuple(Seat(host=member.text("host"), **_place(member)) for member in members)
+        hosts = tuple(seat.host for seat in seats)
         if not hosts or len(set(hosts)) != len(hosts):
-            raise DaemonError(f"rdzv/round: field 'members' must name at least one host and each once, got {hosts}")
-        labels = tuple(member.optional_text("label") for member in members)
-        sessions = tuple(member.optional_text("session") for member in members)
+            raise DaemonError(f"{keys.ROUND}: field 'members' must name at least one host and each once, got {hosts}")
         return cls(
             generation=fields.integer("generation", low=1),
-            hosts=hosts,
-            nprocs=tuple(member.integer("nproc", low=1, high=1 << 16) for member in members),
-            labels=labels if any(labels) else (),
-            sessions=sessions if all(sessions) else (),
+            seats=seats,
             restore=fields.optional_pair("restore"),
             revision=revision,
         )
 
-    def gone(self, launchers: Mapping[str, str], after: Self | None = None) -> tuple[str, ...]:
-        """Return the hosts whose launcher is neither in the round `after` this one nor, by host, in `launchers`."""
-        live = set(launchers.items()) | (set() if after is None else set(after._seats))
-        hosts = {host for host, _ in live}
-        return tuple(seat[0] for seat in self._seats if (seat not in live if self.sessions else seat[0] not in hosts))
+    def to_value(self) -> dict[str, Any]:
+        """Return the key's value."""
+        members = [asdict(seat) for seat in self.seats]
+        return {"generation": self.generation, "members": members, "restore": pair_value(self.restore)}
+
+    def gone(self, members: Mapping[str, Member], after: Self | None = None) -> tuple[str, ...]:
+        """Return the hosts whose launcher is neither in the round `after` this one nor, by host, in `members`."""
+        seats = [*members.values(), *(() if after is None else after.seats)]
+        live, hosts = {(seat.host, seat.session) for seat in seats}, {seat.host for seat in seats}
+        return tuple(
+            seat.host
+            for seat in self.seats
+            if ((seat.host, seat.session) not in live if seat.session else seat.host not in hosts)
+        )
+
+    def rank_of(self, host: str, session: str) -> int | None:
+        """Return the group rank of this launcher, None when it is not in the round."""
+        rank = self._group_ranks.get(host)
+        return None if rank is None or self.seats[rank].session != session else rank
+
+    @property
+    def began_step(self) -> int:
+        """The step that this generation starts from."""
+        return 0 if self.restore is None else self.restore[1]
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names, by group rank."""
+        return tuple(seat.host for seat in self.seats)
 
     @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
-        return sum(self.nprocs)
+        return sum(seat.nproc for seat in self.seats)
 
     def __contains__(self, host: str) -> bool:
-        """Tell whether `host` is a member."""
+        """Tell whether `host` has a seat."""
         return host in self._group_ranks
 
     def ranks(self, host: str) -> range:
@@ -111,7 +169,7 @@ class Round:
             for index, host in enumerate(self.hosts):
                 seats.setdefault(machine_of(host), []).append(index)
             machines = list(seats.values())
-            labels = [self.labels[places[0]] for places in machines] if self.labels else None
+            labels = [self.seats[places[0]].label for places in machines]
             plan = replica_hosts(len(machines), replicas, labels)
             keepers = {
                 index: (index, *(machines[other][number % len(machines[other])] for other in others[1:]))
@@ -136,10 +194,6 @@ class Round:
         return tuple(rank for owner in ordered for rank in self._ranks_at(owner))
 
     @cached_property
-    def _seats(self) -> tuple[tuple[str, str], ...]:
-        return tuple(zip(self.hosts, self.sessions or ("",) * len(self.hosts), strict=True))
-
-    @cached_property
     def _keepers(self) -> dict[int, tuple[tuple[str, ...], ...]]:
         return {}
 
@@ -149,7 +203,17 @@ class Round:
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.nprocs))
+        return tuple(accumulate(seat.nproc for seat in self.seats))
 
     def _ranks_at(self, index: int) -> range:
-        return range(self._ends[index] - self.nprocs[index], self._ends[index])
+        return range(self._ends[index] - self.seats[index].nproc, self._ends[index])
+
+
+def _place(fields: Fields) -> dict[str, Any]:
+    """Return what a seat and a member say alike of the place of their host."""
+    return {
+        "session": fields.optional_text("session"),
+        "nproc": fields.integer("nproc", low=1, high=1 << 16),
+        "role": fields.optional_text("role"),
+        "label": fields.optional_text("label"),
+    }

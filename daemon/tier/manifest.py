@@ -8,7 +8,7 @@ from typing import Self
 from resilient_run.ckpt.errors import DaemonError, SlotError
 
 from ..base.fields import Fields
-from ..run.rounds import Pair
+from ..run.rounds import Pair, pair_value
 from ..slots.slots import MAX_SLOT_BYTES, Geometry
 
 _MAX_WORLD_SIZE = 1 << 20
@@ -61,7 +61,7 @@ class Persisted:
     def dump(self) -> bytes:
         """Return the manifest file."""
         files = {str(rank): asdict(file) for rank, file in sorted(self.ranks.items())}
-        value = {"version": 1, "run_id": self.run_id, "generation": self.pair[0], "step": self.pair[1]}
+        value = {"version": 1, "run_id": self.run_id, **pair_value(self.pair)}
         return json.dumps({**value, "world_size": self.world_size, "ranks": files}, indent=1).encode()
 
     @classmethod

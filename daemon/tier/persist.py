@@ -18,12 +18,13 @@ from resilient_run.ckpt.format.slot import HEADER_BYTES, parse_header
 from ..base.policy import PersistPolicy
 from ..base.supervise import Supervisor
 from ..etcd.client import Entry, Etcd, EtcdUnavailable
+from ..run import keys
 from ..run.rounds import Pair, is_import
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..slots.snapshot import Snapshot
 from .manifest import RankFile
-from .persist_plan import ANSWERS_KEY, PUBLISHED_KEY, REQUEST_KEY, Answer, Request, parse_published
+from .persist_plan import Answer, Request, parse_published
 from .publish import Publisher
 from .tier import FRAME_BYTES, Tier, TierError, call
 
@@ -59,7 +60,7 @@ class Persister:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._run_id = run_id
-        self._prefix = f"/resilient-run/{run_id}/"
+        self._prefix = keys.prefix(run_id)
         self._tier = tier
         self._view = view
         self._slots = slots
@@ -88,7 +89,7 @@ class Persister:
         try:
             request = Request.parse(entry.value)
         except DaemonError as error:
-            log.error("%s counts as nothing: %s", REQUEST_KEY, error)
+            log.error("%s counts as nothing: %s", keys.PERSIST, error)
             return
         await self._take(request)
 
@@ -124,8 +125,8 @@ class Persister:
             request = Request(pair=pair, unix_s=self._clock())
             with contextlib.suppress(EtcdUnavailable):
                 # Another host may have asked already; then its request shows up in the mirror.
-                guards = {f"{self._prefix}ckpt/watermark": revision}
-                await etcd.commit(guards, {self._prefix + REQUEST_KEY: request.to_value()})
+                guards = {self._prefix + keys.WATERMARK: revision}
+                await etcd.commit(guards, {self._prefix + keys.PERSIST: request.to_value()})
             await self._take(request)
         await self._view.wait_for(lambda: self._answered == pair)
         await self._view.wait_for(lambda: self._is_settled(pair))
@@ -257,7 +258,7 @@ class Persister:
 
     async def _take_back(self, etcd: Etcd) -> None:
         """Take refused pairs out of what etcd has as published."""
-        key = self._prefix + PUBLISHED_KEY
+        key = self._prefix + keys.PERSISTED
         while True:
             await self._view.wait_for(lambda: bool(self._refused))
             refused = set(self._refused)
@@ -280,7 +281,7 @@ class Persister:
             answer = self._answer
             assert answer is not None
             try:
-                await etcd.put(f"{self._prefix}{ANSWERS_KEY}{self._view.host}", answer.to_value())
+                await etcd.put(self._prefix + keys.ANSWERS(self._view.host), answer.to_value())
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue

@@ -8,14 +8,9 @@ from resilient_run.ckpt.errors import DaemonError
 
 from ..base.fields import Fields
 from ..base.policy import PersistPolicy
-from ..run.rounds import Pair
+from ..run import keys
+from ..run.rounds import Pair, pair_value
 from .manifest import Persisted, RankFile
-
-REQUEST_KEY = "ckpt/watermark/persist"
-"""Below the watermark, so that one mirror shows both, and whoever sees a newer watermark has seen the request."""
-
-PUBLISHED_KEY = "ckpt/persisted"
-ANSWERS_KEY = "ckpt/persisted/"
 
 _PATIENCE_S = 600.0
 
@@ -34,12 +29,12 @@ class Request:
         Raises:
             DaemonError: The value is none.
         """
-        fields = Fields(value, REQUEST_KEY)
+        fields = Fields(value, keys.PERSIST)
         return cls(pair=fields.pair(), unix_s=fields.number("unix_s", high=1e12))
 
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value."""
-        return {"generation": self.pair[0], "step": self.pair[1], "unix_s": self.unix_s}
+        return {**pair_value(self.pair), "unix_s": self.unix_s}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +53,13 @@ class Answer:
         Raises:
             DaemonError: The value is none.
         """
-        fields = Fields(value, ANSWERS_KEY)
-        files = Fields(fields.object("files"), f"{ANSWERS_KEY}, files")
+        fields = Fields(value, keys.ANSWERS)
+        files = Fields(fields.object("files"), f"{keys.ANSWERS}, files")
         return cls(
             pair=fields.pair(),
             world_size=fields.integer("world_size"),
             ranks={
-                int(rank): RankFile.parse(Fields(files.object(rank), f"{ANSWERS_KEY}, rank {rank}"))
+                int(rank): RankFile.parse(Fields(files.object(rank), f"{keys.ANSWERS}, rank {rank}"))
                 for rank in fields.object("files")
                 if rank.isdecimal()
             },
@@ -74,14 +69,7 @@ class Answer:
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value."""
         files = {str(rank): asdict(file) for rank, file in self.ranks.items()}
-        generation, step = self.pair
-        return {
-            "generation": generation,
-            "step": step,
-            "world_size": self.world_size,
-            "files": files,
-            "error": self.error,
-        }
+        return {**pair_value(self.pair), "world_size": self.world_size, "files": files, "error": self.error}
 
 
 def is_due(
@@ -126,7 +114,7 @@ def merged(pair: Pair, run_id: str, answers: Mapping[str, Answer]) -> Persisted 
 
 
 def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
-    """Return what `ckpt/persisted` says.
+    """Return the published pairs, oldest first.
 
     Raises:
         DaemonError: The value is malformed.
@@ -134,4 +122,4 @@ def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
     try:
         return tuple((int(generation), int(step)) for generation, step in value["pairs"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DaemonError(f"{PUBLISHED_KEY}: {str(value)[:200]} does not list pairs: {error!r}") from error
+        raise DaemonError(f"{keys.PERSISTED}: {str(value)[:200]} does not list pairs: {error!r}") from error

@@ -10,19 +10,11 @@ from resilient_run.ckpt.errors import DaemonError
 
 from ..base.policy import PersistPolicy
 from ..etcd.client import Entry, Etcd, EtcdUnavailable
+from ..run import keys
 from ..run.rounds import Pair
 from ..run.view import JobView
 from .manifest import Persisted
-from .persist_plan import (
-    ANSWERS_KEY,
-    PUBLISHED_KEY,
-    REQUEST_KEY,
-    Answer,
-    Request,
-    is_due,
-    merged,
-    parse_published,
-)
+from .persist_plan import Answer, Request, is_due, merged, parse_published
 from .tier import Tier, TierError, call
 
 log = logging.getLogger(__name__)
@@ -46,7 +38,7 @@ class Publisher:
         self, *, run_id: str, policy: PersistPolicy, tier: Tier, view: JobView, clock: Callable[[], float]
     ) -> None:
         self._run_id = run_id
-        self._prefix = f"/resilient-run/{run_id}/"
+        self._prefix = keys.prefix(run_id)
         self._policy = policy
         self._tier = tier
         self._view = view
@@ -77,7 +69,7 @@ class Publisher:
         if not due:
             return {}
         log.debug("generation %d step %d is persisted: %s", *pair, reason)
-        return {REQUEST_KEY: Request(pair=pair, unix_s=self._clock()).to_value()}
+        return {keys.PERSIST: Request(pair=pair, unix_s=self._clock()).to_value()}
 
     async def run(self, etcd: Etcd, requested: Callable[[], Request | None]) -> None:
         """Publish what `requested` returns while this host is the root; until cancelled."""
@@ -94,7 +86,7 @@ class Publisher:
                 self._answers, self._published, self._published_revision = {}, None, 0
 
     async def _mirror(self, etcd: Etcd) -> None:
-        async with aclosing(etcd.changes(self._prefix + PUBLISHED_KEY)) as states:
+        async with aclosing(etcd.changes(self._prefix + keys.PERSISTED)) as states:
             async for changes in states:
                 self._published = self._published or ()
                 for key, entry in changes.items():
@@ -105,13 +97,13 @@ class Publisher:
                 self._view.notify()
 
     def _see(self, name: str, entry: Entry | None) -> None:
-        if name == PUBLISHED_KEY:
+        if name == keys.PERSISTED:
             self._published, self._published_revision = (), 0
             if entry is not None:
                 self._published_revision = entry.revision
                 self._published = parse_published(entry.value)
-        elif name.startswith(ANSWERS_KEY):
-            host = name.removeprefix(ANSWERS_KEY)
+        elif name.startswith(keys.ANSWERS()):
+            host = name.removeprefix(keys.ANSWERS())
             self._answers.pop(host, None)
             if entry is not None:
                 self._answers[host] = Answer.parse(entry.value)
@@ -125,7 +117,7 @@ class Publisher:
             try:
                 await call(self._tier, self._tier.publish, persisted)
                 pairs = await call(self._tier, self._tier.prune, self._policy.keep)
-                key = self._prefix + PUBLISHED_KEY
+                key = self._prefix + keys.PERSISTED
                 if await etcd.commit({key: revision}, {key: {"pairs": [list(known) for known in pairs]}}):
                     log.info("published generation %d step %d in %s", *pair, self._tier.shown)
             except TierError as error:

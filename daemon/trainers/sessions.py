@@ -15,10 +15,11 @@ from ..base.spec import JobSpec
 from ..peers.exchange import routes
 from ..peers.pacing import Pacer
 from ..peers.replication import Replicator
-from ..run.commit import MISSED_FOLDER, Missed
+from ..run import keys
+from ..run.commit import Missed
 from ..run.hang import HangDetector
 from ..run.leased import LeasedKeys
-from ..run.rounds import pair_message
+from ..run.rounds import pair_value
 from ..run.view import JobView
 from ..slots.slots import SLOTS_PER_RANK, JobSlots
 from .trainer import Event, Trainer
@@ -154,7 +155,7 @@ class Sessions:
         self._event("attached", rank=rank, monotonic_s=attached_s)
         replication, known = self._spec.policy.replication, routes(round_, rank, self._view.replicas)
         return trainer, {
-            "restore": pair_message(round_.restore),
+            "restore": pair_value(round_.restore),
             **self._view.agreed.message(),
             "routes": known.message() if replication.transport == "trainer" else None,
             "replication": {
@@ -200,7 +201,7 @@ class Sessions:
         missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
         if known is None or (known.next, known.step) < (missed.next, missed.step):
             self._view.missed = missed
-            self._keys.set(f"{MISSED_FOLDER}/{self._view.host}", missed.to_value())
+            self._keys.set(keys.MISSED(self._view.host), missed.to_value())
 
     def protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
         """Hear from `trainer` that commits do not keep up with training, and why; without a reason they do again."""

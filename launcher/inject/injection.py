@@ -11,10 +11,10 @@ from typing import Any, Self
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.faults import Order
+from resilient_run.daemon.run.records import Job
 from resilient_run.daemon.run.rounds import Pair, Round
-
-from ..rendezvous.rounds import Job
 
 
 class InjectionError(Exception):
@@ -23,7 +23,7 @@ class InjectionError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of an order: `inject/outcomes/<id>`.
+    """What became of an order.
 
     Attributes:
         ok: Whether the fault struck; if not, `what` says why.
@@ -66,10 +66,10 @@ class Sight:
     Attributes:
         round: The current generation, None before the first and after the run.
         watermark: The newest committed pair.
-        failures: Generation → `rdzv/failure/<generation>`.
+        failures: Generation → what etcd said of its failure.
         recoveries: (generation, host) → the recovery event of that host's launcher.
-        observations: Everything that any `obs/<host>` has said, each once, in order.
-        outcomes: Order id → `inject/outcomes/<id>`.
+        observations: Everything that any host has observed, each once, in order.
+        outcomes: Order id → what became of it.
         ended: The run is over.
     """
 
@@ -83,17 +83,17 @@ class Sight:
 
     def see(self, entries: Mapping[str, Entry], prefix: str) -> None:
         """Take in the state of every key below `prefix`."""
-        keys = {key.removeprefix(prefix): entry for key, entry in entries.items()}
-        self.ended = "rdzv/job" not in keys or "rdzv/closed" in keys
+        known = {key.removeprefix(prefix): entry for key, entry in entries.items()}
+        self.ended = keys.JOB not in known or keys.CLOSED in known
         try:
-            if (found := keys.get("rdzv/round")) is not None:
+            if (found := known.get(keys.ROUND)) is not None:
                 self.round = Round.parse(found.value, found.revision)
         except DaemonError:
             self.round = None
-        for name, entry in keys.items():
+        for name, entry in known.items():
             # What is not as it should be counts as not there.
             with suppress(DaemonError, ValueError):
-                self._see(name.split("/"), entry.value)
+                self._see(keys.split(name), entry.value)
 
     @property
     def is_whole(self) -> bool:
@@ -118,17 +118,17 @@ class Sight:
 
     def _see(self, name: list[str], value: dict[str, Any]) -> None:
         match name:
-            case ["ckpt", "watermark"]:
-                self.watermark = Fields(value, "ckpt/watermark").pair()
-            case ["rdzv", "failure", generation]:
+            case [keys.WATERMARK]:
+                self.watermark = Fields(value, keys.WATERMARK).pair()
+            case [keys.FAILURES, generation]:
                 self.failures.setdefault(int(generation), value)
-            case ["rdzv", "recovered", generation, host]:
+            case [keys.RECOVERED, generation, host]:
                 self.recoveries[int(generation), host] = value
-            case ["inject", "outcomes", number]:
+            case [keys.OUTCOMES, number]:
                 self.outcomes[number] = Outcome.parse(value)
-            case ["obs", host]:
+            case [keys.OBSERVATIONS, host]:
                 known = {(seen["host"], seen.get("kind"), seen.get("unix_s")) for seen in self.observations}
-                for item in Fields(value, "obs").objects("observations"):
+                for item in Fields(value, keys.OBSERVATIONS).objects("observations"):
                     if (host, item.get("kind"), item.get("unix_s")) not in known:
                         self.observations.append({"host": host, **item})
 
@@ -147,7 +147,7 @@ class Injection:
     def __init__(self, config: EtcdConfig, run_id: str) -> None:
         self._config = config
         self._run_id = run_id
-        self._prefix = f"/resilient-run/{run_id}/"
+        self._prefix = keys.prefix(run_id)
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self.sight = Sight()
@@ -184,14 +184,14 @@ class Injection:
         """
         number = f"{time.time():.3f}-{secrets.token_hex(3)}"
         revision = await self._permission()
-        guards = {f"{self._prefix}rdzv/job": revision}
-        if not await self._etcd.commit(guards, {f"{self._prefix}inject/orders/{number}": order.to_value()}):
+        guards = {self._prefix + keys.JOB: revision}
+        if not await self._etcd.commit(guards, {self._prefix + keys.ORDERS(number): order.to_value()}):
             raise InjectionError(f"run {self._run_id!r} ended or began anew while a fault was ordered")
         return number
 
     async def take_back(self, number: str) -> None:
         """Delete an order; if it was not carried out yet, it never is."""
-        await self._etcd.delete(f"{self._prefix}inject/orders/{number}")
+        await self._etcd.delete(self._prefix + keys.ORDERS(number))
 
     async def wait_for(self, condition: Callable[[Sight], bool], *, timeout_s: float | None) -> bool:
         """Wait until `condition` holds, the run has ended, or for `timeout_s`; tell whether it holds."""
@@ -203,12 +203,12 @@ class Injection:
         return condition(self.sight)
 
     async def _permission(self) -> int:
-        entry = await self._etcd.get(f"{self._prefix}rdzv/job")
+        entry = await self._etcd.get(self._prefix + keys.JOB)
         if entry is None:
             raise InjectionError(f"there is no run {self._run_id!r} at {self._config.where}; check --run-id")
         try:
-            job = Job.from_value(entry.value)
-        except ValueError as error:
+            job = Job.parse(entry.value)
+        except DaemonError as error:
             raise InjectionError(f"run {self._run_id!r}: its job key is damaged ({error})") from error
         if not job.injection:
             raise InjectionError(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Etcd
-from resilient_run.daemon.run.rounds import is_import
-
-from .rounds import Job
+from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.records import Job
+from resilient_run.daemon.run.rounds import is_import, pair_value
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +44,16 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
         RendezvousStateError: The run goes on with other terms, or nobody can tell where it begins.
         EtcdError: etcd cannot be reached or refuses.
     """
-    prefix = f"/resilient-run/{run_id}/"
-    key, members = f"{prefix}rdzv/job", f"{prefix}rdzv/members/"
+    prefix = keys.prefix(run_id)
+    key, members = prefix + keys.JOB, prefix + keys.MEMBERS()
     while True:
         entry = await etcd.get(key)
         if entry is None:
             await _begin(etcd, run_id, prefix, terms)
             continue
         try:
-            job = Job.from_value(entry.value)
-        except ValueError as error:
+            job = Job.parse(entry.value)
+        except DaemonError as error:
             raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
         ours = replace(job, min_nodes=terms.min_nodes, max_nodes=terms.max_nodes, injection=terms.injection)
         if ours == job:
@@ -77,12 +78,12 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         injection=terms.injection,
         after_generation=generation,
     )
-    puts = {f"{prefix}rdzv/job": job.to_value()}
+    puts = {keys.JOB: job.to_value()}
     if pairs:
-        puts[f"{prefix}ckpt/watermark"] = {"generation": generation, "step": step}
-        puts[f"{prefix}ckpt/persisted"] = {"pairs": pairs}
-        puts[f"{prefix}rdzv/committed"] = {"world_size": world_size}
-    if await etcd.commit({f"{prefix}rdzv/job": 0}, puts) and pairs:
+        puts[keys.WATERMARK] = pair_value((generation, step))
+        puts[keys.PERSISTED] = {"pairs": pairs}
+        puts[keys.COMMITTED] = {"world_size": world_size}
+    if await etcd.commit({prefix + keys.JOB: 0}, {prefix + key: value for key, value in puts.items()}) and pairs:
         what = "imported" if is_import((generation, step)) else "persisted"
         log.warning("run %r begins with the %s step %d", run_id, what, step)
 

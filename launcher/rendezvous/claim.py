@@ -8,7 +8,7 @@ import socket
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from .rounds import Round
+from resilient_run.daemon.run.rounds import Round
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Claim:
     """
 
     def __init__(self, run_id: str, machine: str, current: Round | None) -> None:
-        seats = set() if current is None else {seat.host for seat in current.members}
+        seats = () if current is None else current.hosts
         names = [machine, *(f"{machine}#{number}" for number in range(1, _MOST))]
         for self.host in sorted(names, key=lambda name: name not in seats):
             # An abstract address needs no file, and the kernel frees it however the process ends.

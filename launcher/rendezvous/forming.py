@@ -5,7 +5,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .rounds import Member, Seat, View, assign_ranks, newcomers
+from resilient_run.daemon.run.rounds import Member, Seat
+
+from .rounds import View, assign_ranks, newcomers
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ def standby(view: View, max_nodes: int, now_unix_s: float) -> Decision | None:
     if newcomers(view, max_nodes, now_unix_s):
         return None
     number = view.generation
-    if view.round is None or view.bound is None or len(view.round.members) >= max_nodes:
+    if view.round is None or view.bound is None or len(view.round.seats) >= max_nodes:
         return Decision(members=None, reason=f"generation {number} is full: waiting as a standby")
     why = f"no number of ranks but {view.bound} can restore what is committed, so generation {number} does not grow"
     return Decision(members=None, reason=f"{why}: waiting as a standby", notable=True)
@@ -67,7 +69,7 @@ def next_round(
         last_call_s: Last call of a first round, seconds; later ones use at most `LATER_LAST_CALL_S`.
         now_unix_s: The time, which says which quarantines are over.
     """
-    before = view.round.members if view.round else ()
+    before = view.round.seats if view.round else ()
     ready = {host: member for host, member in view.members.items() if member.ready == generation}
     awaited = sorted(seat.host for seat in before if seat.host in view.members and seat.host not in ready)
     gone = sorted(seat.host for seat in before if seat.host not in view.members)
@@ -134,7 +136,7 @@ def _usable(
 ) -> tuple[dict[str, Member], list[str]]:
     """Return who of the ready hosts may be in a round of `needed`, and who is left out because of a quarantine."""
     usable = {host: member for host, member in ready.items() if view.quarantine_of(host, now_unix_s) is None}
-    before = {seat.host for seat in view.round.members} if view.round else set()
+    before = {seat.host for seat in view.round.seats} if view.round else set()
     # A host that was in the round before holds its state; beyond that, whoever was put into quarantine first.
     avoided = sorted(
         (host for host in ready if host not in usable),

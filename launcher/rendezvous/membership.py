@@ -9,17 +9,21 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
-from resilient_run.daemon.run.rounds import CLOSED_TTL_S
+from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.records import CLOSED_TTL_S, Closed, Failure
+from resilient_run.daemon.run.rounds import Member, Round, Seat, is_import
 
 from .agreement import Terms, agree
-from .rounds import Closed, Failure, Member, Round, Seat, View, broken, newcomers
+from .rounds import View, broken, newcomers
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +44,10 @@ class Membership:
 
     def __init__(self, etcd: Etcd, *, run_id: str, member: Member, on_change: Callable[[], None]) -> None:
         self._etcd = etcd
-        self._run_prefix = f"/resilient-run/{run_id}/"
-        self._prefix = f"{self._run_prefix}rdzv/"
+        self._prefix = keys.prefix(run_id)
         self._run_id = run_id
         self._member = member
-        self._key = f"{self._prefix}members/{member.host}"
+        self._key = self._prefix + keys.MEMBERS(member.host)
         self._on_change = on_change
         self._view = View(members={}, stores={}, failures={}, done=frozenset())
         self._closed: Closed | None = None
@@ -96,21 +99,20 @@ class Membership:
             EtcdError: etcd cannot be reached or refuses.
         """
         self._member = replace(self._member, host=host, nproc=nproc, role=role)
-        self._key = f"{self._prefix}members/{host}"
+        self._key = self._prefix + keys.MEMBERS(host)
         self._lease_ttl_s = lease_ttl_s
         clock = asyncio.get_running_loop().time
         started_s = clock()
         while True:
             waited_s = clock() - started_s
-            if await self._etcd.get(f"{self._prefix}closed") is not None or self._view.closed is not None:
+            closed = self._prefix + keys.CLOSED
+            if await self._etcd.get(closed) is not None or self._view.closed is not None:
                 if waited_s > 2 * CLOSED_TTL_S:
-                    raise RendezvousClosedError(
-                        f"run {self._run_id!r} stays closed: delete the etcd key {self._prefix}closed"
-                    )
+                    raise RendezvousClosedError(f"run {self._run_id!r} stays closed: delete the etcd key {closed}")
             else:
                 try:
                     job_revision = await agree(self._etcd, self._run_id, terms)
-                    if await self._write({f"{self._prefix}job": job_revision}):
+                    if await self._write({self._prefix + keys.JOB: job_revision}):
                         break
                 except RendezvousStateError:
                     # What is in the way may be a launcher that was just killed: its key expires.
@@ -137,49 +139,50 @@ class Membership:
             RendezvousStateError: The watermark is not of its form.
             EtcdError: etcd cannot be reached or refuses.
         """
-        watermark_key, round_key = f"{self._run_prefix}ckpt/watermark", f"{self._prefix}round"
+        watermark_key, round_key = self._prefix + keys.WATERMARK, self._prefix + keys.ROUND
         watermark = await self._etcd.get(watermark_key)
         before = view.generation
-        restore = None if watermark is None else watermark.value
-        seats = [asdict(seat) for seat in members]
         try:
-            formed = Round.from_value({"generation": before + 1, "members": seats, "restore": restore})
-        except ValueError as error:
+            restore = None if watermark is None else Fields(watermark.value, keys.WATERMARK).pair()
+        except DaemonError as error:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
-        if formed.restore is not None and formed.restore["generation"] > 0 and view.bound is None and view.round:
+        if restore is not None and not is_import(restore) and view.bound is None and view.round:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
-            await self._etcd.create(f"{self._prefix}committed", {"world_size": view.round.world_size})
+            await self._etcd.create(self._prefix + keys.COMMITTED, {"world_size": view.round.world_size})
             return False
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
-        folders = f"done/{stale}/", f"recovered/{stale}/"
+        names = keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")
         formed_in = await self._etcd.commit(
-            {round_key: view.round_revision, watermark_key: 0 if watermark is None else watermark.revision},
-            {round_key: formed.to_value()},
-            deletes=[f"{self._prefix}{name}" for name in (f"store/{stale}", f"failure/{stale}", *folders)],
+            {
+                round_key: 0 if view.round is None else view.round.revision,
+                watermark_key: 0 if watermark is None else watermark.revision,
+            },
+            {round_key: Round(generation=before + 1, seats=members, restore=restore).to_value()},
+            deletes=[self._prefix + name for name in names],
         )
         return formed_in > 0
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Tell the other members where the generation's store is."""
-        await self._etcd.put(f"{self._prefix}store/{generation}", {"addr": addr, "port": port})
+        await self._etcd.put(self._prefix + keys.STORES(generation), {"addr": addr, "port": port})
 
-    async def fail(self, generation: int, failure: Failure) -> None:
-        """Break the generation for everyone, unless it is broken; goes on trying while etcd is away."""
-        await self._insist(f"{self._prefix}failure/{generation}", failure.to_value())
+    async def fail(self, failure: Failure) -> None:
+        """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
+        await self._insist(keys.FAILURES(failure.generation), failure.to_value())
 
     async def done(self, generation: int) -> None:
         """Announce that all workers of this host succeeded; goes on trying while etcd is away."""
-        await self._insist(f"{self._prefix}done/{generation}/{self._member.host}", {})
+        await self._insist(keys.DONE(generation, self._member.host), {})
 
     async def tell_recovery(self, event: Mapping[str, Any]) -> None:
         """Show a recovery event of this host to everybody; goes on trying while etcd is away."""
-        await self._insist(f"{self._prefix}recovered/{event['generation']}/{self._member.host}", event)
+        await self._insist(keys.RECOVERED(event["generation"], self._member.host), event)
 
     async def close(self, closed: Closed) -> None:
         """End the run for everyone, unless it has ended; goes on trying while etcd is away."""
         self._closed = self._closed or closed
-        await self._insist(f"{self._prefix}closed", closed.to_value(), ttl_s=CLOSED_TTL_S)
+        await self._insist(keys.CLOSED, closed.to_value(), ttl_s=CLOSED_TTL_S)
 
     async def leave(self) -> None:
         """Give up the membership and disconnect; the last one to leave a closed run removes its keys.
@@ -203,7 +206,7 @@ class Membership:
 
     async def _mirror(self, loaded: asyncio.Event) -> None:
         ignored: tuple[str, ...] = ()
-        async with aclosing(self._etcd.follow(self._prefix)) as states:
+        async with aclosing(self._etcd.follow(self._prefix + keys.RENDEZVOUS)) as states:
             async for entries in states:
                 view = View.parse(entries, self._prefix)
                 if view.ignored != ignored:
@@ -261,7 +264,7 @@ class Membership:
         if failure is not None and view.round.generation not in view.failures:
             self._announced = view.round.generation
             log.warning("generation %d is broken: %s", view.round.generation, failure.message)
-            self._start(self.fail(view.round.generation, replace(failure, unix_s=time.time())), self._tasks)
+            self._start(self.fail(replace(failure, unix_s=time.time())), self._tasks)
 
     def _note_standbys(self, view: View) -> None:
         """Say of each host that would make the run larger, once, that it cannot."""
@@ -279,7 +282,7 @@ class Membership:
         async with self._writing:
             entry = await self._etcd.get(self._key)
             if entry is not None:
-                self._refuse_rival(Member.from_entry(self._member.host, entry))
+                self._refuse_rival(Member.parse(self._member.host, entry.value, entry.created))
             if self._lease is None:
                 self._lease = await self._etcd.lease(self._lease_ttl_s)
             elif self._lease.lost.is_set():
@@ -318,7 +321,9 @@ class Membership:
                 log.debug("not registered again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _insist(self, key: str, value: Mapping[str, Any], ttl_s: float | None = None) -> None:
+    async def _insist(self, name: str, value: Mapping[str, Any], ttl_s: float | None = None) -> None:
+        key = self._prefix + name
+
         async def create() -> None:
             while True:
                 try:
@@ -333,22 +338,14 @@ class Membership:
         await asyncio.shield(self._start(create(), self._insisting))
 
     async def _remove_keys(self, closed: Closed) -> None:
-        alone = {f"{self._prefix}members/": 0}
-        watermark = f"{self._run_prefix}ckpt/watermark"
-        if not closed.failed or await self._etcd.get(watermark) is None:
-            await self._etcd.commit(alone, {}, deletes=[self._run_prefix])
+        alone = {self._prefix + keys.MEMBERS(): 0}
+        if not closed.failed or await self._etcd.get(self._prefix + keys.WATERMARK) is None:
+            await self._etcd.commit(alone, {}, deletes=[self._prefix])
         else:
             # Whoever starts the run again has put something right: its failures so far count no more.
-            names = (
-                "rdzv/closed",
-                "rdzv/store/",
-                "rdzv/failure/",
-                "rdzv/done/",
-                "rdzv/recovered/",
-                "root/failures",
-                "inject/",
-            )
-            await self._etcd.commit(alone, {}, deletes=[f"{self._run_prefix}{name}" for name in names])
+            folders = keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION
+            names = (keys.CLOSED, keys.HISTORY, *folders)
+            await self._etcd.commit(alone, {}, deletes=[self._prefix + name for name in names])
 
     def _start(self, coroutine: Any, tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -24,6 +24,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from resilient_run.daemon.etcd.client import EtcdConfig, EtcdError
 from resilient_run.daemon.run.quarantine import Quarantine
+from resilient_run.daemon.run.records import Closed, Failure
+from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .address import is_loopback, own_address
 from .agreement import Terms
@@ -31,7 +33,7 @@ from .claim import Claim, machine_name
 from .forming import Announcer, Arrivals, next_round, standby
 from .membership import new_session
 from .patience import Deadline, Patience
-from .rounds import Closed, Failure, Member, Round, Seat, View, broken, newcomers
+from .rounds import View, broken, newcomers
 from .run_link import RunLink
 
 log = logging.getLogger(__name__)
@@ -212,7 +214,7 @@ class EtcdRendezvous(RendezvousHandler):
     ) -> None:
         """Break the current generation for all hosts unless someone was first; goes on trying while etcd is away."""
         failure = self._failure(kind, message, rank=rank, pid=pid, exitcode=exitcode)
-        self._link.report(self._link.membership.fail(self._generation, failure), _REPORT_S)
+        self._link.report(self._link.membership.fail(failure), _REPORT_S)
 
     def report_done(self) -> None:
         """Tell all hosts that all workers of this one succeeded; goes on trying while etcd is away."""
@@ -225,7 +227,7 @@ class EtcdRendezvous(RendezvousHandler):
     def all_done(self) -> bool:
         """Tell whether the workers of every host in the current generation succeeded."""
         done = self._link.membership.view.done
-        return self._round is not None and all((self._generation, seat.host) in done for seat in self._round.members)
+        return self._round is not None and all((self._generation, seat.host) in done for seat in self._round.seats)
 
     def close(self, reason: str, failed: bool) -> None:
         """End the run for everyone, unless it has ended."""
@@ -296,7 +298,7 @@ class EtcdRendezvous(RendezvousHandler):
             failure = self._failure("membership", f"the run grows by {', '.join(joining)}")
         else:
             failure = self._failure("restart", f"host {self._host} restarts its workers")
-        self._link.request(lambda: self._link.membership.fail(self._generation, failure), deadline.at_s)
+        self._link.request(lambda: self._link.membership.fail(failure), deadline.at_s)
 
     def _form(self, view: View, members: tuple[Seat, ...], deadline: Deadline) -> bool:
         return self._link.request(lambda: self._link.membership.form(view, members), deadline.at_s)
@@ -312,11 +314,10 @@ class EtcdRendezvous(RendezvousHandler):
         store.set_timeout(_STORE_TIMEOUT)
         self._offer(0, deadline)
         self._generation, self._round, self._store = formed.generation, formed, store
-        hosts = ", ".join(seat.host for seat in formed.members)
-        log.info("run %s: generation %d has the hosts %s", self._run_id, formed.generation, hosts)
+        log.info("run %s: generation %d has the hosts %s", self._run_id, formed.generation, ", ".join(formed.hosts))
         prefix = f"torch.rendezvous.{self._run_id}.{formed.generation}"
         info = RendezvousStoreInfo(addr, port)
-        return RendezvousInfo(PrefixStore(prefix, store), rank, len(formed.members), info)
+        return RendezvousInfo(PrefixStore(prefix, store), rank, len(formed.seats), info)
 
     def _serve_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int]:
         members = self._link.membership.view.members.values()
@@ -339,7 +340,7 @@ class EtcdRendezvous(RendezvousHandler):
         return store, self._addr, port
 
     def _reach_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int] | None:
-        problem = f"host {formed.members[0].host} does not say where its store is"
+        problem = f"host {formed.hosts[0]} does not say where its store is"
         while True:
             view, version = self._link.look()
             if broken(view, formed.generation) is not None or self.closed is not None:
@@ -355,7 +356,7 @@ class EtcdRendezvous(RendezvousHandler):
                 return store, addr, port
             except (DistNetworkError, DistStoreError) as error:
                 problem = (
-                    f"the store of host {formed.members[0].host} at {addr}:{port} is out of reach; check the firewall, "
+                    f"the store of host {formed.hosts[0]} at {addr}:{port} is out of reach; check the firewall, "
                     f"or give --local-addr there ({_line(error)})"
                 )
 
@@ -394,8 +395,15 @@ class EtcdRendezvous(RendezvousHandler):
         return formed is not None and formed.rank_of(self._host, self._session) is not None
 
     def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
-        began_step = None if self.round is None else (self.round.restore or {"step": 0})["step"]
-        return Failure(host=self._host, kind=kind, began_step=began_step, unix_s=time.time(), message=message, **worker)
+        return Failure(
+            generation=self._generation,
+            host=self._host,
+            kind=kind,
+            began_step=None if self._round is None else self._round.began_step,
+            unix_s=time.time(),
+            message=message,
+            **worker,
+        )
 
 
 def _line(error: Exception) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from resilient_run.daemon.etcd.client import EtcdConfig, EtcdError, EtcdUnavailable
+from resilient_run.daemon.run.rounds import Member
 
 from .loop import LoopThread
 from .membership import Membership
-from .rounds import Member, View
+from .rounds import View
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,64 @@
+"""Every etcd key of a run below the run's prefix: its name, who writes it, and what its value is.
+
+What has no class here is a JSON object that docs/protocol.md describes. A `Folder` has a key for each of the names that
+follow it. *Leased* keys vanish with their writer.
+"""
+
+from ..etcd.config import RUNS
+
+
+class Folder(str):
+    """Keys that begin alike; called with the names that follow, one of them, without any, what they all begin with."""
+
+    __slots__ = ()
+
+    def __call__(self, *names: str | int) -> str:
+        """Return the key of `names` here; a last name "" leaves it open."""
+        return "/".join((self, *map(str, names or ("",))))
+
+
+RENDEZVOUS = "rdzv/"  # what launchers follow
+JOB = "rdzv/job"  # launchers: the `Job`, made by the first
+MEMBERS = Folder("rdzv/members")  # by host, leased, its launcher: a `Member`
+ROUND = "rdzv/round"  # launchers: the `Round`; its revision guards what is valid in one generation only
+COMMITTED = "rdzv/committed"  # root, launchers: the only number of ranks that can restore what is committed
+STORES = Folder("rdzv/store")  # by generation, launcher of group rank 0: where the store is
+FAILURES = Folder("rdzv/failure")  # by generation, root and launchers, never replaced: the `Failure`
+DONE = Folder("rdzv/done")  # by generation and host, its launcher: all its workers succeeded
+RECOVERED = Folder("rdzv/recovered")  # by generation and host, its launcher: the recovery event
+CLOSED = "rdzv/closed"  # leased, root and launchers: the end of the run, `Closed`
+QUARANTINES = Folder("rdzv/quarantine")  # by host, root: a `Quarantine`
+
+ROOT = "root/"  # what says who is the root, and what roots did
+LEADER = "root/leader"  # leased, the daemon that was elected: its host
+DECISIONS = "root/decisions"  # root: what roots decided
+HISTORY = "root/failures"  # root: the `Failure` of each generation, as roots noted it
+
+HOSTS = Folder("ckpt/hosts")  # by host, leased, its daemon: where peers fetch, and signs of life
+HELD = Folder("ckpt/held")  # by host, its daemon: replicas (`parse_held`) and their digests (`parse_claims`)
+EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
+# The two keys below the watermark are written with it, so that one mirror shows all three in order.
+WATERMARK = "ckpt/watermark"  # root: the newest committed pair
+NEXT = "ckpt/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
+PERSIST = "ckpt/watermark/persist"  # root, a daemon that is told to end: the `Request` to persist a pair
+MISSED = Folder("ckpt/missed")  # by host, leased, its daemon: `Missed`
+PERSISTED = "ckpt/persisted"  # root: the published pairs (`parse_published`)
+ANSWERS = Folder("ckpt/persisted")  # by host, its daemon: the `Answer` to the newest request
+
+OBSERVATIONS = Folder("obs")  # by host, leased, its daemon: what is wrong there (`parse_observations`)
+
+INJECTION = "inject/"  # faults on purpose
+ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
+OUTCOMES = Folder("inject/outcomes")  # by id, the daemon of the order's host: the `Outcome`
+
+
+def prefix(run_id: str) -> str:
+    """Return what all keys of the run begin with."""
+    return f"{RUNS}{run_id}/"
+
+
+def split(key: str) -> list[str]:
+    """Return the folder that `key` is in and the names after it, or `key` alone where it is in none."""
+    parts = key.split("/")
+    depth = 1 if parts[0] == OBSERVATIONS else 2
+    return ["/".join(parts[:depth]), *parts[depth:]]

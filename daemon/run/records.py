@@ -1,0 +1,158 @@
+"""What launchers and the root write of a run beside its rounds: what it is, why a generation broke, how it ended."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from ..base.fields import Fields
+from . import keys
+
+CLOSED_TTL_S = 10
+"""How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
+
+MAX_REASON_BYTES = 1 << 16
+"""Of the end of a run, and of what recoveries give as their cause: both may quote the message of a failure."""
+
+_MAX_MESSAGE_BYTES = 1 << 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What all launchers of a run must agree on, and the secret that its daemons show each other.
+
+    Attributes:
+        incarnation: Random id of this life of the run id.
+        min_nodes: Fewest hosts of a generation.
+        max_nodes: Most hosts of a generation.
+        token: The secret.
+        injection: Whether `resilient-inject` may act on the run.
+        after_generation: Of the persisted pair that this life begins with, 0 without one.
+    """
+
+    incarnation: str
+    min_nodes: int
+    max_nodes: int
+    token: str
+    injection: bool = False
+    after_generation: int = 0
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return the job in an etcd value.
+
+        Raises:
+            DaemonError: The value is none.
+        """
+        fields = Fields(value, keys.JOB)
+        return cls(
+            incarnation=fields.text("incarnation"),
+            min_nodes=fields.integer("min_nodes"),
+            max_nodes=fields.integer("max_nodes"),
+            token=fields.text("token"),
+            # Nothing but true allows faults.
+            injection=value.get("injection") is True,
+            after_generation=fields.optional_integer("after_generation") or 0,
+        )
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the etcd value."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Closed:
+    """The end of a run."""
+
+    reason: str
+    failed: bool
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return the end that an etcd value announces.
+
+        Raises:
+            DaemonError: The value is none.
+        """
+        fields = Fields(value, keys.CLOSED)
+        return cls(reason=fields.text("reason", max_bytes=MAX_REASON_BYTES), failed=fields.flag("failed"))
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the etcd value."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a generation is broken, and in the history what the root knows beyond that.
+
+    Attributes:
+        generation: The broken one.
+        host: Where it happened, "" when no single host is to blame.
+        kind: As in docs/protocol.md.
+        rank: The worker, None when it is none.
+        pid: Of that worker.
+        exitcode: Of that worker, None when it did not exit.
+        step: Of a hang, where training stood still, as in `Observation`.
+        began_step: The step that the generation started from, None when the writer does not know it. The root may see
+            the failure after the next generation has begun.
+        unix_s: When it was written or noted.
+        message: What a person wants to know.
+    """
+
+    generation: int
+    host: str
+    kind: str
+    rank: int | None = None
+    pid: int | None = None
+    exitcode: int | None = None
+    step: int | None = None
+    began_step: int | None = None
+    unix_s: float = 0.0
+    message: str
+
+    @classmethod
+    def parse(cls, generation: int, value: Mapping[str, Any]) -> Self:
+        """Return the failure in the etcd value of `generation`, or in an item of the history.
+
+        Raises:
+            DaemonError: The value is neither.
+        """
+        fields = Fields(value, f"failure of generation {generation}")
+        return cls(
+            generation=generation,
+            host=fields.optional_text("host", max_bytes=_MAX_MESSAGE_BYTES),
+            kind=fields.text("kind"),
+            rank=fields.optional_integer("rank"),
+            pid=fields.optional_integer("pid"),
+            exitcode=fields.optional_integer("exitcode", low=-(1 << 31)),
+            step=fields.optional_integer("step"),
+            began_step=fields.optional_integer("began_step"),
+            unix_s=fields.number("unix_s", high=1e12),
+            message=fields.optional_text("message", max_bytes=_MAX_MESSAGE_BYTES),
+        )
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the etcd value; only a hang has a `step`."""
+        value = asdict(self)
+        del value["generation"]
+        if self.step is None:
+            del value["step"]
+        return value
+
+    def to_item(self) -> dict[str, Any]:
+        """Return the item of the history."""
+        value = asdict(self)
+        del value["pid"]
+        return value
+
+    def explained(self, gone: Sequence[str]) -> Self:
+        """Return the loss of a host that is `gone` in the place of a worker elsewhere that exited because of it.
+
+        A worker whose collectives fail exits with a positive code at once, a lost host is seen when its lease expires.
+        A worker that a signal killed did not exit so. Where the launcher of the worker is gone, too, etcd may have been
+        away.
+        """
+        if self.kind != "worker_exit" or (self.exitcode or 0) <= 0 or not gone or self.host in gone:
+            return self
+        message = f"host {gone[0]} is lost, and {self.message or f'a worker on host {self.host} exited'}"
+        return replace(self, host=gone[0], kind="host_lost", rank=None, pid=None, exitcode=None, message=message)
