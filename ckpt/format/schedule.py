@@ -51,44 +51,23 @@ class TransferCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """One transfer.
-
-    Attributes:
-        span: Index of the idle span that it is sent in.
-        replica: Which copy it belongs to, from 0.
-        offset: Where in the checkpoint it begins.
-        size_bytes: How long it is.
-    """
-
-    span: int
-    replica: int
-    offset: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """How the replicas of one checkpoint are sent.
 
     Attributes:
-        spans: The idle spans of `every` iterations in a row, as offsets from the start of the first.
-        chunks: What is sent in them, in order; the last span takes what the others have no room for.
         every: A checkpoint is sent every so many iterations.
-        paced: Whether anything is gained by waiting for the spans; if not, everything is sent at once.
+        paced: Whether anything is gained by waiting for the idle spans; if not, everything is sent at once.
         used_s: Seconds of idle network that the chunks take.
         late_bytes: What did not fit in the spans, and prolongs the last one.
     """
 
-    spans: tuple[Span, ...]
-    chunks: tuple[Chunk, ...]
     every: int
     paced: bool
     used_s: float
     late_bytes: int
 
 
-def partition(
+def fill(
     spans: Sequence[Span],
     *,
     checkpoint_bytes: int,
@@ -96,37 +75,33 @@ def partition(
     buffer_bytes: int,
     cost: TransferCost,
     variance: float,
-    endless: bool = True,
-) -> list[Chunk]:
-    """Place the chunks of `copies` checkpoints in `spans` (Algorithm 6.2).
+) -> tuple[int, float]:
+    """Return how many bytes of the checkpoints fit in `spans`, and the seconds that they take (Algorithm 6.2).
+
+    The full chunks of one checkpoint in one span are counted at once, so this takes no longer for a larger checkpoint.
 
     Args:
-        spans: The idle spans T, in order; at least one.
+        spans: The idle spans T, in order.
         checkpoint_bytes: Size C of one checkpoint.
         copies: Checkpoints to send, m - 1.
         buffer_bytes: The largest chunk, R / p.
         cost: The time f(s) of a chunk.
         variance: mu: the part of each span that is used, because spans vary.
-        endless: Whether the last span is as long as it takes; if not, what does not fit is left out.
     """
-    chunks: list[Chunk] = []
-    replica, offset = 0, 0
-    if not checkpoint_bytes or not copies:
-        return chunks
-    for index, span in enumerate(spans):
-        last = endless and index == len(spans) - 1
-        remaining_s = math.inf if last else variance * span.length_s
-        while size_bytes := cost.chunk_bytes(
-            remaining_s, buffer_bytes=buffer_bytes, remaining_bytes=checkpoint_bytes - offset
-        ):
-            chunks.append(Chunk(span=index, replica=replica, offset=offset, size_bytes=size_bytes))
-            remaining_s -= cost.seconds(size_bytes)
-            offset += size_bytes
-            if offset == checkpoint_bytes:
-                replica, offset = replica + 1, 0
-                if replica == copies:
-                    return chunks
-    return chunks
+    placed_bytes, used_s = 0, 0.0
+    full_s = cost.seconds(buffer_bytes)
+    for span in spans:
+        remaining_s = variance * span.length_s
+        while placed_bytes < checkpoint_bytes * copies:
+            left_bytes = checkpoint_bytes - placed_bytes % checkpoint_bytes
+            count = max(1, min(left_bytes // buffer_bytes, math.floor(remaining_s / full_s)))
+            size_bytes = cost.chunk_bytes(remaining_s, buffer_bytes=buffer_bytes, remaining_bytes=left_bytes)
+            if not size_bytes:
+                break
+            placed_bytes += count * size_bytes
+            used_s += count * cost.seconds(size_bytes)
+            remaining_s -= count * cost.seconds(size_bytes)
+    return placed_bytes, used_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +159,7 @@ def plan(
     max_every: int,
     ready_s: float = 0.0,
 ) -> tuple[Schedule, str]:
-    """Decide how often a checkpoint is sent and when its chunks travel, and say why.
+    """Decide how often a checkpoint is sent and whether in the idle spans, and say why.
 
     A checkpoint is sent in every iteration if its replicas fit in the idle spans of one; else over as many iterations
     as they need, but at most `max_every`; what does not fit even there is sent in the last span and prolongs it.
@@ -203,38 +178,20 @@ def plan(
     short = profile.iteration_s < SHORTEST_ITERATION_S
     if short or not total_bytes:
         why = f"iterations of {profile.iteration_s:.3f} s are short" if short else "there is no peer to send to"
-        return Schedule(spans=(), chunks=(), every=1, paced=False, used_s=0.0, late_bytes=0), f"sent at once: {why}"
-    every, spans, fitting, placed_bytes = 1, _unrolled(profile, 1, ready_s), list[Chunk](), 0
+        return Schedule(every=1, paced=False, used_s=0.0, late_bytes=0), f"sent at once: {why}"
+    every, placed_bytes, used_s = 1, 0, 0.0
     for every in range(1, max_every + 1):
-        spans = _unrolled(profile, every, ready_s)
-        fitting = partition(
-            spans,
+        placed_bytes, used_s = fill(
+            unrolled(profile, every, ready_s),
             checkpoint_bytes=checkpoint_bytes,
             copies=copies,
             buffer_bytes=buffer_bytes,
             cost=cost,
             variance=variance,
-            endless=False,
         )
-        placed_bytes = sum(chunk.size_bytes for chunk in fitting)
         if placed_bytes == total_bytes:
             break
-    chunks = partition(
-        spans,
-        checkpoint_bytes=checkpoint_bytes,
-        copies=copies,
-        buffer_bytes=buffer_bytes,
-        cost=cost,
-        variance=variance,
-    )
-    made = Schedule(
-        spans=spans,
-        chunks=tuple(chunks),
-        every=every,
-        paced=True,
-        used_s=sum(cost.seconds(chunk.size_bytes) for chunk in fitting),
-        late_bytes=total_bytes - placed_bytes,
-    )
+    made = Schedule(every=every, paced=True, used_s=used_s, late_bytes=total_bytes - placed_bytes)
     return made, _reason(made, profile, total_bytes, cost)
 
 
@@ -250,13 +207,12 @@ def _reason(made: Schedule, profile: IdleProfile, total_bytes: int, cost: Transf
     return f"{idle}, and {made.used_s:.3f} s of it are used"
 
 
-def _unrolled(profile: IdleProfile, every: int, ready_s: float) -> tuple[Span, ...]:
-    """Return the idle spans of `every` iterations after `ready_s`, at least an empty one at their end."""
+def unrolled(profile: IdleProfile, every: int, ready_s: float) -> list[Span]:
+    """Return the idle spans of `every` iterations in a row, as offsets from the start of the first, after `ready_s`."""
     spans = []
     for iteration in range(every):
         for span in profile.spans:
             start_s = iteration * profile.iteration_s + span.start_s
             lost_s = min(max(0.0, ready_s - start_s), span.length_s)
             spans.append(Span(start_s=start_s + lost_s, length_s=span.length_s - lost_s))
-    # A network that is never idle still has an end of the iteration to send at.
-    return tuple(spans) or (Span(start_s=every * profile.iteration_s, length_s=0.0),)
+    return spans
