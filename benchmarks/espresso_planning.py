@@ -14,7 +14,7 @@ from pathlib import Path
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, espresso_plan, upper_bound_s
-from resilient_run.comm.plan.cluster import Cluster, Coder, Compressor, Link
+from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import Affine, Table
 from resilient_run.comm.plan.model import Model, read_model
 from resilient_run.comm.plan.tree import Device
@@ -43,9 +43,9 @@ def cluster_of(model: Model, links: str, compressor: str) -> Cluster:
     return Cluster(
         hosts=8,
         gpus_per_host=8,
-        intra=Link(cost=affine(1e-5, intra_gbit / 8)),
-        inter=Link(cost=affine(3e-5, inter_gbit / 8)),
-        compressor=Compressor(
+        intra=LinkCost(cost=affine(1e-5, intra_gbit / 8)),
+        inter=LinkCost(cost=affine(3e-5, inter_gbit / 8)),
+        compressor=CompressorCost(
             name=compressor,
             ratio=RATIOS[compressor],
             coders={Device.GPU: on_gpu, Device.CPU: on_cpu},

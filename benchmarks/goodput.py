@@ -23,7 +23,7 @@ from resilient_run.ckpt.format.placement import placement
 from resilient_run.ckpt.format.survival import sampled_survival, survival, union_bound
 from resilient_run.daemon.ctl.wasted import (
     DAY_S,
-    Scheme,
+    CheckpointCost,
     effective_ratio,
     expected_wasted_s,
     high_frequency_s,
@@ -90,19 +90,19 @@ def measured(directory: Path) -> Measured:
     )
 
 
-def thesis_schemes(ours: Measured) -> dict[str, Scheme]:
+def thesis_schemes(ours: Measured) -> dict[str, CheckpointCost]:
     """Return the schemes of the thesis's job, software failures (Section 6.7)."""
     remote_s = STATE_BYTES / STORE_BYTES_PER_S
     # The baselines serialize at every checkpoint and not after a failure.
     baseline_overhead_s = GEMINI_OVERHEAD_S - SERIALIZE_TWO_S
-    strawman = Scheme(
+    strawman = CheckpointCost(
         interval_s=STRAWMAN_INTERVAL_S,
         checkpoint_s=remote_s,
         retrieval_s=remote_s,
         stall_s=SERIALIZE_ONE_S,
         overhead_s=baseline_overhead_s,
     )
-    gemini = Scheme(
+    gemini = CheckpointCost(
         # 1.5 iterations are wasted: a checkpoint counts once the iteration that carries it is over.
         interval_s=ITERATION_S,
         checkpoint_s=ITERATION_S,
@@ -124,10 +124,10 @@ def thesis_schemes(ours: Measured) -> dict[str, Scheme]:
     }
 
 
-def our_schemes(ours: Measured) -> dict[str, Scheme]:
+def our_schemes(ours: Measured) -> dict[str, CheckpointCost]:
     """Return the schemes of our own job; the baselines restart as torchrun does."""
     iteration_s = ours.committed_s
-    baseline = Scheme(
+    baseline = CheckpointCost(
         interval_s=STRAWMAN_INTERVAL_S,
         checkpoint_s=ours.async_committed_s,
         retrieval_s=0.0,
@@ -137,7 +137,7 @@ def our_schemes(ours: Measured) -> dict[str, Scheme]:
     return {
         "Strawman": baseline,
         "HighFreq": replace(baseline, interval_s=high_frequency_s(ours.async_committed_s, iteration_s)),
-        "resilient-run": Scheme(
+        "resilient-run": CheckpointCost(
             interval_s=iteration_s,
             checkpoint_s=ours.committed_s,
             retrieval_s=ours.copy_s,
@@ -167,7 +167,7 @@ def figure_6_9() -> dict[str, Any]:
     return {"rows": rows, "thesis": {"16 hosts, k=2": 0.933, "16 hosts, k=3": 0.80, "ring, k=3": 0.60}}
 
 
-def figure_6_10(schemes: dict[str, Scheme], fetch_s: float) -> dict[str, Any]:
+def figure_6_10(schemes: dict[str, CheckpointCost], fetch_s: float) -> dict[str, Any]:
     """Average wasted time with 0, 1 and 2 replaced instances; from a peer's memory it takes `fetch_s` to retrieve."""
     rows: dict[str, dict[str, float]] = {}
     for name, scheme in schemes.items():
@@ -191,7 +191,7 @@ def figure_6_11() -> dict[str, Any]:
     return {"reduction": rows, "thesis": {"100 Gbit/s, 16": 65, "400 Gbit/s, 16": "more than 250"}}
 
 
-def figure_6_12(schemes: dict[str, Scheme]) -> dict[str, Any]:
+def figure_6_12(schemes: dict[str, CheckpointCost]) -> dict[str, Any]:
     """Checkpoints per hour."""
     return {
         "per_hour": {name: 3600 / scheme.interval_s for name, scheme in schemes.items()},
@@ -201,7 +201,7 @@ def figure_6_12(schemes: dict[str, Scheme]) -> dict[str, Any]:
     }
 
 
-def figure_6_15(schemes: dict[str, Scheme], xs: tuple[float, ...], per_day: float) -> dict[str, Any]:
+def figure_6_15(schemes: dict[str, CheckpointCost], xs: tuple[float, ...], per_day: float) -> dict[str, Any]:
     """Effective training time ratio at x · `per_day` failures a day: exact, as the thesis adds up, and simulated."""
     return {
         name: {

@@ -30,7 +30,7 @@ from .state.state import TrainingState
 from .transport.edge import EdgeConfig
 from .transport.exchange import Exchange, ExchangeStats
 from .transport.gate import Gate
-from .transport.pace import Pace
+from .transport.pace import TrainerPace
 
 _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
@@ -82,7 +82,7 @@ class Checkpointer:
         self._link: Link | None = None
         self._capturer: Capturer | None = None
         self._exchange: Exchange | None = None
-        self._pace: Pace | None = None
+        self._pace: TrainerPace | None = None
         self._pulse: Pulse | None = None
         self._topology = 0
         self._injected = Injected()
@@ -324,7 +324,7 @@ class Checkpointer:
         self._on_agreed(capturer, answer)
         if self._pace is None:
             loud = self._env is not None and self._env.rank == 0
-            self._pace = Pace(answer["replication"], link, capturer, loud=loud)
+            self._pace = TrainerPace(answer["replication"], link, capturer, loud=loud)
         else:
             self._pace.on_attached(answer["replication"])
         if self._exchange is not None:

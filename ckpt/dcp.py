@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .checkpointer import Checkpointer
-from .convert.export import Pieces, merge, read
+from .convert.export import TensorPieces, merge, read
 from .errors import DaemonError, StateError
 from .format.slot import Slot
 from .link.env import TrainerEnv
@@ -118,7 +118,7 @@ class ItemReader(StorageReader):
         def visit(path: tuple[Any, ...], value: Any) -> None:
             items[".".join(map(str, path))] = _pieces(value)
 
-        traverse_state_dict(dict(self._open()), visit, lambda value: isinstance(value, (torch.Tensor, Pieces)))
+        traverse_state_dict(dict(self._open()), visit, lambda value: isinstance(value, (torch.Tensor, TensorPieces)))
         self._items = items
         return Metadata(state_dict_metadata={name: _describe(item) for name, item in items.items()})
 
@@ -164,7 +164,7 @@ class ItemReader(StorageReader):
 
     def _check_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Check what DCP does not: that the parts that are there fill every tensor of the plan."""
-        partial = {name for name, item in self._items.items() if isinstance(item, Pieces) and not _is_whole(item)}
+        partial = {name for name, item in self._items.items() if isinstance(item, TensorPieces) and not _is_whole(item)}
         if not partial:
             return
         if not isinstance(planner, DefaultLoadPlanner):
@@ -351,16 +351,16 @@ class _Given(TrainingState):
 
 def _pieces(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Pieces(shape=value.shape, dtype=value.dtype, parts={(0,) * value.dim(): value})
+        return TensorPieces(shape=value.shape, dtype=value.dtype, parts={(0,) * value.dim(): value})
     return value
 
 
 def _describe(item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(item, Pieces):
+    if not isinstance(item, TensorPieces):
         return BytesStorageMetadata()
     chunks = [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape) for offset, part in item.parts.items()]
     return TensorStorageMetadata(properties=TensorProperties(dtype=item.dtype), size=item.shape, chunks=chunks)
 
 
-def _is_whole(item: Pieces) -> bool:
+def _is_whole(item: TensorPieces) -> bool:
     return sum(part.numel() for part in item.parts.values()) == item.shape.numel()

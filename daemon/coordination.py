@@ -24,7 +24,7 @@ from .run.commit import report_held
 from .run.leased import LeasedKeys
 from .run.observation import Observation
 from .run.quarantine import Quarantine
-from .run.records import Job
+from .run.records import Agreement
 from .run.rounds import Round
 from .run.view import JobView
 from .slots.slots import JobSlots
@@ -175,7 +175,7 @@ class Coordinator:
         entry, found = entries.get(keys.JOB), entries.get(keys.ROUND)
         if entry is None or not changes:
             return
-        job = Job.parse(entry.value)
+        job = Agreement.parse(entry.value)
         await self._on_incarnation(job.incarnation)
         self._view.token = job.token
         self._view.quarantines = _quarantines(entries)

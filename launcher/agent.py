@@ -22,7 +22,7 @@ from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
-from .timeline import Timeline, newest_step
+from .timeline import RecoveryTimeline, newest_step
 from .workers.warm import WorkerStarter
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ResilientAgent(LocalElasticAgent):
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.
         self._interval_s = spec.monitor_interval
         spec.monitor_interval = 0.0
-        self._timeline = Timeline(
+        self._timeline = RecoveryTimeline(
             run_id=self._rdzv.get_run_id(),
             host=self._rdzv.host,
             events_path=run_config.events_path,

@@ -44,7 +44,7 @@ class _Recovery:
     waiting: dict[str, set[int]] = field(default_factory=dict)
 
 
-class Timeline:
+class RecoveryTimeline:
     """Collects the marks of the recovery under way and reports it when every local rank has completed a step.
 
     Args:

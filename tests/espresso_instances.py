@@ -8,7 +8,7 @@ import numpy as np
 from resilient_run.comm.espresso import maxplus
 from resilient_run.comm.espresso.strategy import Choice, CostedStep, Problem, Strategy
 from resilient_run.comm.espresso.timeline import Resource
-from resilient_run.comm.plan.cluster import Cluster, Coder, Compressor, Link
+from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.tree import Device
 
@@ -90,9 +90,9 @@ def cluster(
     return Cluster(
         hosts=hosts,
         gpus_per_host=gpus,
-        intra=Link(cost=affine(1e-5, 8 / 100e9)),
-        inter=Link(cost=affine(3e-5, inter_s_per_byte)),
-        compressor=Compressor(
+        intra=LinkCost(cost=affine(1e-5, 8 / 100e9)),
+        inter=LinkCost(cost=affine(3e-5, inter_s_per_byte)),
+        compressor=CompressorCost(
             name="dgc", ratio=ratio, coders={Device.GPU: on_gpu, **({Device.CPU: on_cpu} if cpu else {})}
         ),
     )

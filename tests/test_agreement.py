@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seats import seats
 from solo_daemon import SoloDaemon
 
-from seats import seats
 from resilient_run.ckpt.capture.slots import SlotPair
 from resilient_run.ckpt.format.slot import Slot
 from resilient_run.daemon.run.commit import Agreed, Lead, Tally, advance

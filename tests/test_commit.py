@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from seats import seats
+
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.run.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held

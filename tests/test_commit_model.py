@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
-
 from seats import seats
+
 from resilient_run.daemon.run.commit import Agreed, Tally, advance, is_dead
 from resilient_run.daemon.run.rounds import Pair, Round
 

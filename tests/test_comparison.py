@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from seats import seats
+
 from resilient_run.daemon.comparison.comparison import ClaimTally, Comparer
-from resilient_run.daemon.comparison.digests import Claim, EqualLeaves, HostDigests, parse_claims
+from resilient_run.daemon.comparison.digests import DigestClaim, EqualLeaves, HostDigests, parse_claims
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.run.observation import Observation
 from resilient_run.daemon.run.rounds import Round
@@ -20,21 +20,22 @@ from resilient_run.daemon.run.view import JobView
 
 MASKS = {"s": "new"}
 claims = st.dictionaries(
-    st.sampled_from("st"), st.builds(Claim, mask=st.sampled_from(["", "old", "new"]), digest=st.sampled_from("ab"))
+    st.sampled_from("st"),
+    st.builds(DigestClaim, mask=st.sampled_from(["", "old", "new"]), digest=st.sampled_from("ab")),
 )
 pairs = st.tuples(st.just(1), st.integers(1, 3))
 
 
 @given(reports=st.lists(st.tuples(st.integers(0, 2), st.dictionaries(pairs, st.lists(claims, min_size=2, max_size=2)))))
 def test_a_tally_is_what_the_newest_reports_say(
-    reports: list[tuple[int, dict[tuple[int, int], list[dict[str, Claim]]]]],
+    reports: list[tuple[int, dict[tuple[int, int], list[dict[str, DigestClaim]]]]],
 ) -> None:
     """Of the ranks of a structure: all have the same digest of the newest mask, or a pair is not agreed on."""
-    tally, newest = ClaimTally(), dict[int, dict[tuple[int, int], dict[int, dict[str, Claim]]]]()
+    tally, newest = ClaimTally(), dict[int, dict[tuple[int, int], dict[int, dict[str, DigestClaim]]]]()
     for host, report in reports:
         newest[host] = {pair: {2 * host: rows[0], 2 * host + 1: rows[1]} for pair, rows in report.items()}
         tally.see(f"host{host}", newest[host])
-    known: defaultdict[tuple[int, int], list[Claim]] = defaultdict(list)
+    known: defaultdict[tuple[int, int], list[DigestClaim]] = defaultdict(list)
     for found in newest.values():
         for pair, rows in found.items():
             known[pair] += [structures["s"] for structures in rows.values() if "s" in structures]
@@ -57,7 +58,7 @@ def test_a_tally_is_what_the_newest_reports_say(
 def test_what_a_host_reports_is_read_back() -> None:
     rows = [[1, 4, "00ff", "aa", "bb"], [1, 4, "0100", "", ""]]
     assert parse_claims({"held": {}, "digests": {"3": rows}}) == {
-        (1, 4): {3: {"00ff": Claim(mask="aa", digest="bb"), "0100": Claim(mask="", digest="")}}
+        (1, 4): {3: {"00ff": DigestClaim(mask="aa", digest="bb"), "0100": DigestClaim(mask="", digest="")}}
     }
     assert parse_claims({"held": {}}) == {}
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from seats import member_value, seats
+
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.root.decide import (

@@ -27,7 +27,7 @@ from resilient_run.comm.espresso.espresso import (
 from resilient_run.comm.espresso.fused import alone_or_dense, fused_plan
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.plan import constraints
-from resilient_run.comm.plan.cluster import Cluster, Link
+from resilient_run.comm.plan.cluster import Cluster, LinkCost
 from resilient_run.comm.plan.model import Model, Tensor
 from resilient_run.comm.plan.plan import ALL_REDUCE, CLOSE, DENSE, Plan, PlanGroup
 from resilient_run.comm.plan.tree import Option, parse
@@ -44,7 +44,7 @@ MODEL = Model(
 # Flat collectives pass the adapters of hosts that have a much quicker network inside; compression is slow.
 TWO = Model(name="two", tensors=tuple(Tensor(name=name, numel=13_000_000, backward_s=0.02) for name in "ab"))
 HIERARCHICAL = cluster(hosts=8, gpus=8, inter_s_per_byte=8e-11)
-HIERARCHICAL = replace(HIERARCHICAL, intra=Link(cost=affine(5e-6, 4e-12)))
+HIERARCHICAL = replace(HIERARCHICAL, intra=LinkCost(cost=affine(5e-6, 4e-12)))
 
 
 def written(plan: Plan) -> list[Option]:
@@ -186,7 +186,7 @@ def test_fusion_helps_where_tensors_are_small_and_changes_nothing_else() -> None
     many = Model(
         name="many", tensors=tuple(Tensor(name=f"t{index}", numel=5000, backward_s=1e-5) for index in range(60))
     )
-    expensive = replace(cluster(), inter=Link(cost=affine(1e-3, 8 / 1e9)))
+    expensive = replace(cluster(), inter=LinkCost(cost=affine(1e-3, 8 / 1e9)))
     alone, fused = espresso_plan(many, expensive), fused_plan(many, expensive)
     assert fused.iteration_s < 0.5 * alone.iteration_s == 0.5 * fused.baselines_s["espresso"]
     assert [name for group in fused.groups for name in group.tensors] == [tensor.name for tensor in many.tensors]
@@ -206,7 +206,7 @@ def test_single_tensors_are_left_to_buckets_where_compression_gains_nothing() ->
         name="many", tensors=tuple(Tensor(name=f"t{index}", numel=5000, backward_s=1e-5) for index in range(60))
     )
     slow, fast = cluster(hosts=4, gpus=1), cluster(hosts=4, gpus=1, inter_s_per_byte=1e-13)
-    fast = replace(fast, inter=Link(cost=affine(1e-3, 1e-13)))
+    fast = replace(fast, inter=LinkCost(cost=affine(1e-3, 1e-13)))
     dense = alone_or_dense(many, fast)
     assert not dense.compress
     assert len(dense.groups) < 60
@@ -222,7 +222,7 @@ def test_compression_that_gains_next_to_nothing_is_left_out() -> None:
     one = Model(name="one", tensors=(Tensor(name="t", numel=10**7, backward_s=1.0),))
     found = {}
     for bits_per_s in (1e9, 1e11):
-        job = replace(cluster(hosts=4, gpus=1), inter=Link(cost=affine(0.0, 8 / bits_per_s)))
+        job = replace(cluster(hosts=4, gpus=1), inter=LinkCost(cost=affine(0.0, 8 / bits_per_s)))
         found[bits_per_s] = fused_plan(one, job)
         assert found[bits_per_s].iteration_s <= (1 + CLOSE) * found[bits_per_s].baselines_s["espresso"]
     assert found[1e9].compress
@@ -258,7 +258,9 @@ def random_jobs(seed: int, count: int) -> Iterator[tuple[Model, Cluster, tuple[O
     rng = random.Random(seed)
     for _ in range(count):
         on = cluster(hosts=rng.choice((1, 2, 8)), gpus=rng.choice((1, 2, 8)), cpu=rng.random() < 0.3)
-        intra, inter = (Link(cost=affine(rng.choice((0, 1e-6, 1e-4)), 10 ** rng.uniform(-12, -8))) for _ in range(2))
+        intra, inter = (
+            LinkCost(cost=affine(rng.choice((0, 1e-6, 1e-4)), 10 ** rng.uniform(-12, -8))) for _ in range(2)
+        )
         sizes = [rng.choice((0, 1000, 10**5, 10**7)) for _ in range(rng.randint(1, 6))]
         model = Model(
             name="random",
@@ -303,7 +305,7 @@ def test_plans_are_what_they_predict_keep_constraints_and_are_no_slower_than_the
 def test_equally_quick_ways_are_written_as_the_plain_all_reduce() -> None:
     """Rounded times of two steps may be less than that of one; this is such a size."""
     one = Model(name="one", tensors=(Tensor(name="t", numel=1000, backward_s=0.02),))
-    on = replace(cluster(), inter=Link(cost=affine(0.0, 1.5188259731012094e-10)))
+    on = replace(cluster(), inter=LinkCost(cost=affine(0.0, 1.5188259731012094e-10)))
     assert {group.option for group in espresso_plan(one, on).groups} == {DENSE}
 
 

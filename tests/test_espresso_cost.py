@@ -9,7 +9,7 @@ from espresso_instances import affine
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.espresso.cost import Costs
 from resilient_run.comm.espresso.timeline import Resource
-from resilient_run.comm.plan.cluster import Cluster, Coder, Compressor, Link, read_cluster
+from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost, read_cluster
 from resilient_run.comm.plan.curve import FREE, Table
 from resilient_run.comm.plan.tree import Device, Routine, all_options, parse
 
@@ -25,9 +25,9 @@ def costed(
     made = Cluster(
         hosts=hosts,
         gpus_per_host=gpus,
-        intra=Link(cost=affine(alpha_s, 1)),
-        inter=Link(cost=affine(10 * alpha_s, 10)),
-        compressor=Compressor(name="half", ratio=0.5, coders=coders, batched=batched),
+        intra=LinkCost(cost=affine(alpha_s, 1)),
+        inter=LinkCost(cost=affine(10 * alpha_s, 10)),
+        compressor=CompressorCost(name="half", ratio=0.5, coders=coders, batched=batched),
     )
     ((_, steps),) = Costs(made, [SIZE_BYTES]).options([parse(text)])
     return [(step.resource, step.seconds[0]) for step in steps]
@@ -141,9 +141,9 @@ def test_nothing_is_communicated_of_an_empty_tensor() -> None:
     made = Cluster(
         hosts=2,
         gpus_per_host=2,
-        intra=Link(cost=affine(1, 1)),
-        inter=Link(cost=affine(1, 1)),
-        compressor=Compressor(
+        intra=LinkCost(cost=affine(1, 1)),
+        inter=LinkCost(cost=affine(1, 1)),
+        compressor=CompressorCost(
             name="c", ratio=1, coders={Device.GPU: Coder(compress=affine(1, 1), decompress=FREE, accumulate=FREE)}
         ),
     )
@@ -157,9 +157,9 @@ def test_options_on_devices_without_costs_are_left_out() -> None:
     made = Cluster(
         hosts=2,
         gpus_per_host=2,
-        intra=Link(cost=affine(0, 1)),
-        inter=Link(cost=affine(0, 1)),
-        compressor=Compressor(name="c", ratio=1, coders={Device.GPU: coder}),
+        intra=LinkCost(cost=affine(0, 1)),
+        inter=LinkCost(cost=affine(0, 1)),
+        compressor=CompressorCost(name="c", ratio=1, coders={Device.GPU: coder}),
     )
     assert len(Costs(made, [8.0]).options(all_options())) == 174
 
@@ -247,10 +247,10 @@ def test_measured_links_cost_what_was_measured() -> None:
     made = Cluster(
         hosts=4,
         gpus_per_host=2,
-        intra=Link(cost=points(1)),
-        inter=Link(cost=points(10), compressed={Routine.ALL_GATHER: points(100)}),
-        flat=Link(cost=points(3)),
-        compressor=Compressor(name="half", ratio=0.5, coders={Device.GPU: coder}),
+        intra=LinkCost(cost=points(1)),
+        inter=LinkCost(cost=points(10), compressed={Routine.ALL_GATHER: points(100)}),
+        flat=LinkCost(cost=points(3)),
+        compressor=CompressorCost(name="half", ratio=0.5, coders={Device.GPU: coder}),
     )
 
     def seconds(text: str) -> list[float]:

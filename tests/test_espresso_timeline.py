@@ -7,7 +7,7 @@ import pytest
 
 from resilient_run.comm.cupcake.fusion import FusionProblem
 from resilient_run.comm.cupcake.fusion_baselines import layer_wise
-from resilient_run.comm.espresso.timeline import Bubble, Chain, Job, Lane, Resource, Work, derive
+from resilient_run.comm.espresso.timeline import Bubble, Chain, Lane, Resource, TensorChain, Work, derive
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.model import Tensor
 from resilient_run.comm.plan.system import System
@@ -20,11 +20,13 @@ def chain(*works: tuple[Resource, float]) -> Chain:
     return tuple(Work(resource=resource, seconds=seconds, label=resource) for resource, seconds in works)
 
 
-def jobs(*parts: tuple[float, Chain]) -> tuple[Job, ...]:
-    return tuple(Job(name=f"T{i}", backward_s=backward_s, chain=made) for i, (backward_s, made) in enumerate(parts))
+def jobs(*parts: tuple[float, Chain]) -> tuple[TensorChain, ...]:
+    return tuple(
+        TensorChain(name=f"T{i}", backward_s=backward_s, chain=made) for i, (backward_s, made) in enumerate(parts)
+    )
 
 
-def spans(of: tuple[Job, ...], lane: Lane, *, overlap: bool = False) -> list[tuple[str, float, float]]:
+def spans(of: tuple[TensorChain, ...], lane: Lane, *, overlap: bool = False) -> list[tuple[str, float, float]]:
     """Return (tensor, start, end) on a lane, without the backward pass."""
     found = derive(of, overlap=overlap).spans
     return [(span.tensor, span.start_s, span.end_s) for span in found if span.lane is lane and span.label != "backward"]
@@ -117,7 +119,7 @@ def test_figure_5_1_waiting_overlapping_and_compressing_every_tensor() -> None:
     assert derive(jobs(*[(1.0, chain((GPU, 1), (INTER, 1)))] * 5)).iteration_s == 11
 
 
-def fused(*counts: int) -> tuple[Job, ...]:
+def fused(*counts: int) -> tuple[TensorChain, ...]:
     """Return groups of tensors of one second each; compression and communication are affine."""
     return jobs(*((float(n), chain((GPU, 0.8 + 0.2 * n), (INTER, 0.5 + 0.5 * n))) for n in counts))
 

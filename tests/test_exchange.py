@@ -14,14 +14,14 @@ import pytest
 import torch
 from cluster import wait_until
 from hosts import PAYLOAD_BYTES, Host, Hosts, publish
+from seats import seats
 from torch.distributed import TCPStore
 
-from seats import seats
 from resilient_run.ckpt.format import slot
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, parse_header, plan_layout
 from resilient_run.ckpt.link.env import TrainerEnv
 from resilient_run.ckpt.transport.carriers import _SIZE_TAG
-from resilient_run.ckpt.transport.edge import Answer, Edge, EdgeConfig
+from resilient_run.ckpt.transport.edge import Edge, EdgeConfig, Reply
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.peers.exchange import PATIENCE_S, Deliveries, may_wait, receiver, routes
 from resilient_run.daemon.run.rounds import Round
@@ -299,14 +299,14 @@ def test_a_lying_trainer_is_refused(job: Job, tmp_path: Path) -> None:
         made_page(tmp_path, job.hosts.run_id, generation=2)[:HEADER_BYTES],
         made_page(tmp_path, "another run")[:HEADER_BYTES],
     ):
-        assert edge.announce(wrong) is Answer.NEVER
+        assert edge.announce(wrong) is Reply.NEVER
     torn = torch.frombuffer(bytearray(capture), dtype=torch.uint8)[HEADER_BYTES:].clone()
     torn[-1] ^= 1
-    assert edge.announce(page) is Answer.SEND
+    assert edge.announce(page) is Reply.SEND
     edge.carrier.send(torn, lambda remaining_bytes: remaining_bytes)
     wait_until(lambda: "is not held" in job.hosts["b"].log, timeout_s=30, what="the torn capture refused")
     assert not job.hosts["b"].held().get(0)
-    assert edge.announce(page) is Answer.SEND
+    assert edge.announce(page) is Reply.SEND
     edge._group.send([torch.tensor([1 << 17])], 1, _SIZE_TAG).wait()  # a chunk larger than a sub-buffer
     with pytest.raises(RuntimeError, match=r"closed|reset by peer"):  # reset if something of ours was not read yet
         edge.announce(page)

@@ -15,7 +15,7 @@ from resilient_run.daemon.base.goodput import PHASES, read_ledger
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.ctl.wasted import (
     DAY_S,
-    Scheme,
+    CheckpointCost,
     effective_ratio,
     expected_wasted_s,
     high_frequency_s,
@@ -54,7 +54,7 @@ def write(path: Path, *events: dict[str, Any]) -> Path:
 def test_a_timeline_can_be_read(tmp_path: Path) -> None:
     """What the real writer writes: one complete recovery and one that was cut short before it had a generation."""
     path = tmp_path / "events"
-    line = timeline.Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    line = timeline.RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     line.begin(kind="host_lost", cause="host b is lost", detect_s=0.5, last_step=9)
     line.begin(kind="worker_exit", cause="rank 0 was killed", detect_s=0.0, last_step=9)
     for phase in ("decide", "stop", "rendezvous"):
@@ -152,15 +152,15 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
 
 
 # The thesis's job (Sections 6.2.2, 6.7.2, 6.7.3): GPT-2 100B, 1.2 TB of state, 62 s an iteration, 20 Gbit/s of storage.
-STRAWMAN = Scheme(interval_s=10800, checkpoint_s=480, retrieval_s=480, stall_s=81, overhead_s=420 - 162)
-HIGH_FREQUENCY = Scheme(interval_s=558, checkpoint_s=480, retrieval_s=480, stall_s=81, overhead_s=420 - 162)
-GEMINI = Scheme(interval_s=62, checkpoint_s=62, retrieval_s=0, overhead_s=420)
+STRAWMAN = CheckpointCost(interval_s=10800, checkpoint_s=480, retrieval_s=480, stall_s=81, overhead_s=420 - 162)
+HIGH_FREQUENCY = CheckpointCost(interval_s=558, checkpoint_s=480, retrieval_s=480, stall_s=81, overhead_s=420 - 162)
+GEMINI = CheckpointCost(interval_s=62, checkpoint_s=62, retrieval_s=0, overhead_s=420)
 
 
 def test_equation_6_1() -> None:
-    assert Scheme(interval_s=10, checkpoint_s=3, retrieval_s=2).wasted_s == 10.0
+    assert CheckpointCost(interval_s=10, checkpoint_s=3, retrieval_s=2).wasted_s == 10.0
     # Section 6.2.2: 42 minutes to checkpoint and as often as possible are 105 minutes.
-    assert Scheme(interval_s=42, checkpoint_s=42, retrieval_s=42).wasted_s == 105
+    assert CheckpointCost(interval_s=42, checkpoint_s=42, retrieval_s=42).wasted_s == 105
     assert GEMINI.wasted_s == 1.5 * 62
     assert high_frequency_s(481, 62) == 8 * 62
     assert high_frequency_s(1, 62) == 62
@@ -178,7 +178,7 @@ def test_the_thesis_numbers_of_figure_6_15() -> None:
 
 @pytest.mark.parametrize("scheme", [STRAWMAN, HIGH_FREQUENCY, GEMINI], ids=["strawman", "highfreq", "gemini"])
 @pytest.mark.parametrize("failures_per_day", [0.0, 1.0, 8.0, 40.0])
-def test_simulation_agrees_with_the_formula(scheme: Scheme, failures_per_day: float) -> None:
+def test_simulation_agrees_with_the_formula(scheme: CheckpointCost, failures_per_day: float) -> None:
     exact = effective_ratio(scheme, failures_per_day)
     rng = random.Random(f"{scheme} {failures_per_day}")
     runs = [simulated_ratio(scheme, failures_per_day, days=400, rng=rng) for _ in range(8)]
@@ -192,7 +192,7 @@ def test_simulation_agrees_with_the_formula(scheme: Scheme, failures_per_day: fl
 def test_the_exact_ratio_is_a_ratio_and_falls_with_failures(
     interval: float, checkpoint: float, retrieval: float, stall: float, overhead: float, per_day: float
 ) -> None:
-    scheme = Scheme(
+    scheme = CheckpointCost(
         interval_s=interval, checkpoint_s=checkpoint, retrieval_s=retrieval, stall_s=stall, overhead_s=overhead
     )
     assert 0 <= effective_ratio(scheme, per_day + 1) <= effective_ratio(scheme, per_day) <= 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from resilient_run.daemon.comparison.lesson import ALIKE, STILL, Difference, Lesson
+from resilient_run.daemon.comparison.lesson import ALIKE, STILL, Lesson, RankDifference
 
 
 def rows(*ranks: list[int]) -> dict[int, np.ndarray]:
@@ -45,12 +45,14 @@ def test_what_is_equal_by_chance_and_then_differs_is_no_corruption() -> None:
 def test_a_changed_replica_is_found_and_the_majority_names_it() -> None:
     lesson = taught(3, ranks=3)
     found = lesson.study(rows([9, 9, 9], [9, 4, 9], [9, 9, 9]))
-    assert found == Difference(leaves=(1,), parties=((0, 2), (1,)))
+    assert found == RankDifference(leaves=(1,), parties=((0, 2), (1,)))
     assert found.culprits == (1,)
     assert found.describe(["w"]) == "rank 1 differs from ranks 0, 2 in w, which they had in common"
     lesson.drop(found)
     assert lesson.study(rows([10, 9, 10], [10, 4, 10], [10, 9, 10])) is None
-    assert lesson.study(rows([11, 9, 3], [11, 4, 11], [11, 9, 11])) == Difference(leaves=(2,), parties=((1, 2), (0,)))
+    assert lesson.study(rows([11, 9, 3], [11, 4, 11], [11, 9, 11])) == RankDifference(
+        leaves=(2,), parties=((1, 2), (0,))
+    )
 
 
 def test_two_ranks_have_no_majority() -> None:
@@ -83,4 +85,4 @@ def test_a_frozen_leaf_is_compared_and_may_be_thawed() -> None:
 def test_a_new_root_goes_on_with_what_is_learned(mask: list[bool]) -> None:
     lesson = Lesson(2, np.array(mask))
     assert lesson.mask.tolist() == mask
-    assert lesson.study(rows([1, 1], [2, 2])) == Difference(leaves=(0,), parties=((0,), (1,)))
+    assert lesson.study(rows([1, 1], [2, 2])) == RankDifference(leaves=(0,), parties=((0,), (1,)))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from resilient_run.daemon.base.policy import RootPolicy
-from resilient_run.daemon.root.operator import Command, Operator, Request, Standby, make_operator
+from resilient_run.daemon.root.operator import Command, HostRequest, NoOperator, Operator, make_operator
 
-REQUEST = Request(run_id="run", host="b", generation=3, reason="host b is lost")
+REQUEST = HostRequest(run_id="run", host="b", generation=3, reason="host b is lost")
 
 
 def ask(operator: Operator) -> str:
@@ -27,7 +27,7 @@ def command(tmp_path: Path, text: str, timeout_s: float = 30.0) -> Command:
 
 def test_standby_says_what_to_do() -> None:
     operator = make_operator(RootPolicy(operator_command=" "), uid=0)
-    assert isinstance(operator, Standby)
+    assert isinstance(operator, NoOperator)
     assert ask(operator) == "waiting for a standby for host b: start a launcher with --rdzv-id run on it"
 
 

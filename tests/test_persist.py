@@ -16,7 +16,7 @@ from resilient_run.daemon.base.policy import PersistPolicy
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.rounds import Pair
 from resilient_run.daemon.tier.manifest import RankFile
-from resilient_run.daemon.tier.persist_plan import Answer, Request, is_due, merged
+from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, is_due, merged
 from resilient_run.daemon.tier.tier import Tier
 
 
@@ -317,7 +317,7 @@ def test_newer_commits_wait_for_the_copy_but_are_not_lost(hosts: Hosts) -> None:
 
 
 def due(pair: Pair, *, now_s: float = 1000.0, last: Pair | None = None, settled: bool = True, **policy: Any) -> bool:
-    request = None if last is None else Request(pair=last, unix_s=900.0)
+    request = None if last is None else PersistRequest(pair=last, unix_s=900.0)
     settings = PersistPolicy(**{"target": "x", "every_s": 0.0, **policy})
     return is_due(settings, pair, last=request, settled=settled, since_step=0, since_unix_s=950.0, now_unix_s=now_s)[0]
 
@@ -340,12 +340,15 @@ def test_when_a_pair_is_due() -> None:
 
 def test_a_pair_is_published_when_every_rank_is_written() -> None:
     file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=10)
-    first = Answer(pair=(1, 2), world_size=3, ranks={0: file, 1: file}, error=None)
-    second = Answer(pair=(1, 2), world_size=3, ranks={2: file}, error=None)
+    first = PersistAnswer(pair=(1, 2), world_size=3, ranks={0: file, 1: file}, error=None)
+    second = PersistAnswer(pair=(1, 2), world_size=3, ranks={2: file}, error=None)
     whole = merged((1, 2), "run", {"a": first, "b": second})
     assert whole is not None
     assert whole.ranks.keys() == {0, 1, 2}
     assert merged((1, 2), "run", {"a": first}) is None
     assert merged((1, 3), "run", {"a": first, "b": second}) is None
-    assert merged((1, 2), "run", {"a": first, "b": Answer(pair=(1, 2), world_size=0, ranks={}, error="full")}) is None
-    assert Answer.parse(json.loads(json.dumps(first.to_value()))) == first
+    assert (
+        merged((1, 2), "run", {"a": first, "b": PersistAnswer(pair=(1, 2), world_size=0, ranks={}, error="full")})
+        is None
+    )
+    assert PersistAnswer.parse(json.loads(json.dumps(first.to_value()))) == first

@@ -12,8 +12,8 @@ import pytest
 from cluster import wait_until
 from etcd_process import EtcdProcess
 from hosts import Hosts, Trainer, wait_for_watermark
-
 from seats import member_value
+
 from resilient_run.daemon.etcd.client import Entry, EtcdConfig
 
 LEASE_S = 5

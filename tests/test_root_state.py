@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from seats import member_value
+
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
 from resilient_run.daemon.root import state as root_state

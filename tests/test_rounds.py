@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.quarantine import Quarantine
-from resilient_run.daemon.run.records import Closed, Failure, Job
+from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
-from resilient_run.launcher.rendezvous.forming import Decision, next_round, standby
+from resilient_run.launcher.rendezvous.forming import FormingDecision, next_round, standby
 from resilient_run.launcher.rendezvous.rounds import View, assign_ranks, broken, explained, newcomers
 
 NOW_S = 1_000_000.0
@@ -45,7 +45,7 @@ def view(members: Iterable[Member] = (), before: str = "", generation: int = 1, 
     return View(members={item.host: item for item in members}, **known)
 
 
-def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0) -> Decision:
+def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0) -> FormingDecision:
     return next_round(
         state,
         generation=generation,
@@ -57,7 +57,7 @@ def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_
     )
 
 
-def hosts(decision: Decision) -> str:
+def hosts(decision: FormingDecision) -> str:
     assert decision.members is not None, decision.reason
     return "".join(item.host for item in decision.members)
 
@@ -383,7 +383,7 @@ def test_round_does_not_grow_by_a_host_in_quarantine_until_its_cool_down_ends() 
 
 
 def test_every_key_is_read_back_as_written() -> None:
-    job = Job(incarnation="i", min_nodes=1, max_nodes=2, token="t")
+    job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t")
     formed = Round(generation=4, seats=(seat("a"), seat("b")), restore=(3, 17), revision=20)
     closed = Closed(reason="done", failed=False)
     a, failure = member("a", ready=5, arrival=11, label="rack-1"), replace(FAILURE, generation=4)

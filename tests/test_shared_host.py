@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import Host, kill, recovered, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
-
 from seats import seats
+
 from resilient_run.daemon.run.rounds import Round
 
 

@@ -10,14 +10,14 @@ import pytest
 from resilient_run.daemon.base.goodput import PHASES
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.launcher.rendezvous.rounds import View
-from resilient_run.launcher.timeline import Timeline, newest_step, whole
+from resilient_run.launcher.timeline import RecoveryTimeline, newest_step, whole
 
 
 def event(name: str, rank: int, generation: int = 2, **fields: Any) -> dict[str, Any]:
     return {"op": "event", "event": name, "rank": rank, "generation": generation, **fields}
 
 
-def recover(timeline: Timeline, *, ranks: set[int], restored_step: int) -> None:
+def recover(timeline: RecoveryTimeline, *, ranks: set[int], restored_step: int) -> None:
     for phase in ("decide", "stop", "rendezvous"):
         timeline.mark(phase)
     timeline.spawned(generation=2, ranks=ranks)
@@ -28,7 +28,7 @@ def recover(timeline: Timeline, *, ranks: set[int], restored_step: int) -> None:
 
 def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="worker_exit", cause="rank 1 was killed by SIGKILL", detect_s=0.25, last_step=8)
     with caplog.at_level(logging.WARNING):
         recover(timeline, ranks={0, 1}, restored_step=7)
@@ -49,7 +49,7 @@ def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.Log
 def test_what_nobody_knows_is_not_said_to_be_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A daemon that was restarted a moment before has not heard yet how far the ranks are."""
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     unknown: tuple[dict[str, int], ...] = {}, {"0": 8}
     for heard in unknown:
         timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=newest_step(heard, {0, 1}))
@@ -62,7 +62,7 @@ def test_what_nobody_knows_is_not_said_to_be_nothing(tmp_path: Path, caplog: pyt
 
 def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="host_lost", cause="host b was lost", detect_s=0.0, last_step=3)
     timeline.spawned(generation=2, ranks={0, 1})
     timeline.on_event(event("first_step", 0, step=4))
@@ -74,7 +74,7 @@ def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
 
 def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
     timeline.mark("decide")
     timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
@@ -88,7 +88,7 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
 
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.spawned(generation=1, ranks={0})
     timeline.on_event(event("attached", 0, generation=1))
     timeline.on_event(event("first_step", 0, generation=1, step=1))
@@ -98,7 +98,7 @@ def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
 
 def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="host_lost", cause="host a was cut off", detect_s=1.0, last_step=8)
     timeline.mark("stop")
     timeline.abandon()
@@ -109,7 +109,7 @@ def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
 
 def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path: Path) -> None:
     path, told = tmp_path / "events.jsonl", list[dict[str, Any]]()
-    timeline = Timeline(run_id="run", host="d", events_path=path, publish=told.append)
+    timeline = RecoveryTimeline(run_id="run", host="d", events_path=path, publish=told.append)
     timeline.join(kind="host_lost", cause="host b is lost", since_s=1.5)
     timeline.spawned(generation=2, ranks={1})
     for name in ("attached", "restored", "first_step"):
@@ -125,7 +125,7 @@ def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path:
 
 def test_a_worker_s_exit_may_have_another_cause(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.correct(kind="host_lost", cause="no recovery is under way")
     for kind in ("worker_exit", "hang"):
         timeline.begin(kind=kind, cause="c", detect_s=0.0, last_step=3)
@@ -146,7 +146,7 @@ def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
 
 def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     timeline.begin(kind="worker_exit", cause="its own", detect_s=0.0, last_step=3)
     timeline.join(kind="host_lost", cause="another", since_s=9.0)
     recover(timeline, ranks={0}, restored_step=3)
@@ -156,7 +156,7 @@ def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:
 
 def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = Timeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
     about = {"kind": "host_lost", "cause": "host b is lost", "generation": 3, "restored_step": 7, "complete": True}
     events = [
         {**about, "host": "a", "total_s": 2.0, "ranks": {"0": "local", "10": "local"}, "steps_lost": 1},

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_watermark
-
 from seats import seats
+
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
 from resilient_run.daemon.base.record import JobRecord

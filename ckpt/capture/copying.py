@@ -22,7 +22,7 @@ import xxhash
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
 from ..format.slot import CHUNK_BYTES, chunk_count
 from ..state.tree import Flattener, Leaf
-from .device import WORD_BYTES, Device, DeviceCapture, DeviceLeaves, device_of
+from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, GpuStreams, device_of
 from .slots import MappedSlot
 
 _SMALL_BYTES: Final = 64 << 10
@@ -120,7 +120,7 @@ class CapturePlan:
         ]
         self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
         self._keys = flat.keys
-        by_device: dict[Device, dict[int, tuple[int, int]]] = {}
+        by_device: dict[GpuStreams, dict[int, tuple[int, int]]] = {}
         for index in self.live:
             if (device := device_of(_tensor(flat.leaves[index]))) is not None:
                 start = self.layout.offsets[index]

@@ -29,7 +29,7 @@ class Event(Protocol):
         """Wait until it has come."""
 
 
-class Device(Protocol):
+class GpuStreams(Protocol):
     """What is asked of a GPU: two streams, the one that training is on and one beside it, and a kernel."""
 
     def words(self, address: int, nbytes: int) -> Tensor:
@@ -54,7 +54,7 @@ class Device(Protocol):
 class DeviceLeaves:
     """How the live leaves of one plan on one device are captured."""
 
-    def __init__(self, device: Device, places: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, device: GpuStreams, places: Mapping[int, tuple[int, int]]) -> None:
         """Plan.
 
         Args:
@@ -156,7 +156,7 @@ class DeviceCapture:
 
 
 class CudaDevice:
-    """A `Device` through torch and numba."""
+    """A `GpuStreams` through torch and numba."""
 
     def __init__(self, device: torch.device) -> None:
         """Compile the kernel.
@@ -172,17 +172,17 @@ class CudaDevice:
         self.fingerprint(self._weights.view(torch.int32), *self._weights.new_tensor([[0], [WORD_BYTES]]))
 
     def words(self, address: int, nbytes: int) -> Tensor:
-        """See `Device`."""
+        """See `GpuStreams`."""
         interface = {"data": (address, False), "shape": (-(-nbytes // WORD_BYTES),), "typestr": "<i4", "version": 2}
         memory: Any = type("Memory", (), {"__cuda_array_interface__": interface})()
         return torch.as_tensor(memory, device=self._device)
 
     def upload(self, numbers: Tensor) -> Tensor:
-        """See `Device`."""
+        """See `GpuStreams`."""
         return numbers.pin_memory().to(self._device, non_blocking=True)
 
     def fingerprint(self, words: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
-        """See `Device`."""
+        """See `GpuStreams`."""
         from .fingerprint import fingerprint_cuda
 
         for table in (starts, sizes):
@@ -190,12 +190,12 @@ class CudaDevice:
         return fingerprint_cuda(words, starts, sizes, self._weights)
 
     def record(self) -> Event:
-        """See `Device`."""
+        """See `GpuStreams`."""
         moment: Event = torch.cuda.current_stream(self._device).record_event()
         return moment
 
     def beside(self, after: Event, copy: Callable[[], None]) -> Event:
-        """See `Device`."""
+        """See `GpuStreams`."""
         assert isinstance(after, torch.cuda.Event)
         self._side.wait_event(after)
         try:
@@ -208,18 +208,18 @@ class CudaDevice:
         return moment
 
     def hold(self, until: Event) -> None:
-        """See `Device`."""
+        """See `GpuStreams`."""
         assert isinstance(until, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(until)
 
 
-def device_of(leaf: Tensor) -> Device | None:
+def device_of(leaf: Tensor) -> GpuStreams | None:
     """Return what hashes and copies `leaf` behind training: None on a CPU, and where nothing can."""
     return _cuda_device(leaf.device) if leaf.is_cuda else None
 
 
 @functools.cache
-def _cuda_device(device: torch.device) -> Device | None:
+def _cuda_device(device: torch.device) -> GpuStreams | None:
     try:
         return CudaDevice(device)
     except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own

@@ -55,7 +55,7 @@ def export(slots: Sequence[Slot], to: Path, format_: Format) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
+class TensorPieces:
     """A tensor of which the ranks hold shards: what is there of it, by offset."""
 
     shape: torch.Size
@@ -79,7 +79,7 @@ def gather(slots: Sequence[Slot]) -> dict[str, Any]:
 
 
 def merge(trees: Mapping[int, Any]) -> dict[str, Any]:
-    """Return what `gather` does of these ranks' trees, with `Pieces` in place of shards."""
+    """Return what `gather` does of these ranks' trees, with `TensorPieces` in place of shards."""
     differences: dict[int, dict[str, Any]] = {rank: {} for rank in trees}
     state = _merge("", {rank: tree["objects"] for rank, tree in trees.items()}, differences)
     state[RANKS] = {
@@ -158,7 +158,7 @@ def _merge(path: str, values: Mapping[int, Any], differences: dict[int, dict[str
     return first
 
 
-def _place(path: str, shards: Mapping[int, _Shard]) -> Pieces:
+def _place(path: str, shards: Mapping[int, _Shard]) -> TensorPieces:
     """Return where in the whole tensor the shards belong."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -178,13 +178,13 @@ def _place(path: str, shards: Mapping[int, _Shard]) -> Pieces:
             raise StateError(f"{path}: rank {rank} holds {list(shard.local.shape)}, its place has {list(size)}")
         if shard.local.numel():
             parts[tuple(offset)] = shard.local
-    return Pieces(shape=shape, dtype=first.local.dtype, parts=parts)
+    return TensorPieces(shape=shape, dtype=first.local.dtype, parts=parts)
 
 
 def _whole(value: Any) -> Any:
-    """Return `value` with a tensor in place of all `Pieces`."""
+    """Return `value` with a tensor in place of all `TensorPieces`."""
     match value:
-        case Pieces():
+        case TensorPieces():
             return value.whole()
         case dict():
             return {key: _whole(item) for key, item in value.items()}

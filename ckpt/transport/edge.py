@@ -27,7 +27,7 @@ _SUB_BUFFER_BYTES: Final = (1 << 12, 1 << 30)
 _MAX_SUB_BUFFERS: Final = 64
 
 
-class Answer(IntEnum):
+class Reply(IntEnum):
     """What a receiver says to the announcement of a capture."""
 
     LATER = 0  # no slot is free yet
@@ -99,7 +99,7 @@ class Edge:
             carrier = DeviceCarrier(group, nccl, config.device, sub_buffers=count, sub_buffer_bytes=size_bytes)
         return cls(group, carrier)
 
-    def announce(self, page: bytes) -> Answer:
+    def announce(self, page: bytes) -> Reply:
         """Send the header page of a capture, as the owner, and return what the receiver says.
 
         Raises:
@@ -114,7 +114,7 @@ class Edge:
         for work in works:
             work.wait(UNLIMITED)
         try:
-            return Answer(int(answer.item()))
+            return Reply(int(answer.item()))
         except ValueError as error:
             raise WireError(f"the receiver answers an announcement with {answer.item()}") from error
 
@@ -128,7 +128,7 @@ class Edge:
         self._group.recv([page], 0, _PAGE_TAG).wait(UNLIMITED)
         return page.numpy().tobytes()
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: Reply) -> None:
         """Answer, as the receiver, the announcement of a capture.
 
         Raises:

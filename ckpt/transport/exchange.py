@@ -22,7 +22,7 @@ from ..format.slot import HEADER_BYTES, SlotHeader, parse_header
 from ..format.wire import Message
 from ..link.env import TrainerEnv
 from ..link.link import Link
-from .edge import Answer, Edge, EdgeConfig
+from .edge import Edge, EdgeConfig, Reply
 from .gate import Gate
 
 _ALLOCATE_S: Final = 60.0
@@ -171,9 +171,9 @@ class Exchange:
             if (header.generation, header.step) != version:
                 continue
             answer = edge.announce(page)
-            if answer is Answer.LATER:
+            if answer is Reply.LATER:
                 self._repeat(end, capture)
-            elif answer is Answer.SEND:
+            elif answer is Reply.SEND:
                 self._count(sent=1, sent_bytes=header.used_bytes, send_s=self._move(edge, header, whole))
 
     def _move(self, edge: Edge, header: SlotHeader, whole: torch.Tensor) -> float:
@@ -198,7 +198,7 @@ class Exchange:
                 mapped, whole = self._map(end, path, on_device=edge.on_device)
                 header = parse_header(page, mapped.slot.capacity_bytes)
                 started_s = time.monotonic()
-                edge.answer(Answer.SEND)
+                edge.answer(Reply.SEND)
                 edge.carrier.receive(whole[HEADER_BYTES : header.used_bytes])
             except (RuntimeError, CheckpointError, OSError):
                 self._link.notify("dropped", path=path)
@@ -219,7 +219,7 @@ class Exchange:
             self._changed.wait_for(lambda: self._closing or end.capture is not None, _ANNOUNCE_AGAIN_S)
             end.capture = end.capture or capture
 
-    def _allocate(self, page: bytes) -> tuple[str | None, Answer]:
+    def _allocate(self, page: bytes) -> tuple[str | None, Reply]:
         """Return the path of a slot for the capture that `page` announces, or how to answer without one."""
         deadline, pause_s = time.monotonic() + _FREE_S, _PAUSE_S
         header = base64.b64encode(page).decode()
@@ -228,12 +228,12 @@ class Exchange:
                 answer = self._link.request("allocate_replica", timeout_s=_ALLOCATE_S, header=header)
             except CheckpointError as error:
                 _log.warning("an announced replica is refused: %s", error)
-                return None, Answer.NEVER
+                return None, Reply.NEVER
             if answer["path"] is not None or answer["held"]:
-                return answer["path"], Answer.NEVER
+                return answer["path"], Reply.NEVER
             # The owner may know of a commit that frees a slot some moments before the daemon here.
             if time.monotonic() > deadline or self._closing:
-                return None, Answer.LATER
+                return None, Reply.LATER
             time.sleep(pause_s)
             pause_s *= 2
 

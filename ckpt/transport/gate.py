@@ -23,7 +23,7 @@ _SAMPLE_BYTES: Final = 256 << 10
 
 
 class Known(Protocol):
-    """What is known of the training, `pace.Pace`."""
+    """What is known of the training, `pace.TrainerPace`."""
 
     @property
     def profile(self) -> IdleProfile | None:

@@ -23,7 +23,7 @@ _PROFILING_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Pace:
+class TrainerPace:
     """The pace of one rank's checkpoints in one generation.
 
     Attributes:

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..net.entries import Entries, kept_of, size_bytes, take, top_k
 from ..spardl import bruck
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
-from ..spardl.srs import Blocks
+from ..spardl.srs import TeamBlocks
 
 
 class TopkDSA(SparseScheme):
@@ -20,7 +20,7 @@ class TopkDSA(SparseScheme):
 
     def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
         transport, ranks = self.transport, self.transport.size
-        blocks = Blocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
+        blocks = TeamBlocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
         mine = take(accumulated, top_k(accumulated, blocks.kept), dtype)
         bounds = [blocks.span(block)[1] for block in range(ranks - 1)]
         cuts = torch.searchsorted(mine.indices, torch.tensor(bounds, dtype=torch.int32, device=mine.indices.device))
@@ -42,7 +42,7 @@ class TopkDSA(SparseScheme):
         self._gather(total, touched, blocks)
         return Synchronized(total=total, values=total, residual=accumulated)
 
-    def _gather(self, total: Tensor, touched: Tensor, blocks: Blocks) -> None:
+    def _gather(self, total: Tensor, touched: Tensor, blocks: TeamBlocks) -> None:
         """Fill the other ranks' blocks of `total`; a message with the size of the dense block is the dense block."""
         start, end = blocks.span(self.transport.rank)
         own = total[start:end]

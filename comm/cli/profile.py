@@ -16,14 +16,14 @@ from ..measure.probe import PROBED, PROBED_COMPRESSED, CoderPoints, probe_coder,
 from ..net.fabric import Fabric, make_fabric
 from ..net.transport import Transport
 from ..plan.cluster import cluster_of
-from ..plan.fields import Fields
+from ..plan.fields import FileFields
 from ..plan.model import read_model
 from ..plan.system import system_of
 from ..plan.tree import Routine
 from .job import from_environment, joined_job
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_READERS: Mapping[str, Callable[[Fields], object]] = {"cupcake": system_of, "espresso": cluster_of}
+_READERS: Mapping[str, Callable[[FileFields], object]] = {"cupcake": system_of, "espresso": cluster_of}
 
 
 @click.command()
@@ -96,7 +96,7 @@ def _write(document: dict[str, Any], form: str, out: Path) -> None:
     """Write what planners can read; print it where that fails, because measuring took all ranks' time."""
     text = json.dumps(document, indent=1)
     try:
-        _READERS[form](Fields(json.loads(text), source=str(out)))
+        _READERS[form](FileFields(json.loads(text), source=str(out)))
         out.write_text(f"{text}\n", encoding="utf-8")
     except (FileError, OSError) as error:
         click.echo(text)

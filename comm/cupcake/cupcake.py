@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from ..plan.curve import FREE, Affine
 from ..plan.model import Model
-from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, Plan, PlanGroup, Span
+from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
 from ..plan.system import System
 from .algorithm_5_1 import algorithm_5_1
 from .fusion import FusionProblem, Strategy
@@ -136,7 +136,7 @@ def _reason(problem: FusionProblem, strategy: Strategy, planner: str, baselines_
     return f"{len(strategy)} groups of {len(problem)} tensors; {gain}"
 
 
-def _spans(problem: FusionProblem, strategy: Strategy) -> Iterator[Span]:
+def _spans(problem: FusionProblem, strategy: Strategy) -> Iterator[BusySpan]:
     """Yield what the device and the network are busy with, in seconds since the backward pass began."""
     busy_until_s = 0.0
     for index, times in enumerate(problem.timeline(strategy)):
@@ -149,4 +149,4 @@ def _spans(problem: FusionProblem, strategy: Strategy) -> Iterator[Span]:
         busy_until_s = times.encode_s[1]
         for lane, kind, (begin_s, end_s) in steps:
             if end_s > begin_s:
-                yield Span(lane=lane, kind=kind, group=index, begin_s=begin_s, end_s=end_s)
+                yield BusySpan(lane=lane, kind=kind, group=index, begin_s=begin_s, end_s=end_s)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan.cluster import Cluster, Link
+from ..plan.cluster import Cluster, LinkCost
 from ..plan.curve import Affine, Curve, Table
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 from .strategy import Choice, CostedStep
@@ -113,7 +113,7 @@ class Costs:
         if step.compressed:
             held_bytes = held_bytes * (holding.payloads * cluster.compressor.ratio)
 
-        def of(link: Link) -> Curve:
+        def of(link: LinkCost) -> Curve:
             return link.of(step.routine, compressed=step.compressed)
 
         if step.phase is Phase.FLAT and cluster.hosts > 1:

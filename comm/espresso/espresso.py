@@ -22,7 +22,7 @@ from ..plan.constraints import (
 )
 from ..plan.curve import FREE
 from ..plan.model import Model
-from ..plan.plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, Plan, PlanGroup, Span
+from ..plan.plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
 from ..plan.tree import Comm, Device, Option, Step, all_options
 from .cost import Costs
 from .exact import Found, search
@@ -127,17 +127,17 @@ def _on_cpu(option: Option) -> Option:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlannedStrategy:
     """A strategy, and a time that none of those looked at beats; without the forward pass, 0 if unknown."""
 
     strategy: Strategy
     bound_s: float = 0.0
 
 
-Planner = Callable[[Espresso], Planned]
+Planner = Callable[[Espresso], PlannedStrategy]
 
 
-def exact(job: Espresso) -> Planned:
+def exact(job: Espresso) -> PlannedStrategy:
     """Return the best strategy of all options: on GPUs first, then on one device for each tensor, then all."""
     strategy: Strategy | None = None
     bound_s = 0.0
@@ -150,25 +150,25 @@ def exact(job: Espresso) -> Planned:
         found = job.best(choices, start=strategy)
         strategy, bound_s = found.strategy, found.bound_s
     assert strategy is not None
-    return Planned(strategy=strategy, bound_s=bound_s)
+    return PlannedStrategy(strategy=strategy, bound_s=bound_s)
 
 
-def paper(job: Espresso) -> Planned:
+def paper(job: Espresso) -> PlannedStrategy:
     """Return what Algorithm 4.1 finds, and then Algorithm 4.2 where the compressor runs on CPUs."""
     problem = job.problem
     fronts = problem.fronts(job.among(gpu_only))
     found = greedy(problem, fronts, problem.quickest(job.among(uncompressed)), job.sizes_bytes)
     if Device.CPU in job.cluster.compressor.coders:
         found = offload(problem, found, {choice: job.on_cpu(choice) for choice in set(found)})
-    return Planned(strategy=found)
+    return PlannedStrategy(strategy=found)
 
 
 def restricted(*constraints: Constraint) -> Planner:
     """Return the exact planner for the options that meet all constraints."""
 
-    def plan(job: Espresso) -> Planned:
+    def plan(job: Espresso) -> PlannedStrategy:
         found = job.best(job.among(*constraints))
-        return Planned(strategy=found.strategy)
+        return PlannedStrategy(strategy=found.strategy)
 
     return plan
 
@@ -176,33 +176,33 @@ def restricted(*constraints: Constraint) -> Planner:
 def or_dense(constraint: Constraint) -> Planner:
     """Return the exact planner for the options that meet a constraint and those without compression."""
 
-    def plan(job: Espresso) -> Planned:
-        return Planned(strategy=job.best(job.or_dense(constraint)).strategy)
+    def plan(job: Espresso) -> PlannedStrategy:
+        return PlannedStrategy(strategy=job.best(job.or_dense(constraint)).strategy)
 
     return plan
 
 
-def myopic(job: Espresso) -> Planned:
+def myopic(job: Espresso) -> PlannedStrategy:
     """Return what is quickest for each tensor alone."""
-    return Planned(strategy=job.problem.quickest(range(len(job.options))))
+    return PlannedStrategy(strategy=job.problem.quickest(range(len(job.options))))
 
 
-def hipress(job: Espresso) -> Planned:
+def hipress(job: Espresso) -> PlannedStrategy:
     """Return what is quickest for each tensor alone when GPUs may compress what travels between hosts."""
     between_hosts = job.among(compressed, gpu_only, dense_in_hosts)
-    return Planned(strategy=job.problem.quickest([*job.without, *between_hosts]))
+    return PlannedStrategy(strategy=job.problem.quickest([*job.without, *between_hosts]))
 
 
-def hitopkcomm(job: Espresso) -> Planned:
+def hitopkcomm(job: Espresso) -> PlannedStrategy:
     """Return all-gathers between hosts of all tensors, compressed on GPUs."""
-    return Planned(strategy=job.problem.quickest(job.among(gpu_only, inter_all_gather)))
+    return PlannedStrategy(strategy=job.problem.quickest(job.among(gpu_only, inter_all_gather)))
 
 
-def byteps(job: Espresso) -> Planned:
+def byteps(job: Espresso) -> PlannedStrategy:
     """Return two-step sums between hosts of all tensors but the smallest, compressed on CPUs."""
     compress = job.problem.quickest(job.among(cpu_only, inter_all_to_all))
     leave = job.problem.quickest(job.among(uncompressed))
-    return Planned(
+    return PlannedStrategy(
         strategy=tuple(
             choices[size_bytes < BYTEPS_LEAST_BYTES]
             for size_bytes, choices in zip(job.sizes_bytes, zip(compress, leave, strict=True), strict=True)
@@ -308,14 +308,14 @@ def _reason(job: Espresso, planner: str, chosen: list[Option], iteration_s: floa
     return reason
 
 
-def _spans(problem: Problem, strategy: Strategy) -> Iterable[Span]:
+def _spans(problem: Problem, strategy: Strategy) -> Iterable[BusySpan]:
     """Yield what each queue is busy with."""
     places = {name: index for index, name in enumerate(problem.names)}
     kinds = {"backward": "backward", "comp:gpu": "compress", "comp:cpu": "compress"}
     kinds |= {"decomp:gpu": "decompress", "decomp:cpu": "decompress"}
     for span in problem.timeline(strategy).spans:
         if span.end_s > span.start_s:
-            yield Span(
+            yield BusySpan(
                 lane=span.lane,
                 kind=kinds.get(span.label, "communicate"),
                 group=places[span.tensor],

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from . import maxplus
 from .maxplus import Array
-from .timeline import Chain, Job, Resource, Timeline, Work, derive
+from .timeline import Chain, Resource, TensorChain, Timeline, Work, derive
 
 Strategy = tuple[int, ...]
 Indices = NDArray[np.intp]
@@ -135,10 +135,10 @@ class Problem:
         """Return the timeline of a strategy."""
         return derive(self.jobs(strategy), forward_s=forward_s, overlap=self.overlap)
 
-    def jobs(self, strategy: Strategy) -> tuple[Job, ...]:
+    def jobs(self, strategy: Strategy) -> tuple[TensorChain, ...]:
         """Return the tensors with the chains that a strategy gives them."""
         return tuple(
-            Job(name=name, backward_s=backward_s, chain=self.chain(kind, choice))
+            TensorChain(name=name, backward_s=backward_s, chain=self.chain(kind, choice))
             for name, backward_s, kind, choice in zip(self.names, self.backward_s, self.kinds, strategy, strict=True)
         )
 

@@ -69,7 +69,7 @@ Chain = tuple[Work, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class TensorChain:
     """A tensor, or a group of tensors that are treated as one: its backward computation, then its chain."""
 
     name: str
@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class StepSpan:
     """One step where it runs, seconds since the backward pass began.
 
     Attributes:
@@ -119,7 +119,7 @@ class Timeline:
     """
 
     iteration_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[StepSpan, ...]
     bubbles: tuple[Bubble, ...]
 
 
@@ -142,7 +142,7 @@ def places(chain: Sequence[Resource]) -> tuple[Place, ...]:
     )
 
 
-def derive(jobs: Sequence[Job], *, forward_s: float = 0.0, overlap: bool = False) -> Timeline:
+def derive(jobs: Sequence[TensorChain], *, forward_s: float = 0.0, overlap: bool = False) -> Timeline:
     """Return the timeline of jobs in ready order; `overlap`: the links have a queue each."""
     made = _Derivation(overlap)
     for index, job in enumerate(jobs):
@@ -160,14 +160,14 @@ class _Derivation:
 
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
-        self.spans: list[Span] = []
+        self.spans: list[StepSpan] = []
         self.bubbles: list[Bubble] = []
         self.order: dict[str, int] = {}
         self._free_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
         self._owner: dict[Lane, str] = dict.fromkeys(Lane, "")
         self._decodings: list[tuple[str, Work, float]] = []
 
-    def add(self, index: int, job: Job) -> None:
+    def add(self, index: int, job: TensorChain) -> None:
         """Place a job behind those before it."""
         self.order[job.name] = index
         now_s = self._serve(Lane.GPU, job.name, "backward", self._free_s[Lane.GPU], job.backward_s)
@@ -219,7 +219,7 @@ def _lane(resource: Resource, place: Place) -> Lane:
 
 def _span(
     lane: Lane, tensor: str, label: str, ready_s: float, start_s: float, end_s: float, waits_for: str = ""
-) -> Span:
-    return Span(
+) -> StepSpan:
+    return StepSpan(
         lane=lane, tensor=tensor, label=label, ready_s=ready_s, start_s=start_s, end_s=end_s, waits_for=waits_for
     )

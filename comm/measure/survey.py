@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import sparsity
 from ..zen.partition import Balanced
-from ..zen.plan import Plan, Rows, decide
+from ..zen.plan import Rows, ZenPlan, decide
 from ..zen.sparse import row_width
 from .limits import LIMITS, Sparsity, scheme_free_bytes
 
@@ -46,7 +46,7 @@ class Survey:
     push_imbalance: float
     pull_imbalance: float
     received_bytes: dict[str, float]
-    plan: Plan
+    plan: ZenPlan
 
 
 def survey(gradients: Sequence[Tensor], *, servers: int | None = None) -> Survey:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .curve import Curve, Table, read_curve
-from .fields import Fields, read_object
+from .fields import FileFields, read_object
 from .tree import Device, Routine
 
 VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class LinkCost:
     """A network between the participants of a collective.
 
     Attributes:
@@ -53,7 +53,7 @@ class Coder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compressor:
+class CompressorCost:
     """A compression algorithm on this cluster.
 
     Attributes:
@@ -88,13 +88,13 @@ class Cluster:
 
     hosts: int
     gpus_per_host: int
-    intra: Link
-    inter: Link
-    compressor: Compressor
+    intra: LinkCost
+    inter: LinkCost
+    compressor: CompressorCost
     forward_s: float = 0.0
     bytes_per_element: float = 4.0
     links_overlap: bool = False
-    flat: Link | None = None
+    flat: LinkCost | None = None
 
 
 def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
@@ -110,7 +110,7 @@ def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
     return cluster_of(read_object(path), compressor)
 
 
-def cluster_of(fields: Fields, compressor: str | None = None) -> Cluster:
+def cluster_of(fields: FileFields, compressor: str | None = None) -> Cluster:
     """Return the cluster that an object of such a file describes; arguments and errors as of `read_cluster`."""
     fields.version(VERSION)
     coders = fields.object("compressors", "the compressors by name")
@@ -142,12 +142,12 @@ def cluster_of(fields: Fields, compressor: str | None = None) -> Cluster:
     return cluster
 
 
-def _link(fields: Fields) -> Link:
+def _link(fields: FileFields) -> LinkCost:
     routines, compressed = (_routines(fields, key) for key in ("routines", "compressed"))
-    return Link(cost=read_curve(fields), routines=routines, compressed=compressed)
+    return LinkCost(cost=read_curve(fields), routines=routines, compressed=compressed)
 
 
-def _routines(fields: Fields, key: str) -> dict[Routine, Curve]:
+def _routines(fields: FileFields, key: str) -> dict[Routine, Curve]:
     if key not in fields:
         return {}
     measured, found = fields.object(key, "the collectives that differ, by name"), {}
@@ -158,17 +158,17 @@ def _routines(fields: Fields, key: str) -> dict[Routine, Curve]:
     return found
 
 
-def _compressor(name: str, fields: Fields) -> Compressor:
+def _compressor(name: str, fields: FileFields) -> CompressorCost:
     coders = {device: _coder(fields.object(device, "what it costs there")) for device in Device if device in fields}
     if not coders:
         raise fields.wrong(Device.GPU, "say what it costs on at least one device")
     ratio = fields.number("ratio", "the compressed bytes for each dense byte", positive=True)
     batched = "batched" in fields and fields.flag("batched", "whether one call handles all pieces of a tensor")
     fields.close()
-    return Compressor(name=name, ratio=ratio, coders=coders, batched=batched)
+    return CompressorCost(name=name, ratio=ratio, coders=coders, batched=batched)
 
 
-def _coder(fields: Fields) -> Coder:
+def _coder(fields: FileFields) -> Coder:
     def curve(key: str) -> Curve:
         return read_curve(fields.object(key, "seconds over dense bytes"))
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from .fields import Fields
+from .fields import FileFields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ Curve = Affine | Table
 FREE = Affine(alpha_s=0.0, beta_s_per_byte=0.0)
 
 
-def read_curve(fields: Fields) -> Curve:
+def read_curve(fields: FileFields) -> Curve:
     """Return the curve of `{"alpha_s", "beta_s_per_byte"}` or `{"sizes_bytes", "seconds"}`.
 
     Raises:

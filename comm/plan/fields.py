@@ -10,7 +10,7 @@ from ..errors import FileError
 LARGEST = 1e18
 
 
-class Fields:
+class FileFields:
     """One JSON object of a file; `close` refuses the keys that nobody asked for.
 
     Args:
@@ -90,20 +90,21 @@ class Fields:
             raise self.wrong(key, f"write true or false: {what}")
         return value
 
-    def object(self, key: str, what: str) -> "Fields":
+    def object(self, key: str, what: str) -> "FileFields":
         """Return the object below a key."""
         value = self._take(key)
         if not isinstance(value, dict):
             raise self.wrong(key, f"write {what}, an object {{…}}")
-        return Fields(value, source=self.source, path=self._at(key))
+        return FileFields(value, source=self.source, path=self._at(key))
 
-    def objects(self, key: str, what: str, *, empty: bool = False) -> "list[Fields]":
+    def objects(self, key: str, what: str, *, empty: bool = False) -> "list[FileFields]":
         """Return the objects of the list below a key, at least one unless it may be `empty`."""
         values = self._take(key)
         if not isinstance(values, list) or not (values or empty):
             raise self.wrong(key, f"write a list of at least one of {what}")
         return [
-            Fields(value, source=self.source, path=f"{self._at(key)}[{index}]") for index, value in enumerate(values)
+            FileFields(value, source=self.source, path=f"{self._at(key)}[{index}]")
+            for index, value in enumerate(values)
         ]
 
     def keys(self) -> tuple[str, ...]:
@@ -163,7 +164,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def read_object(path: Path) -> Fields:
+def read_object(path: Path) -> FileFields:
     """Return the object that a JSON file consists of.
 
     Raises:
@@ -177,7 +178,7 @@ def read_object(path: Path) -> Fields:
         raise FileError(f"{path}: {error.strerror}: name a file that can be read") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}") from error
-    return Fields(value, source=str(path))
+    return FileFields(value, source=str(path))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

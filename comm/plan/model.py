@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from .fields import Fields, read_object
+from .fields import FileFields, read_object
 
 VERSION = 1
 # What profiles and published lists of tensors say besides.
@@ -77,7 +77,7 @@ def read_model(path: Path, *, flops_per_s: float | None = None) -> Model:
     return Model(name=name, tensors=tensors, forward_s=forward_s)
 
 
-def _tensor(fields: Fields, flops_per_s: float | None) -> Tensor:
+def _tensor(fields: FileFields, flops_per_s: float | None) -> Tensor:
     name = fields.text("name", "the name of the parameter")
     numel = fields.integer("numel", "the number of elements")
     fields.ignore(["tied_to", "bwd_flop", "backward_s"])

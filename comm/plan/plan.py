@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from .fields import Fields, read_object
+from .fields import FileFields, read_object
 
 VERSION = 1
 COMPRESSED = "compressed"
@@ -32,7 +32,7 @@ class PlanGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class BusySpan:
     """Something that a lane is busy with, in seconds since the backward pass began.
 
     Attributes:
@@ -79,7 +79,7 @@ class Plan:
     planning_s: float
     bound_s: float
     baselines_s: Mapping[str, float]
-    timeline: tuple[Span, ...]
+    timeline: tuple[BusySpan, ...]
 
     @property
     def compress(self) -> bool:
@@ -160,7 +160,7 @@ class Plan:
         return plan
 
 
-def _groups(fields: Fields) -> tuple[PlanGroup, ...]:
+def _groups(fields: FileFields) -> tuple[PlanGroup, ...]:
     groups = fields.lists("groups", "names of parameters")
     options = fields.texts("options", "what happens to each group")
     if len(options) != len(groups):
@@ -173,11 +173,11 @@ def _groups(fields: Fields) -> tuple[PlanGroup, ...]:
     return tuple(PlanGroup(tensors=names, option=option) for names, option in zip(groups, options, strict=True))
 
 
-def _span(fields: Fields, groups: int) -> Span:
+def _span(fields: FileFields, groups: int) -> BusySpan:
     kind = fields.text("kind", "one of " + ", ".join(KINDS))
     if kind not in KINDS:
         raise fields.wrong("kind", "write one of " + ", ".join(KINDS))
-    span = Span(
+    span = BusySpan(
         lane=fields.text("lane", "the resource"),
         kind=kind,
         group=fields.integer("group", "the index of a group"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import FileError
 from .curve import FREE, Curve, read_curve
-from .fields import Fields, read_object
+from .fields import FileFields, read_object
 
 VERSION = 1
 
@@ -51,7 +51,7 @@ def read_system(path: Path) -> System:
     return system_of(read_object(path))
 
 
-def system_of(fields: Fields) -> System:
+def system_of(fields: FileFields) -> System:
     """Return the system that an object of such a file describes.
 
     Raises:
@@ -70,5 +70,5 @@ def system_of(fields: Fields) -> System:
     return system
 
 
-def _curve(fields: Fields, key: str) -> Curve:
+def _curve(fields: FileFields, key: str) -> Curve:
     return read_curve(fields.object(key, 'what it costs, {"alpha_s", "beta_s_per_byte"} or {"sizes_bytes", "seconds"}'))

@@ -11,7 +11,7 @@ from ..net.entries import Entries, joined, kept_of, size_bytes, to_dense
 from ..net.transport import Transport
 from . import bruck
 from .sparse_scheme import SparseScheme, Synchronized
-from .srs import Blocks, spar_reduce_scatter
+from .srs import TeamBlocks, spar_reduce_scatter
 from .teams import Gather, Teams, Width, gather_bruck, gather_recursive
 
 Residuals = Literal["global", "partial", "local"]
@@ -69,7 +69,7 @@ class SparDL(SparseScheme):
     def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
         members, peers = self._teams.members, self._teams.peers
         numel = accumulated.numel()
-        blocks = Blocks(numel=numel, count=len(members), kept=kept_of(numel, self.density))
+        blocks = TeamBlocks(numel=numel, count=len(members), kept=kept_of(numel, self.density))
         own = members.index(self.transport.rank)
         quota = blocks.quota(own)
 
@@ -99,7 +99,7 @@ class SparDL(SparseScheme):
         memory = self._memories.get(key)
         return Width.first(quota, self.teams) if memory is None else Width(**memory)
 
-    def _gather_blocks(self, mine: Entries, blocks: Blocks, dtype: torch.dtype) -> Entries:
+    def _gather_blocks(self, mine: Entries, blocks: TeamBlocks, dtype: torch.dtype) -> Entries:
         """Return the elements of all blocks; after B-SAG only their owners know how many a block has."""
         sizes = None
         if self._gather == "recursive":

@@ -11,7 +11,7 @@ from ..net.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class TeamBlocks:
     """A flat gradient in contiguous blocks, one for each rank of a team, and how many elements of each are kept.
 
     Attributes:
@@ -56,7 +56,7 @@ def sending_bags(own: int, count: int) -> list[list[int]]:
 
 
 def spar_reduce_scatter(
-    transport: Transport, members: Sequence[int], work: Tensor, blocks: Blocks, dtype: torch.dtype
+    transport: Transport, members: Sequence[int], work: Tensor, blocks: TeamBlocks, dtype: torch.dtype
 ) -> list[Entries]:
     """Sum `work` over the members so that each gets, of the block of its place, what was not discarded on the way.
 

@@ -30,7 +30,7 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ZenPlan:
     """How a gradient is summed from now on.
 
     Attributes:
@@ -46,7 +46,7 @@ class Plan:
     reason: str
 
 
-def decide(profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int) -> Plan:
+def decide(profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int) -> ZenPlan:
     """Return the plan with the fewest bytes received per rank; equal on all ranks for equal profiles.
 
     All-reduce stays unless a tenth of its bytes is saved: it costs no computation.
@@ -76,7 +76,7 @@ def decide(profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int) 
         for other in dict.fromkeys(name for _, name, _ in found)
         if other != route
     )
-    return Plan(
+    return ZenPlan(
         route=route,
         width=width,
         received_bytes=round(best),

@@ -13,7 +13,7 @@ from ..net.transport import Transport, from_bytes, to_bytes
 from .centralized import sum_by_doubling
 from .parallel import push_and_pull
 from .partition import Balanced
-from .plan import Plan, Route, Rows, decide
+from .plan import Route, Rows, ZenPlan, decide
 from .sparse import compress, expand, row_width
 
 _HOPELESS = 1 / 4
@@ -25,7 +25,7 @@ class _Seen:
 
     steps: int = 0
     counts: list[int] = field(default_factory=list)
-    plan: Plan | None = None
+    plan: ZenPlan | None = None
 
 
 class Zen(Scheme):
@@ -71,7 +71,7 @@ class Zen(Scheme):
         self._dense = Dense(transport)
 
     @property
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, ZenPlan]:
         """Key → how it is summed, for keys that are counted."""
         return {key: seen.plan for key, seen in self._seen.items() if seen.plan is not None}
 
@@ -89,7 +89,7 @@ class Zen(Scheme):
         if seen.plan is None and self._route is not None:
             width = max(self._widths(gradient)) if self._route != "dense" else 1
             self._agree(key, gradient, [])
-            seen.plan = Plan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
+            seen.plan = ZenPlan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
         if seen.plan is None:
             return self._profile(key, gradient, seen)
         seen.steps += 1
@@ -133,7 +133,7 @@ class Zen(Scheme):
             key: _Seen(
                 steps=saved["steps"],
                 counts=list(saved["counts"]),
-                plan=None if saved["plan"] is None else Plan(**saved["plan"]),
+                plan=None if saved["plan"] is None else ZenPlan(**saved["plan"]),
             )
             for key, saved in state["keys"].items()
         }

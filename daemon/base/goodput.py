@@ -17,7 +17,7 @@ PHASES = ("detect", "decide", "stop", "rendezvous", "spawn", "restore", "first_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class FailureCost:
     """What one failure cost the whole job.
 
     Attributes:
@@ -74,17 +74,17 @@ class Ledger:
         period_s: Seconds that the runs took altogether, None when nobody said.
     """
 
-    failures: tuple[Failure, ...]
+    failures: tuple[FailureCost, ...]
     step_s: float | None = None
     period_s: float | None = None
 
-    def lost_s(self, failure: Failure) -> float | None:
+    def lost_s(self, failure: FailureCost) -> float | None:
         """Return the seconds of training that are done again, None when a number for it is missing."""
         if failure.steps_lost == 0:
             return 0.0
         return None if self.step_s is None or failure.steps_lost is None else failure.steps_lost * self.step_s
 
-    def wasted_s(self, failure: Failure) -> float | None:
+    def wasted_s(self, failure: FailureCost) -> float | None:
         """Return the wasted time as Equation 6.1 counts it: the lost training and the retrieval, no other overhead."""
         lost_s = self.lost_s(failure)
         return None if lost_s is None else lost_s + failure.phases_s.get("restore", 0.0)
@@ -148,7 +148,7 @@ def read_ledger(paths: Iterable[Path], *, step_s: float | None = None, period_s:
             # Before a generation is formed its number is not known: such a failure stays the host's own.
             key = (event["run_id"], event["generation"]) if event["generation"] else (where,)
             together.setdefault(key, []).append(event)
-    failures = sorted(map(Failure.of, together.values()), key=lambda failure: failure.start_unix_s)
+    failures = sorted(map(FailureCost.of, together.values()), key=lambda failure: failure.start_unix_s)
     return Ledger(failures=tuple(failures), step_s=step_s, period_s=period_s)
 
 

@@ -18,8 +18,8 @@ from ..run import keys
 from ..run.observation import Observation
 from ..run.rounds import Pair
 from ..run.view import JobView
-from .digests import Claim, Claims, EqualLeaves, HostDigests, parse_claims
-from .lesson import NAMED, Difference, Lesson
+from .digests import Claims, DigestClaim, EqualLeaves, HostDigests, parse_claims
+from .lesson import NAMED, Lesson, RankDifference
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ClaimTally:
     """
 
     def __init__(self) -> None:
-        self.ranks: defaultdict[Pair, defaultdict[str, dict[int, Claim]]] = defaultdict(lambda: defaultdict(dict))
+        self.ranks: defaultdict[Pair, defaultdict[str, dict[int, DigestClaim]]] = defaultdict(lambda: defaultdict(dict))
         self._counts: defaultdict[Pair, defaultdict[str, Counter[tuple[str, str]]]] = defaultdict(
             lambda: defaultdict(Counter)
         )
@@ -81,7 +81,7 @@ class ClaimTally:
         )
 
 
-def _each(claims: Claims) -> Iterator[tuple[Pair, int, str, Claim]]:
+def _each(claims: Claims) -> Iterator[tuple[Pair, int, str, DigestClaim]]:
     for pair, ranks in claims.items():
         for rank, structures in ranks.items():
             for structure, claim in structures.items():
@@ -288,7 +288,7 @@ class Comparer:
             raise _NotYet("there is another round")
 
     async def _report(
-        self, pair: Pair, structure: str, ranks: list[int], difference: Difference, *, is_late: bool
+        self, pair: Pair, structure: str, ranks: list[int], difference: RankDifference, *, is_late: bool
     ) -> None:
         answer = None
         with contextlib.suppress(PeerError):

@@ -25,7 +25,7 @@ _KEPT_PAIRS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
+class DigestClaim:
     """What a host reports of one structure in one capture of one of its ranks.
 
     Attributes:
@@ -37,22 +37,22 @@ class Claim:
     digest: str
 
 
-Claims = Mapping[Pair, Mapping[int, Mapping[str, Claim]]]
+Claims = Mapping[Pair, Mapping[int, Mapping[str, DigestClaim]]]
 """Pair → rank → structure → what is claimed; a capture has one structure for each registered object."""
 
 
-def parse_claims(value: Mapping[str, Any]) -> dict[Pair, dict[int, dict[str, Claim]]]:
+def parse_claims(value: Mapping[str, Any]) -> dict[Pair, dict[int, dict[str, DigestClaim]]]:
     """Return what the `digests` in a host's report of its replicas say.
 
     Raises:
         DaemonError: They are malformed.
     """
-    claims: dict[Pair, dict[int, dict[str, Claim]]] = {}
+    claims: dict[Pair, dict[int, dict[str, DigestClaim]]] = {}
     try:
         for rank, rows in value.get("digests", {}).items():
             for generation, step, structure, mask, digest in rows:
                 found = claims.setdefault((int(generation), int(step)), {}).setdefault(int(rank), {})
-                found[str(structure)] = Claim(mask=str(mask), digest=str(digest))
+                found[str(structure)] = DigestClaim(mask=str(mask), digest=str(digest))
     except (AttributeError, TypeError, ValueError) as error:
         raise DaemonError(f"{keys.HELD}: field 'digests' is malformed: {error!r}") from error
     return claims

@@ -30,7 +30,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class RankDifference:
     """Ranks that must hold the same bytes, and do not.
 
     Attributes:
@@ -80,7 +80,7 @@ class Lesson:
         """The leaves that must be equal."""
         return ~self._apart & ((self._alike >= ALIKE) | (self._still >= STILL))
 
-    def study(self, digests: Mapping[int, U64]) -> Difference | None:
+    def study(self, digests: Mapping[int, U64]) -> RankDifference | None:
         """Learn from the digests of one step, by rank, and return what must not differ and does.
 
         A leaf that may differ, because it did not have to be the same yet, is never compared again.
@@ -97,9 +97,9 @@ class Lesson:
             self._still[same & ~changed] += 1
             self._still[changed & (self._still < STILL)] = 0
         self._last = np.where(same, table[0], 0 if self._last is None else self._last)
-        return None if not wrong.any() else Difference(leaves=_indices(wrong), parties=_parties(digests, wrong))
+        return None if not wrong.any() else RankDifference(leaves=_indices(wrong), parties=_parties(digests, wrong))
 
-    def drop(self, difference: Difference) -> None:
+    def drop(self, difference: RankDifference) -> None:
         """Compare what differs no longer: it has been said."""
         self._apart[list(difference.leaves)] = True
 

@@ -13,7 +13,7 @@ DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scheme:
+class CheckpointCost:
     """How one way of checkpointing behaves in one job; all in seconds.
 
     Attributes:
@@ -41,18 +41,18 @@ def high_frequency_s(checkpoint_s: float, iteration_s: float) -> float:
     return math.ceil(checkpoint_s / iteration_s) * iteration_s
 
 
-def expected_wasted_s(scheme: Scheme, fallback: Scheme, survival: float) -> float:
+def expected_wasted_s(scheme: CheckpointCost, fallback: CheckpointCost, survival: float) -> float:
     """Return the average wasted time when memory survives with this probability and else `fallback` is used."""
     return survival * scheme.wasted_s + (1 - survival) * fallback.wasted_s
 
 
-def linear_ratio(scheme: Scheme, failures_per_day: float) -> float:
+def linear_ratio(scheme: CheckpointCost, failures_per_day: float) -> float:
     """Return the effective training time ratio as Figure 6.15 adds it up: stalls plus failures, at least 0."""
     stalled = scheme.stall_s / scheme.interval_s
     return max(0.0, 1 - stalled - failures_per_day / DAY_S * (scheme.wasted_s + scheme.overhead_s))
 
 
-def effective_ratio(scheme: Scheme, failures_per_day: float) -> float:
+def effective_ratio(scheme: CheckpointCost, failures_per_day: float) -> float:
     """Return the effective training time ratio of the model in the long run, exact for exponential failures.
 
     Between two recoveries training lasts 1/λ on average and saves one interval for each checkpoint that can be restored
@@ -67,7 +67,7 @@ def effective_ratio(scheme: Scheme, failures_per_day: float) -> float:
     return rate * scheme.interval_s * math.exp(-exponent) / math.expm1(rate * cycle_s)
 
 
-def simulated_ratio(scheme: Scheme, failures_per_day: float, *, days: float, rng: random.Random) -> float:
+def simulated_ratio(scheme: CheckpointCost, failures_per_day: float, *, days: float, rng: random.Random) -> float:
     """Return the effective training time ratio of one simulated run of `days` days with exponential failures."""
     now_s, saved_s, end_s = 0.0, 0.0, days * DAY_S
     rate = failures_per_day / DAY_S

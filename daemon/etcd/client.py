@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from .config import RUNS, EtcdConfig
-from .rpc import Connection, EtcdAuthError, EtcdError, EtcdLeaseLost, EtcdUnavailable, Member, grpc, rpc
+from .rpc import Endpoint, EtcdAuthError, EtcdConnection, EtcdError, EtcdLeaseLost, EtcdUnavailable, grpc, rpc
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Etcd:
         has_forgotten: Whether etcd came back without what it had answered before: its revision went back.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: EtcdConnection) -> None:
         self.has_forgotten = False
         self._rpc = connection
         self._revision = 0
@@ -126,7 +126,7 @@ class Etcd:
             EtcdAuthError: etcd refused the credentials, or they may not read below `RUNS`.
             EtcdError: A certificate file cannot be read.
         """
-        etcd = cls(Connection(config, min(timeout_s, _REQUEST_S)))
+        etcd = cls(EtcdConnection(config, min(timeout_s, _REQUEST_S)))
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             while True:
@@ -246,7 +246,7 @@ class Etcd:
     async def refresh(self, lease_id: int, timeout_s: float) -> int:
         """Refresh a lease once and return its time to live in seconds, 0 when it is gone."""
 
-        async def once(member: Member, options: dict[str, Any]) -> Any:
+        async def once(member: Endpoint, options: dict[str, Any]) -> Any:
             stream = member.lease.LeaseKeepAlive(**{**options, "timeout": timeout_s})
             try:
                 await stream.write(rpc.LeaseKeepAliveRequest(ID=lease_id))

@@ -68,7 +68,7 @@ class EtcdLeaseLost(EtcdError):
     """The lease expired or was revoked; ask for a new one."""
 
 
-class Member:
+class Endpoint:
     """One endpoint: its channel and stubs."""
 
     def __init__(self, endpoint: str, credentials: Any) -> None:
@@ -83,7 +83,7 @@ class Member:
         self.watch = rpc.WatchStub(self.channel)
 
 
-class Connection:
+class EtcdConnection:
     """Channels to every endpoint of one cluster; the first is in use until it fails, then the next."""
 
     def __init__(self, config: EtcdConfig, timeout_s: float) -> None:
@@ -91,11 +91,11 @@ class Connection:
         self.timeout_s = timeout_s
         # One channel per endpoint, so that TLS checks each certificate against the name of its own endpoint.
         credentials = _credentials(config)
-        self._members = deque(Member(endpoint, credentials) for endpoint in config.endpoints)
+        self._members = deque(Endpoint(endpoint, credentials) for endpoint in config.endpoints)
         self._token: str | None = None
 
     @property
-    def member(self) -> Member:
+    def member(self) -> Endpoint:
         """The endpoint in use."""
         return self._members[0]
 
@@ -104,7 +104,7 @@ class Connection:
         """What a request must carry to be let in."""
         return () if self._token is None else (("token", self._token),)
 
-    async def call(self, send: Callable[[Member, dict[str, Any]], Awaitable[T]], *, resend: bool = True) -> T:
+    async def call(self, send: Callable[[Endpoint, dict[str, Any]], Awaitable[T]], *, resend: bool = True) -> T:
         """Return what `send(member, options)` returns; where sending twice does no harm, try every endpoint once.
 
         A token that etcd no longer knows is renewed, and the request, which was not carried out, is sent again.
@@ -143,7 +143,7 @@ class Connection:
         for member in self._members:
             await member.channel.close()
 
-    def failed(self, member: Member, error: rpc.AioRpcError) -> EtcdError:
+    def failed(self, member: Endpoint, error: rpc.AioRpcError) -> EtcdError:
         """Return our error for gRPC's; when `member` is out of reach, use the next endpoint from now on."""
         details = error.details() or error.code().name
         where = self.config.where
@@ -159,7 +159,7 @@ class Connection:
             return EtcdLeaseLost(f"etcd at {where} no longer has the lease ({details}): ask for a new one")
         return EtcdError(f"etcd at {where} could not carry out a request: {details}")
 
-    def unavailable(self, member: Member, details: str) -> EtcdUnavailable:
+    def unavailable(self, member: Endpoint, details: str) -> EtcdUnavailable:
         """Turn away from `member`, unless another request already did, and return the error that says so."""
         if self.member is member:
             self._members.rotate(-1)
@@ -192,12 +192,12 @@ def _mentions(error: rpc.AioRpcError, phrases: Iterable[str]) -> bool:
 
 
 __all__ = [
-    "Connection",
+    "Endpoint",
     "EtcdAuthError",
+    "EtcdConnection",
     "EtcdError",
     "EtcdLeaseLost",
     "EtcdUnavailable",
-    "Member",
     "grpc",
     "rpc",
 ]

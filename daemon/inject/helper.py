@@ -22,7 +22,7 @@ import psutil
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.fields import Fields
-from .network import Cut, Slowdown
+from .network import CutInterface, SlowInterface
 from .victim import Victim, kill_all
 
 MODULE = "resilient_run.daemon.inject.helper"
@@ -46,7 +46,7 @@ class Task(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Loss:
+class LoseHost:
     """A host's launcher, workers and daemon are killed and its slots removed."""
 
     launcher: Victim
@@ -111,7 +111,7 @@ class Standstill:
 
 
 @dataclass(kw_only=True, slots=True)
-class Filling:
+class FillRoom:
     """A file takes the room of a file system for a while."""
 
     directory: Path
@@ -197,11 +197,11 @@ class EtcdDeath:
 
 
 _TASKS: dict[str, Any] = {
-    "lose": Loss,
+    "lose": LoseHost,
     "stop": Standstill,
-    "fill": Filling,
-    "cut": Cut,
-    "slow": Slowdown,
+    "fill": FillRoom,
+    "cut": CutInterface,
+    "slow": SlowInterface,
     "kill-etcd": EtcdDeath,
 }
 

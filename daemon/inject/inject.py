@@ -12,7 +12,7 @@ from resilient_run.ckpt.errors import DaemonError
 from ..etcd.client import Entry, Etcd, EtcdError, EtcdUnavailable
 from ..run import keys
 from ..run.faults import Order
-from ..run.records import Job
+from ..run.records import Agreement
 from .acts import DETACHED, LOCAL, Scene
 from .detached import Detached
 
@@ -108,7 +108,7 @@ class Injector:
         while True:
             try:
                 job = await etcd.get(self._prefix + keys.JOB)
-                if job is None or not Job.parse(job.value).injection:
+                if job is None or not Agreement.parse(job.value).injection:
                     log.warning("order %s dropped: its job does not allow it", number)
                     return False
                 guards = {

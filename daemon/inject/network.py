@@ -17,7 +17,7 @@ _LATENCY_MS = 400
 
 
 @dataclass(kw_only=True, slots=True)
-class Cut:
+class CutInterface:
     """The interface is down for a while; routes through it, which the kernel forgets meanwhile, are put back."""
 
     interface: str
@@ -57,7 +57,7 @@ class Cut:
 
 
 @dataclass(kw_only=True, slots=True)
-class Slowdown:
+class SlowInterface:
     """What the interface sends is shaped to a rate for a while (token bucket)."""
 
     interface: str
@@ -149,4 +149,4 @@ def _may_administer() -> bool:
     return bool(int(effective, 16) >> _CAP_NET_ADMIN & 1)
 
 
-__all__ = ["Cut", "Slowdown"]
+__all__ = ["CutInterface", "SlowInterface"]

@@ -27,7 +27,7 @@ class PeerError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class OfferPace:
     """How an offered capture is sent.
 
     Attributes:
@@ -88,7 +88,7 @@ class Peer:
                 return None
             return Geometry.parse(Fields(answer, "answer to have"), "used_bytes")
 
-    async def fetch(self, rank: int, pair: Pair, download: Download, pace: Pace | None = None) -> None:
+    async def fetch(self, rank: int, pair: Pair, download: Download, pace: OfferPace | None = None) -> None:
         """Fetch parts of `download` until it is complete, whoever delivers the last one.
 
         Args:
@@ -263,4 +263,4 @@ async def _receive_into(sock: socket.socket, target: memoryview, timeout_s: floa
         filled += count
 
 
-__all__ = ["RANGE_BYTES", "Pace", "Peer", "PeerError"]
+__all__ = ["RANGE_BYTES", "OfferPace", "Peer", "PeerError"]

@@ -10,7 +10,7 @@ from resilient_run.ckpt.format.slot import Slot
 from ..run.rounds import Pair
 from ..slots.slots import Geometry
 from .download import Download
-from .fetch import Pace, Peer, PeerError
+from .fetch import OfferPace, Peer, PeerError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Holders:
     kind = "peer"
     verifies = True
 
-    def __init__(self, peers: Sequence[Peer], *, pace: Pace | None = None) -> None:
+    def __init__(self, peers: Sequence[Peer], *, pace: OfferPace | None = None) -> None:
         self.name = f"host{'s' if len(peers) > 1 else ''} {', '.join(peer.host for peer in peers)}"
         self._peers = tuple(peers)
         self._pace = pace

@@ -19,7 +19,7 @@ from ..slots.slots import JobSlots, SlotFile
 from ..tier.fetch import TierSource
 from ..tier.tier import TierError
 from .exchange import Deliveries
-from .fetch import Pace, Peer, PeerError
+from .fetch import OfferPace, Peer, PeerError
 from .handover import hand_over
 from .holders import Holders
 from .loans import Loans
@@ -314,7 +314,7 @@ class Replicator:
     async def _accept_offer(self, host: str, offer: Offer) -> None:
         rank, pair, geometry = offer.rank, offer.pair, offer.geometry
         agreed = offer.agreed.or_later(self._view.agreed)
-        pace = Pace(in_flight=self._in_flight, patience_s=offer.patience_s)
+        pace = OfferPace(in_flight=self._in_flight, patience_s=offer.patience_s)
         try:
             async with self._receiving[rank]:
                 peer = await self._sources.peer(host)

@@ -21,7 +21,7 @@ _OUTPUT_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class HostRequest:
     """One host that needs a replacement; as JSON it is what an operator command is given."""
 
     run_id: str
@@ -33,15 +33,15 @@ class Request:
 class Operator(Protocol):
     """Provides hosts; a new one takes part by starting a launcher with the run's `--rdzv-id`."""
 
-    async def replace(self, request: Request) -> str:
+    async def replace(self, request: HostRequest) -> str:
         """Ask for one host and return, for people, what was done; takes as long as it needs and raises nothing."""
         ...
 
 
-class Standby:
+class NoOperator:
     """Provides nothing: somebody else has to start another launcher."""
 
-    async def replace(self, request: Request) -> str:
+    async def replace(self, request: HostRequest) -> str:
         """Say what the run is waiting for."""
         return f"waiting for a standby for host {request.host}: start a launcher with --rdzv-id {request.run_id} on it"
 
@@ -60,7 +60,7 @@ class Command:
         self._timeout_s = timeout_s
         self._uid = uid
 
-    async def replace(self, request: Request) -> str:
+    async def replace(self, request: HostRequest) -> str:
         """Run the command, log what it prints, and return how it ended."""
         body = json.dumps(asdict(request)).encode()
         who = f"operator command for host {request.host}"
@@ -100,4 +100,4 @@ def make_operator(policy: RootPolicy, uid: int) -> Operator:
     """Return the operator that `policy` names for a job of the user `uid`."""
     if policy.operator_command.strip():
         return Command(policy.operator_command, policy.operator_timeout_s, uid)
-    return Standby()
+    return NoOperator()

@@ -21,7 +21,7 @@ from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .committer import Committer
 from .decide import Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
-from .operator import Operator, Request
+from .operator import HostRequest, Operator
 from .state import RootState
 from .view import RootView
 
@@ -177,10 +177,12 @@ class RootAgent:
             log.log(logging.ERROR if isinstance(action, Stop) else logging.WARNING, "%s", action.reason)
             if isinstance(action, Replace):
                 for host in action.hosts:
-                    request = Request(run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason)
+                    request = HostRequest(
+                        run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason
+                    )
                     self._group.create_task(self._supervisor.once("operator", self._request(request)))
 
-    async def _request(self, request: Request) -> None:
+    async def _request(self, request: HostRequest) -> None:
         """Let the operator answer, however long it takes, and remember what it said."""
         outcome = await self._operator.replace(request)
         log.warning("%s", outcome)

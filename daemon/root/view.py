@@ -10,6 +10,7 @@ from ..run.quarantine import Quarantine
 from ..run.records import Failure
 from ..run.rounds import Pair, Round
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootView:
     """One run at one moment.

@@ -17,7 +17,7 @@ _MAX_MESSAGE_BYTES = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Agreement:
     """What all launchers of a run must agree on, and the secret that its daemons show each other.
 
     Attributes:

@@ -24,7 +24,7 @@ from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..slots.snapshot import Snapshot
 from .manifest import RankFile
-from .persist_plan import Answer, Request, parse_published
+from .persist_plan import PersistAnswer, PersistRequest, parse_published
 from .publish import Publisher
 from .tier import FRAME_BYTES, Tier, TierError, call
 
@@ -66,12 +66,12 @@ class Persister:
         self._slots = slots
         self._supervisor = supervisor
         self._clock = clock
-        self._request: Request | None = None
+        self._request: PersistRequest | None = None
         self._seeing = asyncio.Lock()
         self._taken: list[Snapshot] = []
         self._storing: asyncio.Task[None] | None = None
         self._etcd: Etcd | None = None
-        self._answer: Answer | None = None
+        self._answer: PersistAnswer | None = None
         self._answered: Pair | None = None
         self._error: str | None = None
         self._refused: set[Pair] = set()
@@ -87,7 +87,7 @@ class Persister:
         if entry is None:
             return
         try:
-            request = Request.parse(entry.value)
+            request = PersistRequest.parse(entry.value)
         except DaemonError as error:
             log.error("%s counts as nothing: %s", keys.PERSIST, error)
             return
@@ -122,7 +122,7 @@ class Persister:
         if pair is None or is_import(pair) or revision is None or etcd is None or not self._view.own_ranks:
             return
         if self._request is None or self._request.pair != pair:
-            request = Request(pair=pair, unix_s=self._clock())
+            request = PersistRequest(pair=pair, unix_s=self._clock())
             with contextlib.suppress(EtcdUnavailable):
                 # Another host may have asked already; then its request shows up in the mirror.
                 guards = {self._prefix + keys.WATERMARK: revision}
@@ -146,7 +146,7 @@ class Persister:
         written = self._answer.pair if self._answer is not None and self._answer.error is None else None
         return {"target": self._tier.shown, "written": written and list(written), "error": self._error}
 
-    async def _take(self, request: Request) -> None:
+    async def _take(self, request: PersistRequest) -> None:
         async with self._seeing:
             if self._request is not None and self._request.pair == request.pair:
                 return
@@ -186,7 +186,7 @@ class Persister:
             sorted(files), *pair, time.monotonic() - began_s, used_bytes / (1 << 20), stored_bytes / (1 << 20),
         )  # fmt: skip
         self._error = None
-        self._answer = Answer(pair=pair, world_size=world_size, ranks=files, error=None)
+        self._answer = PersistAnswer(pair=pair, world_size=world_size, ranks=files, error=None)
         self._view.notify()
 
     async def _write_patiently(self, pair: Pair) -> dict[int, RankFile]:
@@ -239,7 +239,7 @@ class Persister:
     def _fail(self, pair: Pair, reason: str) -> None:
         log.error("generation %d step %d is not persisted by this host: %s", *pair, reason)
         self._error = reason
-        self._answer = Answer(pair=pair, world_size=0, ranks={}, error=reason[:1000])
+        self._answer = PersistAnswer(pair=pair, world_size=0, ranks={}, error=reason[:1000])
         self._view.notify()
 
     def _drop(self) -> None:

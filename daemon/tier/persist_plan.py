@@ -16,7 +16,7 @@ _PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PersistRequest:
     """The pair that every host was asked for last, and when."""
 
     pair: Pair
@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class PersistAnswer:
     """What one host wrote of a pair, or why it could not."""
 
     pair: Pair
@@ -76,7 +76,7 @@ def is_due(
     policy: PersistPolicy,
     pair: Pair,
     *,
-    last: Request | None,
+    last: PersistRequest | None,
     settled: bool,
     since_step: int,
     since_unix_s: float,
@@ -103,7 +103,7 @@ def is_due(
     return False, "the next one is not due"
 
 
-def merged(pair: Pair, run_id: str, answers: Mapping[str, Answer]) -> Persisted | None:
+def merged(pair: Pair, run_id: str, answers: Mapping[str, PersistAnswer]) -> Persisted | None:
     """Return the manifest of `pair` once every rank of it is written, None before."""
     matching = [answer for answer in answers.values() if answer.pair == pair and answer.error is None]
     ranks = {rank: file for answer in matching for rank, file in answer.ranks.items()}

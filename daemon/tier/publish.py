@@ -14,7 +14,7 @@ from ..run import keys
 from ..run.rounds import Pair
 from ..run.view import JobView
 from .manifest import Persisted
-from .persist_plan import Answer, Request, is_due, merged, parse_published
+from .persist_plan import PersistAnswer, PersistRequest, is_due, merged, parse_published
 from .tier import Tier, TierError, call
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ class Publisher:
         self._view = view
         self._clock = clock
         self._began_unix_s = clock()
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, PersistAnswer] = {}
         self._published: tuple[Pair, ...] | None = None
         self._published_revision = 0
 
-    def requested_with(self, pair: Pair, last: Request | None) -> dict[str, dict[str, Any]]:
+    def requested_with(self, pair: Pair, last: PersistRequest | None) -> dict[str, dict[str, Any]]:
         """Return what the root must put with the watermark `pair`, by key below the run: a request if one is due.
 
         Args:
@@ -69,9 +69,9 @@ class Publisher:
         if not due:
             return {}
         log.debug("generation %d step %d is persisted: %s", *pair, reason)
-        return {keys.PERSIST: Request(pair=pair, unix_s=self._clock()).to_value()}
+        return {keys.PERSIST: PersistRequest(pair=pair, unix_s=self._clock()).to_value()}
 
-    async def run(self, etcd: Etcd, requested: Callable[[], Request | None]) -> None:
+    async def run(self, etcd: Etcd, requested: Callable[[], PersistRequest | None]) -> None:
         """Publish what `requested` returns while this host is the root; until cancelled."""
         while True:
             await self._view.wait_for(lambda: self._view.is_root)
@@ -106,9 +106,9 @@ class Publisher:
             host = name.removeprefix(keys.ANSWERS())
             self._answers.pop(host, None)
             if entry is not None:
-                self._answers[host] = Answer.parse(entry.value)
+                self._answers[host] = PersistAnswer.parse(entry.value)
 
-    async def _publish(self, etcd: Etcd, requested: Callable[[], Request | None]) -> None:
+    async def _publish(self, etcd: Etcd, requested: Callable[[], PersistRequest | None]) -> None:
         while True:
             await self._view.wait_for(lambda: self._publishable(requested()) is not None)
             persisted, revision = self._publishable(requested()), self._published_revision
@@ -134,7 +134,7 @@ class Publisher:
         failed = any(answer.pair == pair and answer.error is not None for answer in self._answers.values())
         return failed or pair in (self._published or ())
 
-    def _publishable(self, request: Request | None) -> Persisted | None:
+    def _publishable(self, request: PersistRequest | None) -> Persisted | None:
         """Return the requested pair if every host has written its part of it and it is not published yet."""
         if self._published is None or request is None or request.pair in self._published:
             return None

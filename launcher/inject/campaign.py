@@ -97,7 +97,7 @@ class Campaign:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlannedFault:
     """One fault of a plan. It strikes `rank`, or the host that runs `rank` when the time has come.
 
     Attributes:
@@ -132,7 +132,7 @@ class Planned:
         return Order.parse(value, f"fault {self.number}")
 
 
-def plan_campaign(campaign: Campaign, *, seed: int, world_size: int) -> list[Planned]:
+def plan_campaign(campaign: Campaign, *, seed: int, world_size: int) -> list[PlannedFault]:
     """Return the faults of a campaign on ranks 0 … `world_size` - 1, in order; equal arguments give equal plans."""
     limits, draw = campaign.limits, random.Random(seed)
     mean = limits.mtbf_s or limits.mtbf_steps
@@ -148,7 +148,7 @@ def plan_campaign(campaign: Campaign, *, seed: int, world_size: int) -> list[Pla
         moments.append(moment)
     kinds = _draw_kinds(campaign, len(moments), draw)
     return [
-        Planned(
+        PlannedFault(
             number=number,
             kind=choice.kind,
             rank=draw.randrange(world_size),
@@ -184,4 +184,4 @@ def _choice(entry: Any, where: str) -> Choice:
     return Choice(kind=order.kind, weight=float(weight), parameters=asdict(order.parameters))
 
 
-__all__ = ["Campaign", "Choice", "Limits", "Planned", "plan_campaign"]
+__all__ = ["Campaign", "Choice", "Limits", "PlannedFault", "plan_campaign"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from resilient_run.daemon.run.faults import KINDS
 
-from .campaign import Campaign, Planned
+from .campaign import Campaign, PlannedFault
 from .injection import Injection, InjectionError, Outcome
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class CampaignRun:
     """
 
     def __init__(
-        self, injection: Injection, campaign: Campaign, plan: Sequence[Planned], say: Callable[[str], None]
+        self, injection: Injection, campaign: Campaign, plan: Sequence[PlannedFault], say: Callable[[str], None]
     ) -> None:
         self._injection = injection
         self._limits = campaign.limits
@@ -58,7 +58,7 @@ class CampaignRun:
                 if self._limits.wait_for_recovery:
                     await asyncio.wait([task])
 
-    async def _moment(self, planned: Planned) -> None:
+    async def _moment(self, planned: PlannedFault) -> None:
         if planned.at_s is not None:
             await asyncio.sleep(max(0.0, self._begun_s + planned.at_s - time.monotonic()))
         while KINDS[planned.kind].costs_a_host and len(self._costly) >= self._limits.lost_hosts_at_once:
@@ -69,7 +69,7 @@ class CampaignRun:
         elif step is not None:
             await self._injection.wait_for(lambda sight: sight.step >= step, timeout_s=limits.recovery_timeout_s)
 
-    async def _one(self, planned: Planned) -> None:
+    async def _one(self, planned: PlannedFault) -> None:
         """Order one fault and follow it to the end of its recovery."""
         sight = self._injection.sight
         entry: dict[str, Any] = {**asdict(planned), "recovered": None, "outcome": None}

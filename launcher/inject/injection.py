@@ -13,7 +13,7 @@ from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.faults import Order
-from resilient_run.daemon.run.records import Job
+from resilient_run.daemon.run.records import Agreement
 from resilient_run.daemon.run.rounds import Pair, Round
 
 
@@ -207,7 +207,7 @@ class Injection:
         if entry is None:
             raise InjectionError(f"there is no run {self._run_id!r} at {self._config.where}; check --run-id")
         try:
-            job = Job.parse(entry.value)
+            job = Agreement.parse(entry.value)
         except DaemonError as error:
             raise InjectionError(f"run {self._run_id!r}: its job key is damaged ({error})") from error
         if not job.injection:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Etcd
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.records import Job
+from resilient_run.daemon.run.records import Agreement
 from resilient_run.daemon.run.rounds import is_import, pair_value
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
             await _begin(etcd, run_id, prefix, terms)
             continue
         try:
-            job = Job.parse(entry.value)
+            job = Agreement.parse(entry.value)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
         ours = replace(job, min_nodes=terms.min_nodes, max_nodes=terms.max_nodes, injection=terms.injection)
@@ -70,7 +70,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
     """Make the job of a run that etcd does not know, unless another launcher was first."""
     pairs, world_size = await asyncio.to_thread(terms.persisted)
     generation, step = pairs[-1] if pairs else (0, 0)
-    job = Job(
+    job = Agreement(
         incarnation=uuid.uuid4().hex,
         min_nodes=terms.min_nodes,
         max_nodes=terms.max_nodes,
@@ -88,7 +88,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         log.warning("run %r begins with the %s step %d", run_id, what, step)
 
 
-def _options(job: Job) -> str:
+def _options(job: Agreement) -> str:
     """Return the options of a launcher that would make this job."""
     return f"--nnodes={job.min_nodes}:{job.max_nodes}{' --rr-allow-injection' if job.injection else ''}"
 

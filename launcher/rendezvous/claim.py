@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _MOST = 256
 
 
-class Claim:
+class HostClaim:
     """A name in a run that no other launcher of this user on this machine has; free again when this process ends.
 
     Of the free names those come first that the current round has: so a launcher that is started again takes the place
@@ -78,4 +78,4 @@ def _address(run_id: str, host: str) -> str:
     return f"\0resilient-run/{os.getuid()}/{digest}"
 
 
-__all__ = ["Claim", "machine_name"]
+__all__ = ["HostClaim", "machine_name"]

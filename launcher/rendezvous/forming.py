@@ -18,7 +18,7 @@ _REMIND_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class FormingDecision:
     """The members of the round to form by group rank, or None and when to look again if nothing changes; and why.
 
     `notable` is what people must see without asking for it: the run waits though torchrun would not.
@@ -30,15 +30,15 @@ class Decision:
     notable: bool = False
 
 
-def standby(view: View, max_nodes: int, now_unix_s: float) -> Decision | None:
+def standby(view: View, max_nodes: int, now_unix_s: float) -> FormingDecision | None:
     """Return why a host outside of the current round, which is whole, can only stand by; None when it can join."""
     if newcomers(view, max_nodes, now_unix_s):
         return None
     number = view.generation
     if view.round is None or view.bound is None or len(view.round.seats) >= max_nodes:
-        return Decision(members=None, reason=f"generation {number} is full: waiting as a standby")
+        return FormingDecision(members=None, reason=f"generation {number} is full: waiting as a standby")
     why = f"no number of ranks but {view.bound} can restore what is committed, so generation {number} does not grow"
-    return Decision(members=None, reason=f"{why}: waiting as a standby", notable=True)
+    return FormingDecision(members=None, reason=f"{why}: waiting as a standby", notable=True)
 
 
 def next_round(
@@ -50,7 +50,7 @@ def next_round(
     since_arrival_s: float,
     last_call_s: float,
     now_unix_s: float,
-) -> Decision:
+) -> FormingDecision:
     """Decide whether generation `generation` can be formed now.
 
     Every live member of the round before must be ready, so that it never loses its rank to a host that was quicker.
@@ -75,41 +75,41 @@ def next_round(
     gone = sorted(seat.host for seat in before if seat.host not in view.members)
     missing = f"; lost: {', '.join(gone)}" if gone else ""
     if awaited:
-        return Decision(members=None, reason=f"waiting for {', '.join(awaited)} to stop its workers{missing}")
+        return FormingDecision(members=None, reason=f"waiting for {', '.join(awaited)} to stop its workers{missing}")
     ready, avoided = _usable(view, ready, max(min_nodes, min(len(before), max_nodes)), now_unix_s)
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
-        return Decision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
+        return FormingDecision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
     if view.bound is not None:
         return _same_size(view.bound, before, ready, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
     ranked = assign_ranks(before, ready, max_nodes)
     if len(ready) >= max_nodes:
-        return Decision(members=ranked, reason=f"{max_nodes} hosts are ready")
+        return FormingDecision(members=ranked, reason=f"{max_nodes} hosts are ready")
     if before and (
         not gone or any(seat.session == view.members[seat.host].session for seat in before if seat.host in ready)
     ):
         last_call_s = min(last_call_s, LATER_LAST_CALL_S)
     if since_arrival_s < last_call_s:
         reason = f"{len(ready)} hosts are ready; last call for up to {max_nodes}{missing}"
-        return Decision(members=None, reason=reason, wait_s=last_call_s - since_arrival_s)
-    return Decision(members=ranked, reason=f"{len(ready)} hosts are ready and the last call is over{missing}")
+        return FormingDecision(members=None, reason=reason, wait_s=last_call_s - since_arrival_s)
+    return FormingDecision(members=ranked, reason=f"{len(ready)} hosts are ready and the last call is over{missing}")
 
 
 def _same_size(
     bound: int, before: tuple[Seat, ...], ready: Mapping[str, Member], *, min_nodes: int, max_nodes: int, missing: str
-) -> Decision:
+) -> FormingDecision:
     """Decide on a round of `bound` ranks."""
     lost = [seat for seat in before if seat.host not in ready]
     ranked = assign_ranks(before, ready, min(len(before) or max_nodes, max_nodes))
     if _ranks(ranked) != bound:
         ranked = assign_ranks(before, _fitting(bound, before, lost, ready, max_nodes), max_nodes)
     if _ranks(ranked) == bound and len(ranked) >= min_nodes:
-        return Decision(members=ranked, reason=f"{bound} ranks are ready to restore what is committed")
+        return FormingDecision(members=ranked, reason=f"{bound} ranks are ready to restore what is committed")
     if len(ready) >= max_nodes and len(lost) <= max(0, len(before) - max_nodes):
         # Whoever may still come changes nothing: the script refuses the state, and says with what it can go on.
-        return Decision(members=assign_ranks(before, ready, max_nodes), reason=f"{max_nodes} hosts are ready")
+        return FormingDecision(members=assign_ranks(before, ready, max_nodes), reason=f"{max_nodes} hosts are ready")
     why = f"{_ranks(ranked)} of {bound} ranks are ready, and no other number can restore what is committed"
-    return Decision(members=None, reason=f"{why}: waiting for a host{missing}", wait_s=_REMIND_S, notable=True)
+    return FormingDecision(members=None, reason=f"{why}: waiting for a host{missing}", wait_s=_REMIND_S, notable=True)
 
 
 def _fitting(
@@ -174,7 +174,7 @@ class Announcer:
         self._said = ""
         self._said_s = 0.0
 
-    def tell(self, decision: Decision, generation: int, left_s: float) -> None:
+    def tell(self, decision: FormingDecision, generation: int, left_s: float) -> None:
         """Log `decision` about `generation`, for which this launcher waits another `left_s`, if it is time."""
         now_s = time.monotonic()
         if decision.reason == self._said and not (decision.wait_s and now_s - self._said_s >= decision.wait_s):
@@ -185,4 +185,4 @@ class Announcer:
         log.log(level, "run %s, generation %d: %s%s", self._run_id, generation, decision.reason, until)
 
 
-__all__ = ["LATER_LAST_CALL_S", "Announcer", "Arrivals", "Decision", "next_round", "standby"]
+__all__ = ["LATER_LAST_CALL_S", "Announcer", "Arrivals", "FormingDecision", "next_round", "standby"]

@@ -29,7 +29,7 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .address import is_loopback, own_address
 from .agreement import Terms
-from .claim import Claim, machine_name
+from .claim import HostClaim, machine_name
 from .forming import Announcer, Arrivals, next_round, standby
 from .membership import new_session
 from .patience import Deadline, Patience
@@ -86,7 +86,7 @@ class EtcdRendezvous(RendezvousHandler):
             self._link = RunLink(self._etcd_config, run_id=self._run_id, member=member)
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from error
-        self._claim = Claim(self._run_id, machine, self._link.membership.view.round)
+        self._claim = HostClaim(self._run_id, machine, self._link.membership.view.round)
         self._host = self._claim.host
         # torch does not shut the handler of a launcher down that a signal ends; leaving tells the others at once.
         atexit.register(self.leave)

@@ -12,7 +12,7 @@ from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.quarantine import Quarantine
-from resilient_run.daemon.run.records import MAX_REASON_BYTES, Closed, Failure, Job
+from resilient_run.daemon.run.records import MAX_REASON_BYTES, Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat, is_import
 
 
@@ -28,7 +28,7 @@ class View:
     stores: Mapping[int, tuple[str, int]]
     failures: Mapping[int, Failure]
     done: frozenset[tuple[int, str]]
-    job: Job | None = None
+    job: Agreement | None = None
     closed: Closed | None = None
     committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class View:
                     case [keys.ROUND]:
                         single["round"] = Round.parse(entry.value, entry.revision)
                     case [keys.JOB]:
-                        single["job"] = Job.parse(entry.value)
+                        single["job"] = Agreement.parse(entry.value)
                     case [keys.COMMITTED]:
                         single["committed"] = Fields(entry.value, name).optional_integer("world_size", low=1)
                     case [keys.CLOSED]:
