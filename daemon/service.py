@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
 from resilient_run.ckpt.format.slot import MAX_RUN_ID_BYTES
 from resilient_run.ckpt.format.version import FORMATS
 
@@ -18,7 +17,6 @@ from .etcd.client import EtcdConfig
 from .job import Job
 from .jobs import Jobs
 from .peers.peers import PeerServer
-from .slots.slots import Geometry
 from .tier.tier import Tier
 from .trainers.link import Connection
 from .trainers.trainer import Trainer
@@ -26,7 +24,6 @@ from .trainers.trainer import Trainer
 _MAX_REPLICAS = 64
 _MAX_NPROC = 1 << 10
 _MAX_SETTLE_S = 3600.0
-_MAX_TEXT_BYTES = 1 << 16
 _OPEN_TIMEOUT_S = 10.0
 
 
@@ -78,69 +75,16 @@ class DaemonService:
                 return await self._close_job(connection, fields)
             case "attach":
                 return await self._attach(connection, fields)
-            case "allocate":
-                return await self._session(connection).trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
-            case "restore":
-                return await self._session(connection).trainer.restore()
-            case "allocate_replica":
-                return await self._session(connection).trainer.allocate_replica(fields.binary("header"))
-            case "received":
-                self._session(connection).trainer.received(fields.text("path"))
-            case "dropped":
-                self._session(connection).trainer.dropped(fields.text("path"))
-            case "link":
-                session = self._session(connection)
-                session.job.sessions.measured(session.trainer, fields.number("bytes_per_s", low=1.0, high=1e15))
-            case "connected":
-                self._session(connection).trainer.connected(fields.integers("ranks"))
-            case "restored":
-                session = self._session(connection)
-                session.job.sessions.restored(session.trainer, fields.integer("step"), fields.number("seconds"))
-            case "complete":
-                generation, step = fields.pair()
-                self._session(connection).trainer.complete(fields.text("path"), generation, step)
-            case "missed":
-                session = self._session(connection)
-                numbers = {"next_": fields.integer("next"), "step": fields.integer("step")}
-                session.job.sessions.missed(session.trainer, **numbers, late=fields.flag("late"))
-            case "protection":
-                session = self._session(connection)
-                told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
-                session.job.sessions.protection(session.trainer, **told, reason=fields.optional_text("reason"))
-            case "progress":
-                session = self._session(connection)
-                session.job.sessions.progress(session.trainer, fields.integer("step"))
-            case "pause":
-                session = self._session(connection)
-                session.job.sessions.paused(session.trainer, fields.optional_number("limit_s"))
-            case "resume":
-                session = self._session(connection)
-                session.job.sessions.resumed(session.trainer)
-            case "collectives":
-                session = self._session(connection)
-                session.job.sessions.communicated(session.trainer)
-            case "schedule":
-                session = self._session(connection)
-                profile = {
-                    "iteration_s": fields.number("iteration_s", low=1e-6),
-                    "collectives": fields.integer("collectives"),
-                    "spans": fields.numbers("spans", count=2 * MAX_SPANS),
-                }
-                session.job.sessions.profiled(session.trainer, IdleProfile.from_message(profile))
-            case "iteration":
-                session = self._session(connection)
-                session.job.sessions.iteration(session.trainer, fields.integer("step"), fields.number("monotonic_s"))
-            case "refused":
-                session = self._session(connection)
-                session.job.sessions.refused(session.trainer, fields.text("message", max_bytes=_MAX_TEXT_BYTES))
             case "status":
                 jobs, tasks = self._jobs.describe(connection.may_see), self._supervisor.describe()
                 return {"pid": os.getpid(), "jobs": jobs, "tasks": tasks, **self._jobs.totals()}
             case "gc":
                 return await self._jobs.collect_garbage(connection.may_see)
-            case _:
-                raise DaemonError(f"field 'op' names no operation of this daemon: {op!r}")
-        return {}
+        if (session := self._sessions.get(connection)) is None:
+            raise DaemonError(
+                f"field 'op' names nothing that this connection may ask: {op!r}; a trainer sends attach first"
+            )
+        return await session.job.sessions.handle(session.trainer, op, fields)
 
     def gone(self, connection: Connection) -> None:
         """End what the connection held open."""
@@ -209,12 +153,6 @@ class DaemonService:
         if job is None or job.spec.run_id != run_id:
             raise DaemonError(f"this connection holds no job {run_id!r} open; send open_job first")
         return job
-
-    def _session(self, connection: Connection) -> _Session:
-        session = self._sessions.get(connection)
-        if session is None:
-            raise DaemonError("this connection is no trainer's; send attach first")
-        return session
 
 
 def _check_version(fields: Fields) -> None:

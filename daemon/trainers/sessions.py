@@ -5,10 +5,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.idle import IdleProfile
+from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
 
 from ..base.fields import Fields
 from ..base.spec import JobSpec
@@ -21,12 +22,13 @@ from ..run.hang import HangDetector
 from ..run.leased import LeasedKeys
 from ..run.rounds import pair_value
 from ..run.view import JobView
-from ..slots.slots import SLOTS_PER_RANK, JobSlots
+from ..slots.slots import SLOTS_PER_RANK, Geometry, JobSlots
 from .trainer import Event, Trainer
 
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 60.0
+_MAX_TEXT_BYTES = 1 << 16
 
 
 class Sessions:
@@ -166,48 +168,52 @@ class Sessions:
             },
         }
 
-    def restored(self, trainer: Trainer, step: int, seconds: float) -> None:
-        """Hear that `trainer` has its state back."""
-        self.last_steps.setdefault(trainer.rank, step)
-        trainer.restored(step, seconds)
+    async def handle(self, trainer: Trainer, op: str, fields: Fields) -> dict[str, Any]:
+        """Return the answer to what an attached trainer asks, {} to what it tells.
 
-    def progress(self, trainer: Trainer, step: int) -> None:
-        """Hear that `trainer` has done an optimizer step."""
-        self.last_steps[trainer.rank] = step
+        Raises:
+            CheckpointError: The request is refused.
+        """
+        match op:
+            case "allocate":
+                return await trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
+            case "restore":
+                return await trainer.restore()
+            case "allocate_replica":
+                return await trainer.allocate_replica(fields.binary("header"))
+            case "received":
+                trainer.received(fields.text("path"))
+            case "dropped":
+                trainer.dropped(fields.text("path"))
+            case "connected":
+                trainer.connected(fields.integers("ranks"))
+            case "restored":
+                step = fields.integer("step")
+                self.last_steps.setdefault(trainer.rank, step)
+                trainer.restored(step, fields.number("seconds"))
+            case "complete":
+                trainer.complete(fields.text("path"), *fields.pair())
+            case "missed":
+                self._missed(trainer, fields.integer("next"), fields.integer("step"), late=fields.flag("late"))
+            case "protection":
+                told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
+                self._protection(trainer, **told, reason=fields.optional_text("reason"))
+            case "progress":
+                self._progress(trainer, fields.integer("step"))
+            case "refused":
+                # It fails in a way that no restart cures.
+                self.refusals[trainer.generation] = fields.text("message", max_bytes=_MAX_TEXT_BYTES)
+            case _:
+                self._show(trainer, op, fields)
+        return {}
+
+    def detach(self, trainer: Trainer) -> None:
+        """End a trainer's session: its connection is gone."""
         if self._trainers.get(trainer.rank) is trainer:
-            self._hang.progressed(trainer.rank, step)
-        self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
-        self._view.notify()
-        trainer.progress(step)
-
-    def paused(self, trainer: Trainer, limit_s: float | None) -> None:
-        """Hear that `trainer` does something long, which may take `limit_s`."""
-        if self._trainers.get(trainer.rank) is trainer:
-            self._hang.paused(trainer.rank, limit_s)
-
-    def resumed(self, trainer: Trainer) -> None:
-        """Hear that this is over."""
-        if self._trainers.get(trainer.rank) is trainer:
-            self._hang.resumed(trainer.rank)
-
-    def communicated(self, trainer: Trainer) -> None:
-        """Hear that `trainer` goes on making collectives."""
-        if self._trainers.get(trainer.rank) is trainer:
-            self._hang.communicated(trainer.rank)
-
-    def missed(self, trainer: Trainer, *, next_: int, step: int, late: bool) -> None:
-        """Hear that `trainer` will never have captured the first step from `next_` on: it has completed `step`."""
-        log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
-        missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
-        if known is None or (known.next, known.step) < (missed.next, missed.step):
-            self._view.missed = missed
-            self._keys.set(keys.MISSED(self._view.host), missed.to_value())
-
-    def protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
-        """Hear from `trainer` that commits do not keep up with training, and why; without a reason they do again."""
-        self._unprotected = (trainer.generation, steps_at_risk, reason) if reason else None
-        event = "unprotected" if reason else "protected"
-        self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
+            del self._trainers[trainer.rank]
+            self._hang.detached(trainer.rank)
+            self._replicator.detached(trainer.rank)
+            self._pacer.detach(trainer.rank)
 
     def describe_protection(self) -> dict[str, Any]:
         """Return what `resilientctl status` shows of how many steps a failure would cost now."""
@@ -218,32 +224,53 @@ class Sessions:
             _, most, reason = self._unprotected
         return {"protected": not reason, "steps_at_risk": max(at_risk, 0), "most_steps": most, "reason": reason}
 
-    def profiled(self, trainer: Trainer, profile: IdleProfile) -> None:
-        """Hear when the training network of `trainer` is idle."""
-        if self._trainers.get(trainer.rank) is trainer:
-            self._pacer.profiled(trainer.rank, profile)
+    def _show(self, trainer: Trainer, op: str, fields: Fields) -> None:
+        """Let a trainer's signs of life and of its network count, unless another process has become its rank."""
+        rank = trainer.rank
+        match op:
+            case "pause":
+                count = partial(self._hang.paused, rank, fields.optional_number("limit_s"))
+            case "resume":
+                count = partial(self._hang.resumed, rank)
+            case "collectives":
+                count = partial(self._hang.communicated, rank)
+            case "schedule":
+                profile = {
+                    "iteration_s": fields.number("iteration_s", low=1e-6),
+                    "collectives": fields.integer("collectives"),
+                    "spans": fields.numbers("spans", count=2 * MAX_SPANS),
+                }
+                count = partial(self._pacer.profiled, rank, IdleProfile.from_message(profile))
+            case "iteration":
+                count = partial(self._pacer.iteration, rank, fields.integer("step"), fields.number("monotonic_s"))
+            case "link":
+                count = partial(self._pacer.measured, rank, fields.number("bytes_per_s", low=1.0, high=1e15))
+            case _:
+                raise DaemonError(f"field 'op' names nothing that a trainer asks or tells: {op!r}")
+        if self._trainers.get(rank) is trainer:
+            count()
 
-    def iteration(self, trainer: Trainer, step: int, started_s: float) -> None:
-        """Hear that `trainer` begins the iteration after `step` steps."""
+    def _progress(self, trainer: Trainer, step: int) -> None:
+        self.last_steps[trainer.rank] = step
         if self._trainers.get(trainer.rank) is trainer:
-            self._pacer.iteration(trainer.rank, step, started_s)
+            self._hang.progressed(trainer.rank, step)
+        self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
+        self._view.notify()
+        trainer.progress(step)
 
-    def measured(self, trainer: Trainer, bytes_per_s: float) -> None:
-        """Hear how fast `trainer` sends its captures itself."""
-        if self._trainers.get(trainer.rank) is trainer:
-            self._pacer.measured(trainer.rank, bytes_per_s)
+    def _missed(self, trainer: Trainer, next_: int, step: int, *, late: bool) -> None:
+        """Let the root hear that `trainer`, at `step`, will never have captured the first step from `next_` on."""
+        log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
+        missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
+        if known is None or (known.next, known.step) < (missed.next, missed.step):
+            self._view.missed = missed
+            self._keys.set(keys.MISSED(self._view.host), missed.to_value())
 
-    def refused(self, trainer: Trainer, message: str) -> None:
-        """Hear from `trainer` why it fails in a way that no restart cures."""
-        self.refusals[trainer.generation] = message
-
-    def detach(self, trainer: Trainer) -> None:
-        """End a trainer's session: its connection is gone."""
-        if self._trainers.get(trainer.rank) is trainer:
-            del self._trainers[trainer.rank]
-            self._hang.detached(trainer.rank)
-            self._replicator.detached(trainer.rank)
-            self._pacer.detach(trainer.rank)
+    def _protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
+        """Note that commits do not keep up with training, and why; without a reason they do again."""
+        self._unprotected = (trainer.generation, steps_at_risk, reason) if reason else None
+        event = "unprotected" if reason else "protected"
+        self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
 
     def _reserve(self, estimate_bytes: int) -> None:
         ranks, own = len(self._view.kept_ranks), len(self._view.own_ranks)
