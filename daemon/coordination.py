@@ -184,7 +184,6 @@ class Coordinator:
             await self._on_round(Round.parse(found.value, found.revision))
         done = keys.DONE(self._view.generation, "")
         self._view.finishing = any(name.startswith(done) for name in entries)
-        self._view.notify()
 
     async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)
@@ -195,7 +194,6 @@ class Coordinator:
             await self._persister.see(self._entries.get(keys.PERSIST))
         self._view.watermark, self._view.watermark_revision = pair, 0 if entry is None else entry.revision
         self._view.next = next_
-        self._view.notify()
 
     async def _hosts(self, changes: Mapping[str, Entry | None]) -> None:
         addresses, every, signs = dict(self._view.addresses), dict(self._view.every_elsewhere), dict(self._view.signs)
@@ -211,7 +209,6 @@ class Coordinator:
                 every[host] = fields.integer("every", low=1)
                 signs[host] = fields.optional_text("sign")
         self._view.addresses, self._view.every_elsewhere, self._view.signs = addresses, every, signs
-        self._view.notify()
 
     async def _equal(self, changes: Mapping[str, Entry | None]) -> None:
         equal = self._digests.equal = self._digests.equal or {}
@@ -231,7 +228,6 @@ class Coordinator:
         self._view.leader = None if leader is None else Fields(leader.value, keys.LEADER).text("host")
         self._view.leader_revision = 0 if leader is None else leader.revision
         self._view.decisions = () if decisions is None else tuple(decisions.value.get("decisions", ()))
-        self._view.notify()
 
     async def _register(self, etcd: Etcd) -> None:
         """Keep this host registered; a new lease also means that etcd may have forgotten our report."""

@@ -305,7 +305,6 @@ class Job:
         self._pacer.reset()
         self.slots.clear_dead(round_)
         self.view.round = round_
-        self.view.notify()
         log.info(
             "generation %d: ranks %s of %d here, restores %s",
             round_.generation,
@@ -340,7 +339,6 @@ class Job:
 
     def _every_changed(self) -> None:
         self.view.every_here = self._pacer.every
-        self.view.notify()
 
     def _settled(self) -> bool:
         if not self.slots.adopted or not self.view.knows(1):

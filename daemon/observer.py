@@ -114,7 +114,6 @@ class Observer:
             self.update("hang", {} if hang is None else {"hang": hang})
             if self._view.sign_here != self.hang.sign:
                 self._view.sign_here = self.hang.sign
-                self._view.notify()
             if self._commits:
                 self.update("commits", judge.judge(measure_lag(self.hang.steps, self._view.committed, self._policy)))
             await asyncio.sleep(_LOOK_S)

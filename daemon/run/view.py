@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .commit import Agreed, Missed
 from .hang import ALIVE, BUSY, SILENT
@@ -13,7 +13,10 @@ from .rounds import Pair, Round
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class JobView:
-    """The job as this host sees it; whoever changes it, or the slots, calls `notify`.
+    """The job as this host sees it.
+
+    An assignment wakes whoever waits for what it makes true. Whoever changes something else that others wait for here,
+    a slot or a table of their own, calls `notify`.
 
     Attributes:
         host: Name of this host in the job.
@@ -38,6 +41,7 @@ class JobView:
         missed: The next capture that an own rank has missed last, None while none has.
     """
 
+    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
     host: str
     replicas: int
     round: Round | None = None
@@ -58,7 +62,12 @@ class JobView:
     signs: dict[str, str] = field(default_factory=dict)
     done: Pair | None = None
     missed: Missed | None = None
-    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+
+    if not TYPE_CHECKING:  # which takes it for leave to assign to any name
+
+        def __setattr__(self, name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+            self.notify()
 
     @property
     def generation(self) -> int:
@@ -125,7 +134,7 @@ class JobView:
                 waiter.set_result(None)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds; it is checked now and within every `notify`."""
+        """Wait until `condition` holds; it is checked now, and whenever something may have changed."""
         while not condition():
             waiter = asyncio.get_running_loop().create_future()
             self._waiting[waiter] = condition

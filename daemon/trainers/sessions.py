@@ -255,7 +255,6 @@ class Sessions:
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
         self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
-        self._view.notify()
         trainer.progress(step)
 
     def _missed(self, trainer: Trainer, next_: int, step: int, *, late: bool) -> None:
