@@ -43,7 +43,7 @@ EDGES = {
     "launcher.lab": "",
     "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors",
     "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.run daemon.base daemon.tier"
-    " ckpt ckpt.convert ckpt.errors ckpt.format",
+    " ckpt ckpt.convert ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
     "comm.sparsity": "",
     "comm.ops": "comm.errors",
@@ -71,8 +71,8 @@ room below that folder but its command line. What a reader may not expect:
 - `daemon.base` reads messages (`ckpt.format`): it has the socket that strangers knock at.
 - `daemon.run` has what is known of hangs: the view of a job says so, and the root and the trainers' sessions read it.
 - `daemon.comparison` fetches digests from peers. It is apart from `daemon.root`, which otherwise needs no peers.
-- `ckpt.link` (the way to the daemon) and `ckpt.state` (the registered objects as a tree) are apart from `ckpt.capture`:
-  `ckpt.convert` needs the tree, and no capture.
+- `ckpt.link` (the way to the daemon, also of launchers) and `ckpt.state` (the registered objects as a tree) are apart
+  from `ckpt.capture`: `ckpt.convert` needs the tree, and no capture.
 - `comm.schemes` names classes of other rooms as text; they are imported when a scheme is asked for.
 - `resilient_run` itself (`launcher/facade`) has no line: it imports lazily what users ask it for. Only `launcher` may
   import it.

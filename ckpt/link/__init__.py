@@ -1,1 +1,1 @@
-"""The trainer's connection to the daemon of its host, and what its environment says."""
+"""The connection to the daemon of this host, a trainer's with what its environment says."""

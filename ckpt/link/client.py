@@ -1,0 +1,238 @@
+"""A connection to the daemon of this host that mends itself, for trainers and launchers.
+
+One thread owns the connection. When the daemon goes away it keeps trying, introduces itself again and repeats the
+requests that had no answer (each one is idempotent); meanwhile notifications are dropped. Sending never blocks: a
+daemon that does not read for so long that the socket is full counts as gone.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import BY_NAME, CheckpointError, DaemonError, WireError
+from ..format.wire import Message, dial, encode, recv_message
+
+_DIAL_S: Final = 5.0
+_RETRY_S: Final = 0.1
+_REFUSED_S: Final = 1.0
+
+
+class DaemonClient:
+    """Every method may be called from any thread of the process that made it.
+
+    After a fork the child has no connection: its copy of the socket is closed, so that the daemon sees this process
+    end.
+
+    Args:
+        address: Of the daemon's socket.
+        hello: What is sent first on every connection.
+        on_welcome: Called in the client's thread with the daemon's answer to each hello.
+        on_message: Called in the client's thread with each message that answers nothing.
+        on_trouble: Called in the client's thread with why the daemon is not there (OSError, WireError) or refused the
+            hello (another CheckpointError), before it is tried again.
+        name: Of the thread.
+    """
+
+    def __init__(
+        self,
+        address: Path,
+        hello: Message,
+        *,
+        on_welcome: Callable[[Message], None],
+        on_message: Callable[[Message], None],
+        on_trouble: Callable[[Exception], None],
+        name: str,
+    ) -> None:
+        self.address = address
+        self._hello = hello
+        self._on_welcome = on_welcome
+        self._on_message = on_message
+        self._on_trouble = on_trouble
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._welcome = threading.Event()
+        self._lost_s: float | None = None
+        self._pending: dict[int, tuple[Message, Future[Message]]] = {}
+        self._first: Future[Message] = Future()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_connected(self) -> bool:
+        """Tell whether somebody listens at the socket, answer or not."""
+        return self._connection is not None
+
+    @property
+    def was_welcome(self) -> bool:
+        """Tell whether a daemon has ever answered the hello."""
+        return self._first.done() and self._first.exception() is None
+
+    @property
+    def away_s(self) -> float | None:
+        """Seconds since the daemon went away, None while it is there and before it ever was."""
+        lost_s = self._lost_s
+        return None if lost_s is None else time.monotonic() - lost_s
+
+    def start(self) -> None:
+        """Begin to connect, in the background."""
+        self._thread.start()
+
+    def wait_welcome(self, timeout_s: float) -> Message:
+        """Return the first answer to the hello.
+
+        Raises:
+            CheckpointError: The daemon refused, as the class that it named; this is the end of the client.
+            TimeoutError: No daemon has answered within `timeout_s`.
+        """
+        return self._first.result(timeout_s)
+
+    def wait_back(self, timeout_s: float) -> None:
+        """Wait until a daemon is there, at most `timeout_s`."""
+        self._welcome.wait(timeout_s)
+
+    def request(self, op: str, *, within_s: float, **fields: Any) -> Message:
+        """Send a request and return its answer, across reconnections.
+
+        Raises:
+            CheckpointError: The daemon refused, as the class that it named, or did not answer within `within_s`.
+        """
+        number = next(self._ids)
+        message = {"id": number, "op": op, **fields}
+        future: Future[Message] = Future()
+        with self._lock:
+            if self._closed.is_set():
+                raise DaemonError(f"{op}: the connection to the daemon is closed")
+            self._pending[number] = (message, future)
+            self._send(message)
+        try:
+            return future.result(within_s)
+        except TimeoutError:
+            what = "the daemon did not answer" if self._welcome.is_set() else "no daemon answers"
+            raise DaemonError(f"{what} {op!r} at {self.address} within {within_s:.0f} s: see its log") from None
+        finally:
+            with self._lock:
+                self._pending.pop(number, None)
+
+    def notify(self, op: str, **fields: Any) -> None:
+        """Send a notification if the daemon is there; never block."""
+        with self._lock:
+            self._send({"op": op, **fields})
+
+    def close(self) -> None:
+        """End the connection and its thread; requests under way fail."""
+        with self._lock:
+            self._closed.set()
+            self._shut()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            pause_s = _RETRY_S
+            try:
+                with dial(self.address, _DIAL_S) as connection:
+                    _close_after_fork(connection)
+                    self._serve(connection)
+            except (OSError, WireError) as error:
+                self._away(error)
+            except CheckpointError as refusal:
+                if not self._first.done():
+                    self._first.set_exception(refusal)
+                    break
+                pause_s = _REFUSED_S
+                self._away(refusal)
+            self._closed.wait(pause_s)
+        with self._lock:
+            self._closed.set()
+            pending, self._pending = self._pending, {}
+        for future in [self._first, *(future for _, future in pending.values())]:
+            if not future.done():
+                future.set_exception(DaemonError("the connection to the daemon was closed"))
+
+    def _away(self, error: Exception) -> None:
+        with self._lock:
+            self._connection = None
+            self._welcome.clear()
+            if self._lost_s is None and self.was_welcome:
+                self._lost_s = time.monotonic()
+        if not self._closed.is_set():
+            self._on_trouble(error)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._connection = connection
+        connection.sendall(encode({"id": 0, **self._hello}))
+        while (message := recv_message(connection)) is not None:
+            if message.get("id") == 0:
+                self._greeted(_checked(message))
+            elif "op" in message:
+                self._on_message(message)
+            else:
+                self._answer(message)
+        raise ConnectionResetError("closed by the daemon")
+
+    def _greeted(self, answer: Message) -> None:
+        with self._lock:
+            self._lost_s = None
+            self._welcome.set()
+            for message, _ in self._pending.values():
+                self._send(message)
+        self._on_welcome(answer)
+        if not self._first.done():
+            self._first.set_result(answer)
+
+    def _answer(self, message: Message) -> None:
+        with self._lock:
+            _, future = self._pending.pop(message.get("id", 0), (None, None))
+        if future is None:
+            return
+        try:
+            future.set_result(_checked(message))
+        except CheckpointError as error:
+            future.set_exception(error)
+
+    def _send(self, message: Message) -> None:
+        if self._connection is None or not self._welcome.is_set():
+            return
+        frame = encode(message)
+        try:
+            sent = self._connection.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            sent = 0
+        if sent != len(frame):
+            self._shut()
+
+    def _shut(self) -> None:
+        # Wakes the client's thread, which closes the connection and, unless the client is closed, makes a new one.
+        self._welcome.clear()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _checked(answer: Message) -> Message:
+    if answer.get("ok"):
+        return answer
+    raise BY_NAME.get(str(answer.get("error")), DaemonError)(answer.get("message", "the daemon gave no reason"))
+
+
+def _close_after_fork(connection: socket.socket) -> None:
+    reference = weakref.ref(connection)
+
+    def close() -> None:
+        inherited = reference()
+        if inherited is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
