@@ -49,6 +49,7 @@ class Coordinator:
         policy: How the root answers failures.
         digests: By which ranks are compared.
         observe: Takes in what way they differ, on the root.
+        leased: Keys of this job that live as long as the daemon's lease, which is made here.
         config: How to reach etcd.
         address: Where peers reach this host's daemon.
         view: Written from what etcd says.
@@ -61,7 +62,6 @@ class Coordinator:
 
     Attributes:
         discard: Set when this host gives its replicas up, so that etcd forgets them too at the end.
-        leased: Further keys of this job that live as long as the daemon's lease.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Coordinator:
         policy: Policy,
         digests: HostDigests,
         observe: Callable[[Mapping[str, Observation]], None],
+        leased: LeasedKeys,
         config: EtcdConfig,
         address: tuple[str, int],
         view: JobView,
@@ -86,8 +87,8 @@ class Coordinator:
         self._policy = policy
         self._digests = digests
         self._observe = observe
+        self._leased = leased
         self._prefix = keys.prefix(run_id)
-        self.leased = LeasedKeys(self._prefix, view, lambda: self._lease)
         self._config = config
         self._address = address
         self._view = view
@@ -98,7 +99,6 @@ class Coordinator:
         self._persister = persister
         self._supervisor = supervisor
         self._known: dict[str, set[str]] = {}
-        self._lease: Lease | None = None
         self._reported: dict[str, Any] | None = None
         self._reported_revision: int | None = None
         self._entries: dict[str, Entry] = {}
@@ -113,7 +113,7 @@ class Coordinator:
         etcd = await self._connect()
         try:
             async with asyncio.TaskGroup() as group:
-                election = Election(etcd, self._prefix, self._view, lambda: self._lease)
+                election = Election(etcd, self._prefix, self._view, self._leased)
                 tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
                     "follow rounds": partial(self._follow, etcd, keys.RENDEZVOUS, self._rendezvous),
                     "follow commits": partial(self._follow, etcd, keys.WATERMARK, self._watermark),
@@ -121,7 +121,7 @@ class Coordinator:
                     "follow comparison": partial(self._follow, etcd, keys.EQUAL(), self._equal),
                     "register": partial(self._register, etcd),
                     "report": partial(self._report, etcd),
-                    "leased keys": partial(self.leased.run, etcd),
+                    "leased keys": partial(self._leased.run, etcd),
                     "follow root": partial(self._follow, etcd, keys.ROOT, self._root),
                     "election": election.run,
                     "lead": partial(self._lead, etcd, group),
@@ -147,8 +147,8 @@ class Coordinator:
         """Take back what only makes sense while this daemon serves the job; whatever fails here expires by itself."""
         with contextlib.suppress(EtcdUnavailable, TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
-                if self._lease is not None:
-                    await self._lease.revoke()
+                if self._leased.lease is not None:
+                    await self._leased.lease.revoke()
                 if self.discard:
                     await etcd.delete(self._held_key)
         await etcd.close()
@@ -233,10 +233,10 @@ class Coordinator:
         """Keep this host registered; a new lease also means that etcd may have forgotten our report."""
         while True:
             try:
-                self._lease = await etcd.lease(_LEASE_TTL_S)
+                self._leased.lease = lease = await etcd.lease(_LEASE_TTL_S)
                 self._reported = self._reported_revision = None
-                while not self._lease.lost.is_set():
-                    await self._introduce(etcd, self._lease)
+                while not lease.lost.is_set():
+                    await self._introduce(etcd, lease)
             except EtcdLeaseLost:
                 continue
             except EtcdUnavailable:
@@ -247,7 +247,6 @@ class Coordinator:
         (addr, port), every, sign = self._address, self._view.every_here, self._view.sign_here
         value = {"addr": addr, "port": port, "every": every, "sign": sign}
         await etcd.put(self._prefix + keys.HOSTS(self._view.host), value, lease=lease)
-        self._view.notify()
         lost = asyncio.ensure_future(lease.lost.wait())
         other = asyncio.ensure_future(
             self._view.wait_for(lambda: (self._view.every_here, self._view.sign_here) != (every, sign))

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from .observer import Observer
 from .peers.offer import Offer
 from .peers.pacing import Pacer
 from .peers.replication import Replicator
+from .run import keys
+from .run.leased import LeasedKeys
 from .run.rounds import Pair, Round, is_import, pair_value
 from .run.view import JobView
 from .slots.slots import JobSlots, SlotFile
@@ -68,22 +71,6 @@ class Job:
                 run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots, supervisor=supervisor
             )
             tier_source = TierSource(tier, self.view, self._persister.refuse)
-        self._digests = HostDigests(self.view, slots, lambda host: self._replicator.peer(host))
-        self._coordinator = Coordinator(
-            run_id=spec.run_id,
-            policy=spec.policy,
-            digests=self._digests,
-            observe=lambda found: self._observer.update("corruption", found),
-            config=spec.etcd,
-            address=spec.address,
-            view=self.view,
-            slots=slots,
-            on_incarnation=self._on_incarnation,
-            on_round=self._on_round,
-            companions={"inject": self._inject} | ({} if self._persister is None else {"persist": self._persister.run}),
-            persister=self._persister,
-            supervisor=supervisor,
-        )
         self._replicator = Replicator(
             run_id=spec.run_id,
             view=self.view,
@@ -94,13 +81,31 @@ class Job:
             supervisor=supervisor,
             tier=tier_source,
         )
+        self._digests = HostDigests(self.view, slots, self._replicator.peer)
+        leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
         self._observer = Observer(
             policy=spec.policy,
             view=self.view,
-            keys=self._coordinator.leased,
+            keys=leased,
             tmpfs=slots.directory,
             disks=disks,
             ask_peer=self._replicator.ask,
+            supervisor=supervisor,
+        )
+        self._coordinator = Coordinator(
+            run_id=spec.run_id,
+            policy=spec.policy,
+            digests=self._digests,
+            observe=partial(self._observer.update, "corruption"),
+            leased=leased,
+            config=spec.etcd,
+            address=spec.address,
+            view=self.view,
+            slots=slots,
+            on_incarnation=self._on_incarnation,
+            on_round=self._on_round,
+            companions={"inject": self._inject} | ({} if self._persister is None else {"persist": self._persister.run}),
+            persister=self._persister,
             supervisor=supervisor,
         )
         self.sessions = Sessions(
@@ -110,7 +115,7 @@ class Job:
             replicator=self._replicator,
             pacer=self._pacer,
             failure=lambda: self.failure,
-            keys=self._coordinator.leased,
+            keys=leased,
             event=self._event,
             hang=self._observer.hang,
         )

@@ -11,7 +11,7 @@ import pytest
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.supervise import Supervisor
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, Lease
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.observer import Observer
 from resilient_run.daemon.run.leased import LeasedKeys
 from resilient_run.daemon.run.observation import (
@@ -128,22 +128,19 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig) -> None:
     async def scenario() -> None:
         etcd = await Etcd.connect(etcd_config)
         view = JobView(host="a", replicas=2)
-        leases: list[Lease] = []
-        keys = LeasedKeys("/leased-test/", view, lambda: leases[-1] if leases else None)
+        keys = LeasedKeys("/leased-test/", view)
         task = asyncio.create_task(keys.run(etcd))
         try:
             keys.set("obs/a", {"observations": [1]})
             await asyncio.sleep(0)
-            leases.append(await etcd.lease(5))
-            view.notify()
+            keys.lease = lease = await etcd.lease(5)
             await until(etcd, {"observations": [1]})
             keys.set("obs/a", {"observations": [2]})
             await until(etcd, {"observations": [2]})
-            await leases[-1].revoke()
+            await lease.revoke()
             await until(etcd, None)
             keys.set("obs/a", {"observations": [3]})
-            leases.append(await etcd.lease(5))
-            view.notify()
+            keys.lease = lease = await etcd.lease(5)
             await until(etcd, {"observations": [3]})
             keys.set("obs/a", None)
             await until(etcd, None)

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
 from ..run import keys
+from ..run.leased import LeasedKeys
 from ..run.view import JobView
 
 log = logging.getLogger(__name__)
@@ -24,21 +24,21 @@ class Election:
         etcd: The job's connection.
         prefix: Of the job's keys.
         view: What is known of the job.
-        lease: Returns this daemon's lease, None while it has none.
+        leased: Has this daemon's lease.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, view: JobView, lease: Callable[[], Lease | None]) -> None:
+    def __init__(self, etcd: Etcd, prefix: str, view: JobView, leased: LeasedKeys) -> None:
         self._etcd = etcd
         self._prefix = prefix
         self._view = view
-        self._lease = lease
+        self._leased = leased
         self._won_with: Lease | None = None
 
     async def run(self) -> None:
         """Stand for election until cancelled."""
         while True:
             await self._view.wait_for(lambda: self._claim() is not None)
-            round_, seen, reason, lease = self._view.round, self._view.leader_revision, self._claim(), self._lease()
+            round_, seen, reason, lease = self._view.round, self._view.leader_revision, self._claim(), self._leased.lease
             if round_ is None or seen is None or lease is None or reason is None:
                 continue
             # The guard on the round keeps a host out that does not know yet that it was replaced.
@@ -63,7 +63,7 @@ class Election:
 
     def _claim(self) -> str | None:
         """Return why this host should take the key now, None when it should not."""
-        view, lease = self._view, self._lease()
+        view, lease = self._view, self._leased.lease
         if view.round is None or not view.is_member or view.leader_revision is None:
             return None
         if lease is None or lease.lost.is_set():

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
@@ -19,14 +19,23 @@ class LeasedKeys:
     Args:
         prefix: Of all keys of the run.
         view: Its `notify` wakes `run`.
-        lease: Returns the daemon's present lease, None before the first.
     """
 
-    def __init__(self, prefix: str, view: JobView, lease: Callable[[], Lease | None]) -> None:
+    def __init__(self, prefix: str, view: JobView) -> None:
         self._prefix = prefix
         self._view = view
-        self._lease = lease
+        self._lease: Lease | None = None
         self._wanted: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def lease(self) -> Lease | None:
+        """The daemon's present lease, None before the first."""
+        return self._lease
+
+    @lease.setter
+    def lease(self, lease: Lease) -> None:
+        self._lease = lease
+        self._view.notify()
 
     def set(self, name: str, value: Mapping[str, Any] | None) -> None:
         """Let the key `name` hold `value` from now on; None: let there be no such key."""
@@ -41,12 +50,12 @@ class LeasedKeys:
         written: dict[str, Mapping[str, Any]] = {}
         lease: Lease | None = None
         while True:
-            await self._view.wait_for(lambda: self._lease() is not lease or self._wanted != written)  # noqa: B023
-            if self._lease() is not lease:
+            await self._view.wait_for(lambda: self._lease is not lease or self._wanted != written)  # noqa: B023
+            if self._lease is not lease:
                 # Whatever the lease before this one held has vanished with it.
-                lease, written = self._lease(), {}
+                lease, written = self._lease, {}
             if lease is None:
-                await self._view.wait_for(lambda: self._lease() is not None)
+                await self._view.wait_for(lambda: self._lease is not None)
                 continue
             try:
                 for name in written.keys() - self._wanted.keys():
@@ -58,7 +67,7 @@ class LeasedKeys:
                         written[name] = value
             except EtcdLeaseLost:
                 lease.lost.set()
-                await self._view.wait_for(lambda: self._lease() is not lease)  # noqa: B023
+                await self._view.wait_for(lambda: self._lease is not lease)  # noqa: B023
             except EtcdUnavailable as error:
                 log.debug("%s; going on when etcd is back", error)
                 await asyncio.sleep(_RETRY_S)
