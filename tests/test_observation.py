@@ -77,7 +77,7 @@ class Keys(LeasedKeys):
     """Remembers what was set."""
 
     def __init__(self, view: JobView) -> None:
-        super().__init__("/", view, lambda: None)
+        super().__init__("/", view)
         self.values: list[Any] = []
 
     def set(self, name: str, value: Any) -> None:
