@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .capture.capture import Capturer
 from .capture.injected import Injected
 from .capture.protection import Protection
-from .capture.slots import Version
+from .capture.slots import Pair
 from .capture.stats import CaptureStats
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
 from .format.import_manifest import IMPORT_GENERATION
@@ -74,7 +74,7 @@ class Checkpointer:
         self._state = TrainingState(objects, rng=rng)
         self._unregistered = Unregistered(lambda: self._state.objects)
         self._step = 0
-        self._plan: Version | None = None
+        self._plan: Pair | None = None
         self._restored = False
         self._pid = os.getpid()
         self._closed = self._warned = False
@@ -117,7 +117,7 @@ class Checkpointer:
         return 1 if self._pace is None else self._pace.every
 
     @property
-    def watermark(self) -> Version | None:
+    def watermark(self) -> Pair | None:
         """The newest committed generation and step, or None."""
         return None if self._capturer is None else self._capturer.watermark
 
@@ -293,7 +293,7 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
-        self._plan = _version(answer.get("restore"))
+        self._plan = _pair(answer.get("restore"))
         self._link = link
         self._pulse = Pulse(link)
         self._pulse.start()
@@ -333,9 +333,9 @@ class Checkpointer:
             self._pulse.attached()
 
     def _on_agreed(self, capturer: Capturer, message: Message) -> None:
-        next_ = _version(message["next"])
+        next_ = _pair(message["next"])
         assert next_ is not None
-        capturer.on_agreed(_version(message["watermark"]), next_)
+        capturer.on_agreed(_pair(message["watermark"]), next_)
         if self._pace is not None:
             self._pace.protection.committed()
 
@@ -424,5 +424,5 @@ class Checkpointer:
             )
 
 
-def _version(value: Message | None) -> Version | None:
+def _pair(value: Message | None) -> Pair | None:
     return None if value is None else (value["generation"], value["step"])

@@ -11,10 +11,10 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .agent import Daemon, DaemonOptions
 from .base.files import raise_file_limit
 from .base.repeats import RepeatFilter
 from .base.settings import find_settings
+from .daemon import Daemon, DaemonOptions
 from .options import directories
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}

@@ -18,7 +18,7 @@ from .comparison.digests import EqualLeaves, HostDigests
 from .etcd.client import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
 from .root.election import Election
 from .root.operator import make_operator
-from .root.root import RootAgent
+from .root.root import Root
 from .run import keys
 from .run.commit import report_held
 from .run.leased import LeasedKeys
@@ -300,7 +300,7 @@ class Coordinator:
         """Be the root whenever this host is elected; `requests` runs what outlives that."""
         while True:
             await self._view.wait_for(lambda: self._view.is_root)
-            agent = RootAgent(
+            agent = Root(
                 self._run_id,
                 etcd,
                 view=self._view,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from solo_daemon import RUN_ID, SoloDaemon, is_committed
 
 from resilient_run.ckpt.capture.copying import CapturePlan, Copier
-from resilient_run.ckpt.capture.slots import MappedSlot, SlotPair
+from resilient_run.ckpt.capture.slots import MappedSlot, TwoSlots
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.format.manifest import parse
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
@@ -56,17 +56,17 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 # Which slot may be overwritten.
 
 
-def _pair(directory: Path, *, world_size: int) -> SlotPair:
+def _pair(directory: Path, *, world_size: int) -> TwoSlots:
     paths = [str(directory / f"{index}") for index in range(2)]
     for path in paths:
         Slot.create(path, capacity_bytes=12288, payload_offset=8192).close()
-    made = SlotPair(SoloDaemon(directory).env(generation=2, world_size=world_size))
+    made = TwoSlots(SoloDaemon(directory).env(generation=2, world_size=world_size))
     made.use(made.map(paths, pin=False))
     return made
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[SlotPair]:
+def pair(tmp_path: Path) -> Iterator[TwoSlots]:
     made = _pair(tmp_path, world_size=2)
     yield made
     made.close()
@@ -91,7 +91,7 @@ def pair(tmp_path: Path) -> Iterator[SlotPair]:
     ],
 )
 def test_the_slot_that_a_capture_overwrites(
-    pair: SlotPair, held: tuple[W, W], watermark: W, next_: int, expected: int
+    pair: TwoSlots, held: tuple[W, W], watermark: W, next_: int, expected: int
 ) -> None:
     for mapped, version in zip(pair.slots, held, strict=True):
         mapped.held = version
@@ -103,7 +103,7 @@ def test_the_slot_that_a_capture_overwrites(
     assert pair.take(next_ + 1) is None, "one capture is made each time"
 
 
-def test_a_capture_that_is_heard_of_too_late_is_missed(pair: SlotPair) -> None:
+def test_a_capture_that_is_heard_of_too_late_is_missed(pair: TwoSlots) -> None:
     pair.hear(None, (2, 3))
     assert [pair.wants(step) for step in (1, 2, 3)] == [False, False, True]
     pair.give_up(2)
@@ -128,7 +128,7 @@ def test_a_capture_that_is_heard_of_too_late_is_missed(pair: SlotPair) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_capture_whose_slot_is_lost_is_missed(pair: SlotPair, tmp_path: Path, lost: bool) -> None:
+def test_a_capture_whose_slot_is_lost_is_missed(pair: TwoSlots, tmp_path: Path, lost: bool) -> None:
     """Slots of another size take the place of those that hold it; the daemon keeps these until it is decided."""
     taken = pair.take(1)
     assert taken is not None

@@ -25,7 +25,7 @@ from ..link.env import TrainerEnv
 from ..link.link import Link
 from ..state.state import TrainingState
 from .copying import CapturePlan, Copier, Staged
-from .slots import MappedSlot, SlotPair, Version
+from .slots import MappedSlot, Pair, TwoSlots
 from .stats import CaptureStats
 
 _ALLOCATE_S: Final = 300.0
@@ -67,7 +67,7 @@ class Capturer:
         self.stats = CaptureStats()
         self._env = env
         self._topology = topology
-        self._slots = SlotPair(env)
+        self._slots = TwoSlots(env)
         self._copier = Copier()
         self._changed = threading.Condition()
         self._newest = 0
@@ -84,11 +84,11 @@ class Capturer:
         self._plan: CapturePlan | None = None
         self._digester: tuple[CapturePlan, Digester] | None = None  # of the capture thread
         self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
-        self._on_complete: Callable[[str, Version], None] = lambda path, version: None
+        self._on_complete: Callable[[str, Pair], None] = lambda path, version: None
         self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
 
     @property
-    def watermark(self) -> Version | None:
+    def watermark(self) -> Pair | None:
         """The newest committed generation and step that this rank heard of."""
         return self._slots.watermark
 
@@ -106,7 +106,7 @@ class Capturer:
             self._refused = None
             self._told = None
 
-    def on_agreed(self, watermark: Version | None, next_: Version) -> None:
+    def on_agreed(self, watermark: Pair | None, next_: Pair) -> None:
         """Take the news of a commit, or of the next capture."""
         with self._changed:
             self._slots.hear(watermark, next_)
@@ -120,7 +120,7 @@ class Capturer:
         """Ask for slots with this payload offset if it leaves room enough: the daemon has one that it can keep."""
         self._preferred_offset = payload_offset
 
-    def start(self, link: Link, on_complete: Callable[[str, Version], None] | None = None) -> None:
+    def start(self, link: Link, on_complete: Callable[[str, Pair], None] | None = None) -> None:
         """Begin to capture, with slots from the daemon behind `link`.
 
         Args:

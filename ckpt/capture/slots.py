@@ -13,7 +13,7 @@ from ..format.slot import HEADER_BYTES, Slot, chunk_count
 from ..format.wire import Message
 from ..link.env import TrainerEnv
 
-Version = tuple[int, int]
+Pair = tuple[int, int]
 """Generation and step; ordered."""
 
 _PORTABLE: Final = 1
@@ -82,7 +82,7 @@ class MappedSlot:
         os.close(self.descriptor)
 
 
-class SlotPair:
+class TwoSlots:
     """Both slots of a rank, and the one place that decides whether a step is captured, and into which slot.
 
     The root says from which step on the next capture is to be made, and all ranks capture the first step that they make
@@ -101,11 +101,11 @@ class SlotPair:
         self._passed = 0
         self._taken = 0
         self._failed = False
-        self.watermark: Version | None = None
+        self.watermark: Pair | None = None
         self.next = 1
         self.slots: list[MappedSlot] = []
 
-    def hear(self, watermark: Version | None, next_: Version) -> None:
+    def hear(self, watermark: Pair | None, next_: Pair) -> None:
         """Take what is agreed; what was said earlier, or for another generation, changes nothing."""
         if next_[0] != self._env.generation:
             return
@@ -187,7 +187,7 @@ class SlotPair:
         return mapped.held == self.watermark or mapped.held >= (self._env.generation, self.next)
 
 
-def _held(slot: Slot, env: TrainerEnv) -> Version | None:
+def _held(slot: Slot, env: TrainerEnv) -> Pair | None:
     try:
         header = slot.header()
     except SlotError:

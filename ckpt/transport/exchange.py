@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from ..capture.slots import MappedSlot, Version
+from ..capture.slots import MappedSlot, Pair
 from ..errors import CheckpointError, SlotError
 from ..format.slot import HEADER_BYTES, SlotHeader, parse_header
 from ..format.wire import Message
@@ -69,7 +69,7 @@ class _End:
     owner: int
     receiver: int
     edge: Edge | None = None
-    capture: tuple[str, Version] | None = None
+    capture: tuple[str, Pair] | None = None
     mapped: dict[str, MappedSlot] = field(default_factory=dict)
 
 
@@ -114,7 +114,7 @@ class Exchange:
         """Say that the iteration after `step` steps begins now."""
         self._gate.begins(step)
 
-    def offer(self, path: str, version: Version) -> None:
+    def offer(self, path: str, version: Pair) -> None:
         """Send the complete capture in the slot at `path`; one that still waits is given up for it."""
         with self._changed:
             for end in self._outlets:
@@ -206,14 +206,14 @@ class Exchange:
             self._link.notify("received", path=path)
             self._count(received=1, received_bytes=header.used_bytes, receive_s=time.monotonic() - started_s)
 
-    def _next(self, end: _End) -> tuple[str, Version] | None:
+    def _next(self, end: _End) -> tuple[str, Pair] | None:
         """Return the next capture to send, None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or end.capture is not None)
             capture, end.capture = end.capture, None
             return None if self._closing else capture
 
-    def _repeat(self, end: _End, capture: tuple[str, Version]) -> None:
+    def _repeat(self, end: _End, capture: tuple[str, Pair]) -> None:
         """Send `capture` again after a while, unless there is a newer one by then."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or end.capture is not None, _ANNOUNCE_AGAIN_S)

@@ -12,7 +12,7 @@ from typing import Final
 
 from ..capture.capture import Capturer
 from ..capture.protection import ProtectionWatch
-from ..capture.slots import Version
+from ..capture.slots import Pair
 from ..format.idle import IdleProfile
 from ..format.wire import Message
 from ..link.link import Link
@@ -48,7 +48,7 @@ class TrainerPace:
         self._capturer = capturer
         self._lock = threading.Lock()
         self._profiler: Profiler | None = None
-        self._stuck_at: tuple[Version | None] | None = None
+        self._stuck_at: tuple[Pair | None] | None = None
         self._began_s = time.monotonic()
         self._length_s = 0.0
         self.protection = ProtectionWatch(

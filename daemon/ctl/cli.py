@@ -11,9 +11,9 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..agent import holding
 from ..base.settings import Settings, find_settings, server_pid
 from ..base.supervise import task_lines
+from ..daemon import holding
 from ..jobs import Jobs
 from ..options import directories
 from ..slots.memory import MemoryBudget

@@ -38,7 +38,8 @@ class Election:
         """Stand for election until cancelled."""
         while True:
             await self._view.wait_for(lambda: self._claim() is not None)
-            round_, seen, reason, lease = self._view.round, self._view.leader_revision, self._claim(), self._leased.lease
+            round_, seen = self._view.round, self._view.leader_revision
+            reason, lease = self._claim(), self._leased.lease
             if round_ is None or seen is None or lease is None or reason is None:
                 continue
             # The guard on the round keeps a host out that does not know yet that it was replaced.

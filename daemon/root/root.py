@@ -34,7 +34,7 @@ _LOOK_PAUSE_S = 0.02
 _RETRY_S = 0.5
 
 
-class RootAgent:
+class Root:
     """Sees the whole run in one mirror, for as long as `run` runs; only the elected root runs one.
 
     What is decided is written in one transaction together with its entry in `root/decisions`, guarded by the revisions
