@@ -27,6 +27,7 @@ import json
 import mmap
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -437,7 +438,10 @@ def main() -> None:
         return
 
     contenders = [*args.contender, *(["lm-resiliency"] if args.lm else [])]
+    if args.lm and subprocess.run([args.lm, "-c", "import lm_resiliency, psutil, torch"]).returncode:
+        sys.exit(f"--lm {args.lm}: that environment lacks a package; benchmarks/peers/README.md says how to make it")
     results = {}
+    parameters = {"rounds": args.rounds, "batch": BATCH}
     for loop, mb in itertools.product(args.loop, args.mb):
         found = {}
         for contender in contenders:
@@ -448,7 +452,7 @@ def main() -> None:
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
         title = f"A checkpoint of {mb} MiB on each of two ranks, {loop}: median (p10..p90)"
         table(title, header, [row(contender, values) for contender, values in found.items()])
-    write_json(args.json, question="capture_stall", parameters={"rounds": args.rounds, "batch": BATCH}, results=results)
+        write_json(args.json, question="capture_stall", parameters=parameters, results=results)
 
 
 if __name__ == "__main__":
