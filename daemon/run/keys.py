@@ -18,7 +18,7 @@ class Folder(str):
 
 
 RENDEZVOUS = "rdzv/"  # what launchers follow
-JOB = "rdzv/job"  # launchers: the `Job`, made by the first
+JOB = "rdzv/job"  # launchers: the `Agreement`, made by the first
 MEMBERS = Folder("rdzv/members")  # by host, leased, its launcher: a `Member`
 ROUND = "rdzv/round"  # launchers: the `Round`; its revision guards what is valid in one generation only
 COMMITTED = "rdzv/committed"  # root, launchers: the only number of ranks that can restore what is committed
@@ -40,10 +40,10 @@ EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
 # The two keys below the watermark are written with it, so that one mirror shows all three in order.
 WATERMARK = "ckpt/watermark"  # root: the newest committed pair
 NEXT = "ckpt/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
-PERSIST = "ckpt/watermark/persist"  # root, a daemon that is told to end: the `Request` to persist a pair
+PERSIST = "ckpt/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
 MISSED = Folder("ckpt/missed")  # by host, leased, its daemon: `Missed`
 PERSISTED = "ckpt/persisted"  # root: the published pairs (`parse_published`)
-ANSWERS = Folder("ckpt/persisted")  # by host, its daemon: the `Answer` to the newest request
+ANSWERS = Folder("ckpt/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
 
 OBSERVATIONS = Folder("obs")  # by host, leased, its daemon: what is wrong there (`parse_observations`)
 
