@@ -1,5 +1,6 @@
 """Who forms a round and with which ranks: examples of every rule, and invariants over random histories."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -437,3 +438,13 @@ def test_damaged_keys_are_ignored_and_named(key: str, value: dict[str, Any]) -> 
     assert View.parse({}, PREFIX) == View(
         members=parsed.members, stores=parsed.stores, failures=parsed.failures, done=parsed.done
     )
+
+
+@pytest.mark.parametrize("text", ["a\nb\0c\ud800", "ü" * 100_000])
+def test_what_a_person_is_told_is_read_whatever_it_says(text: str) -> None:
+    """Nobody ignores that a generation broke, or that the run ended, because of the words."""
+    failure = Failure(generation=3, host="a", kind="worker_exit", message=text)
+    assert Failure.parse(3, json.loads(json.dumps(failure.to_value()))).message[:3] in ("a?b", "üüü")
+    assert Failure.parse(3, json.loads(json.dumps(failure.to_item()))).message[:3] in ("a?b", "üüü")
+    closed = Closed(reason=text, failed=True)
+    assert Closed.parse(json.loads(json.dumps(closed.to_value()))).reason[:3] in ("a?b", "üüü")

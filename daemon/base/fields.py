@@ -152,3 +152,9 @@ class Fields:
     def _wrong(self, name: str, wanted: str) -> DaemonError:
         got = repr(self._values[name])[:80] if name in self._values else "nothing"
         return DaemonError(f"{self._what}: field '{name}' must be {wanted}, got {got}")
+
+
+def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return `text` as `Fields.text` takes it: "?" for what is not printable, cut off at `max_bytes`."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:max_bytes])
+    return shown.encode()[:max_bytes].decode(errors="ignore")

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import Fields
+from ..base.fields import Fields, printable
 from . import keys
 
 KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow", "corruption")
@@ -72,8 +72,7 @@ class Observation:
 
     def to_value(self) -> dict[str, Any]:
         """Return what `parse` reads; a path in the message may hold what no text of ours may."""
-        message = "".join(letter if letter.isprintable() else "?" for letter in self.message[:_MAX_LETTERS])
-        return {**asdict(self), "message": message}
+        return {**asdict(self), "message": printable(self.message[:_MAX_LETTERS])}
 
     @property
     def identity(self) -> tuple[str, str, int | None, int | None]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from ..base.fields import Fields
+from ..base.fields import Fields, printable
 from . import keys
 
 CLOSED_TTL_S = 10
@@ -78,7 +78,7 @@ class Closed:
 
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value."""
-        return asdict(self)
+        return {"reason": printable(self.reason, MAX_REASON_BYTES), "failed": self.failed}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,15 +133,15 @@ class Failure:
 
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value; only a hang has a `step`."""
-        value = asdict(self)
+        value = self.to_item()
         del value["generation"]
         if self.step is None:
             del value["step"]
-        return value
+        return {**value, "pid": self.pid}
 
     def to_item(self) -> dict[str, Any]:
         """Return the item of the history."""
-        value = asdict(self)
+        value = {**asdict(self), "message": printable(self.message, _MAX_MESSAGE_BYTES)}
         del value["pid"]
         return value
 

@@ -16,10 +16,10 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.fields import Fields
+from resilient_run.daemon.base.fields import Fields, printable
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.records import CLOSED_TTL_S, Closed, Failure
+from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat, is_import
 
 from .agreement import Terms, agree
@@ -177,6 +177,7 @@ class Membership:
 
     async def tell_recovery(self, event: Mapping[str, Any]) -> None:
         """Show a recovery event of this host to everybody; goes on trying while etcd is away."""
+        event = {**event, "cause": printable(event["cause"], MAX_REASON_BYTES)}
         await self._insist(keys.RECOVERED(event["generation"], self._member.host), event)
 
     async def close(self, closed: Closed) -> None:
