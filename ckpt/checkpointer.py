@@ -36,6 +36,8 @@ _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
 
 _open: dict[int, "Checkpointer"] = {}
+_begun: set[TrainerEnv | None] = set()
+"""Ranks, of a generation of a run, whose state a Checkpointer of this process has captured or restored."""
 """The one that is open in the process with a pid; a fork has its parent's, which says nothing."""
 
 
@@ -175,6 +177,7 @@ class Checkpointer:
                 self._link.notify("refused", message=str(error))
             raise
         self._restored = True
+        _begun.add(self._env)
         self._step = self._plan[1]
         self._link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
         return self._step
@@ -202,6 +205,7 @@ class Checkpointer:
             warnings.warn(f"step({n}) when closed: no more checkpoints are kept", RuntimeWarning, stacklevel=2)
         if self._link is None or self._capturer is None or self._pace is None or os.getpid() != self._pid:
             return
+        _begun.add(self._env)
         self._pace.enter()
         self._link.notify("progress", step=n)
         self._pace.protection.stepped(n)
@@ -267,8 +271,18 @@ class Checkpointer:
         if os.getpid() in _open:
             raise StateError(
                 "this process has a Checkpointer already, and two would write the same slots: "
-                "register everything with one, or close() the first"
+                "register everything with one"
             )
+        if env in _begun:
+            # A run has one sequence of steps: after a failure this one would be given the steps of its predecessor.
+            warnings.warn(
+                "no checkpoints are kept: another Checkpointer of this process has been at work, and a run has one "
+                "sequence of them. Register everything with one Checkpointer, or run each phase with a --rdzv-id of its "
+                "own",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
         self._topology = self._state.topology(env.world_size)
         capturer = Capturer(env, topology=self._topology)
         link = Link(

@@ -444,6 +444,7 @@ def test_what_does_not_come_back_exactly_ends_the_run(daemon: SoloDaemon, monkey
     ):
         assert ckpt.restore() == 1
     assert caught[0].filename == __file__
+    daemon.restart(monkeypatch, generation=3)
     late = Sampler()
     late.at = torch.ones(1)
     with Checkpointer(sampler=late) as ckpt:
@@ -452,6 +453,34 @@ def test_what_does_not_come_back_exactly_ends_the_run(daemon: SoloDaemon, monkey
         assert "sampler.at" in daemon.wait_for("refused")["message"]
         with pytest.raises(StateError, match="before restore"):
             ckpt.step()
+
+
+def test_phases_of_one_process_are_not_taken_for_each_other(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folds of a cross-validation: what the first one has made is restored as the first one's, and as no other's."""
+
+    def fold() -> tuple[int, Checkpointer]:
+        with Checkpointer(x=torch.zeros(1)) as ckpt:
+            first = ckpt.restore()
+            for step in range(first, 2):
+                ckpt.step(step + 1)
+            assert first or is_committed(ckpt)
+        return first, ckpt
+
+    assert fold()[0] == 0
+    with pytest.warns(RuntimeWarning, match="another Checkpointer of this process has been at work"):
+        second = Checkpointer(x=torch.zeros(1))
+    assert second.restore() == 0
+    assert not second.protected
+    second.step()
+    second.close()
+    daemon.restart(monkeypatch)
+    assert fold()[0] == 2
+    with pytest.warns(RuntimeWarning, match="another Checkpointer"):
+        second = Checkpointer(x=torch.zeros(1))
+    assert second.restore() == 0
+    second.close()
 
 
 def test_steps_count_up(daemon: SoloDaemon) -> None:
