@@ -25,7 +25,7 @@ from .format.wire import Message
 from .link.env import TrainerEnv
 from .link.link import Link
 from .link.pulse import Pulse
-from .state.held import Unregistered
+from .state.held import Accumulation, Unregistered
 from .state.state import TrainingState
 from .transport.edge import EdgeConfig
 from .transport.exchange import Exchange, ExchangeStats
@@ -75,6 +75,7 @@ class Checkpointer:
         """
         self._state = TrainingState(objects, rng=rng)
         self._unregistered = Unregistered(lambda: self._state.objects)
+        self._accumulation = Accumulation()
         self._step = 0
         self._plan: Pair | None = None
         self._restored = False
@@ -207,6 +208,7 @@ class Checkpointer:
             return
         _begun.add(self._env)
         self._pace.enter()
+        self._accumulation.completed(n)
         self._link.notify("progress", step=n)
         self._pace.protection.stepped(n)
         if self._pace.captures:
@@ -277,8 +279,7 @@ class Checkpointer:
             # A run has one sequence of steps: after a failure this one would be given the steps of its predecessor.
             warnings.warn(
                 "no checkpoints are kept: another Checkpointer of this process has been at work, and a run has one "
-                "sequence of them. Register everything with one Checkpointer, or run each phase with a --rdzv-id of its "
-                "own",
+                "sequence of steps. Register everything with one Checkpointer, or give each phase a --rdzv-id",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -367,6 +368,7 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return None
         self._unregistered.before_step(optimizer)
+        self._accumulation.before_step(optimizer)
         if not self._capturer.reads:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -481,6 +482,26 @@ def test_phases_of_one_process_are_not_taken_for_each_other(
         second = Checkpointer(x=torch.zeros(1))
     assert second.restore() == 0
     second.close()
+
+
+@pytest.mark.parametrize("zero", ["accumulates", "anew", "in place"])
+def test_gradients_that_outlive_a_step_are_warned_of(daemon: SoloDaemon, zero: str) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(1, 13):
+            if zero != "accumulates":
+                optimizer.zero_grad(set_to_none=zero == "anew")
+            model(torch.ones(1, 3)).sum().backward()
+            if zero != "accumulates" or step % 4 == 0:
+                optimizer.step()
+            if zero == "accumulates" and step % 4 == 0:
+                optimizer.zero_grad()
+            ckpt.step(step)
+    told = [str(item.message) for item in caught if "gradients outlive" in str(item.message)]
+    assert len(told) == (zero == "accumulates")
+    assert "gradients outlive step(7)" in "".join(told) or zero != "accumulates"
 
 
 def test_steps_count_up(daemon: SoloDaemon) -> None:

@@ -270,3 +270,42 @@ class Unregistered:
     def forget(self) -> None:
         """Judge anew from now on: other objects are registered."""
         self._judged = weakref.WeakSet()
+
+
+class Accumulation:
+    """Warns once where gradients outlive `Checkpointer.step`: they are no part of a checkpoint."""
+
+    def __init__(self) -> None:
+        """Watch from now on."""
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped = True
+        self._step = 0
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._warned = False
+
+    def completed(self, step: int) -> None:
+        """Note that `step` is completed, and gradients that are there though no optimizer has stepped."""
+        self._step = step
+        if not self._stepped and not self._warned:
+            found = (filter(lambda p: p.grad is not None, _parameters(optimizer)) for optimizer in self._optimizers)
+            # The first one of each tells: a gradient that is not begun anew stays the same tensor.
+            self._kept = [(p, p.grad) for each in found if (p := next(each, None)) is not None and p.grad is not None]
+        self._stepped = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Warn if `optimizer` is about to use one of the gradients that were noted."""
+        self._stepped = True
+        self._optimizers.add(optimizer)
+        kept, self._kept = self._kept, []
+        if any(parameter.grad is gradient for parameter, gradient in kept):
+            self._warned = True
+            warnings.warn(
+                f"gradients outlive step({self._step}) and are no part of a checkpoint: where they are accumulated "
+                "over several batches, call step() after steps of the optimizer only, or a recovery loses some of them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
