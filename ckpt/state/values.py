@@ -201,7 +201,7 @@ def _overlapping(restored: dict[str, Any]) -> set[int]:
         value = remaining.pop()
         if isinstance(value, dict | list | tuple):
             remaining.extend(value.values() if isinstance(value, dict) else value)
-        elif isinstance(value, torch.Tensor) and value.numel():
+        elif isinstance(value, torch.Tensor) and local(value).numel():
             found.setdefault(local(value).untyped_storage().data_ptr(), set()).add(id(value))
     return {one for several in found.values() if len(several) > 1 for one in several}
 
