@@ -37,7 +37,7 @@ _RESTORE_S: Final = 1800.0
 
 _open: dict[int, "Checkpointer"] = {}
 _begun: set[TrainerEnv | None] = set()
-"""Ranks, of a generation of a run, whose state a Checkpointer of this process has captured or restored."""
+"""Ranks, in a generation of a run, of which this process has closed a Checkpointer that was at work."""
 """The one that is open in the process with a pid; a fork has its parent's, which says nothing."""
 
 
@@ -178,7 +178,6 @@ class Checkpointer:
                 self._link.notify("refused", message=str(error))
             raise
         self._restored = True
-        _begun.add(self._env)
         self._step = self._plan[1]
         self._link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
         return self._step
@@ -206,7 +205,6 @@ class Checkpointer:
             warnings.warn(f"step({n}) when closed: no more checkpoints are kept", RuntimeWarning, stacklevel=2)
         if self._link is None or self._capturer is None or self._pace is None or os.getpid() != self._pid:
             return
-        _begun.add(self._env)
         self._pace.enter()
         self._accumulation.completed(n)
         self._link.notify("progress", step=n)
@@ -251,6 +249,8 @@ class Checkpointer:
         self._hook.remove()
         if _open.get(self._pid) is self:
             del _open[self._pid]
+            if self._step:
+                _begun.add(self._env)
         if self._pulse is not None:
             self._pulse.close()
         if self._exchange is not None:
