@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 30.0
 _RESPAWN_S = 1.0
+_JOIN_S = 5.0
 _IDLE_EXIT_S = 60
 _OF_THE_SERVICE = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
@@ -128,11 +129,11 @@ class DaemonLink:
         """End the job on this host; with `discard` its slots go too."""
         self._closing = True
         try:
-            if self._client.is_connected:
+            if self._client.is_welcome:
                 self.request("close_job", answer_within_s=5.0, discard=discard)
         except DaemonError as error:
             log.warning("could not close the job at the daemon: %s", error)
-        self._client.close()
+        self._client.close(_JOIN_S)
 
     def _opened(self, answer: wire.Message) -> None:
         if self._client.was_welcome:
@@ -168,13 +169,15 @@ class DaemonLink:
     def _respawn(self) -> None:
         """Start a daemon when none runs and no service is to, though not in a tight loop when each ends at once."""
         running = self._process is not None and self._process.poll() is None
-        if running or time.monotonic() < self._spawned_s + _RESPAWN_S or server_pid(self.socket_path) is not None:
+        if running or time.monotonic() < self._spawned_s + _RESPAWN_S:
             return
-        if self._settings.is_service:
-            self._note(f"waiting for the service at {self.socket_path} to be started")
-            return
-        self._spawned_s = time.monotonic()
         try:
+            if server_pid(self.socket_path) is not None:
+                return
+            if self._settings.is_service:
+                self._note(f"waiting for the service at {self.socket_path} to be started")
+                return
+            self._spawned_s = time.monotonic()
             self._process = self._spawn()
         except OSError as error:
             self._note(f"cannot start a daemon in {self._settings.run_dir}: {error}")

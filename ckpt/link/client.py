@@ -59,17 +59,24 @@ class DaemonClient:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
+        self._connected_at_s: float | None = None
         self._welcome = threading.Event()
         self._lost_s: float | None = None
-        self._pending: dict[int, tuple[Message, Future[Message]]] = {}
+        self._pending: dict[int, tuple[bytes, Future[Message]]] = {}
         self._first: Future[Message] = Future()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
-    def is_connected(self) -> bool:
-        """Tell whether somebody listens at the socket, answer or not."""
-        return self._connection is not None
+    def connected_s(self) -> float | None:
+        """Seconds since somebody took the present connection, answered or not; None while there is none."""
+        connected_at_s = self._connected_at_s
+        return None if connected_at_s is None else time.monotonic() - connected_at_s
+
+    @property
+    def is_welcome(self) -> bool:
+        """Tell whether a daemon is there that has answered the hello."""
+        return self._welcome.is_set()
 
     @property
     def was_welcome(self) -> bool:
@@ -104,15 +111,16 @@ class DaemonClient:
 
         Raises:
             CheckpointError: The daemon refused, as the class that it named, or did not answer within `within_s`.
+            WireError: The request is no message.
         """
         number = next(self._ids)
-        message = {"id": number, "op": op, **fields}
+        frame = encode({"id": number, "op": op, **fields})
         future: Future[Message] = Future()
         with self._lock:
             if self._closed.is_set():
                 raise DaemonError(f"{op}: the connection to the daemon is closed")
-            self._pending[number] = (message, future)
-            self._send(message)
+            self._pending[number] = (frame, future)
+            self._send(frame)
         try:
             return future.result(within_s)
         except TimeoutError:
@@ -124,54 +132,68 @@ class DaemonClient:
 
     def notify(self, op: str, **fields: Any) -> None:
         """Send a notification if the daemon is there; never block."""
+        frame = encode({"op": op, **fields})
         with self._lock:
-            self._send({"op": op, **fields})
+            self._send(frame)
 
-    def close(self) -> None:
-        """End the connection and its thread; requests under way fail."""
+    def close(self, within_s: float | None = None) -> None:
+        """End the connection and its thread, which is waited for `within_s` at most; requests under way fail."""
         with self._lock:
             self._closed.set()
             self._shut()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(within_s)
 
     def _run(self) -> None:
+        try:
+            self._keep_connected()
+        finally:
+            # Whatever ended it: nobody waits for an answer that cannot come.
+            with self._lock:
+                self._closed.set()
+                pending, self._pending = self._pending, {}
+            for future in [self._first, *(future for _, future in pending.values())]:
+                if not future.done():
+                    future.set_exception(DaemonError("the connection to the daemon was closed"))
+
+    def _keep_connected(self) -> None:
         while not self._closed.is_set():
-            pause_s = _RETRY_S
+            pause_s = _REFUSED_S
             try:
                 with dial(self.address, _DIAL_S) as connection:
                     _close_after_fork(connection)
-                    self._serve(connection)
-            except (OSError, WireError) as error:
-                self._away(error)
+                    try:
+                        self._serve(connection)
+                    finally:
+                        self._disconnected()
+            except OSError as error:
+                pause_s = _RETRY_S
+                self._tell(error)
+            except WireError as error:
+                self._tell(error)
             except CheckpointError as refusal:
                 if not self._first.done():
                     self._first.set_exception(refusal)
-                    break
-                pause_s = _REFUSED_S
-                self._away(refusal)
+                    return
+                self._tell(refusal)
             self._closed.wait(pause_s)
-        with self._lock:
-            self._closed.set()
-            pending, self._pending = self._pending, {}
-        for future in [self._first, *(future for _, future in pending.values())]:
-            if not future.done():
-                future.set_exception(DaemonError("the connection to the daemon was closed"))
 
-    def _away(self, error: Exception) -> None:
+    def _disconnected(self) -> None:
         with self._lock:
-            self._connection = None
+            self._connection = self._connected_at_s = None
             self._welcome.clear()
             if self._lost_s is None and self.was_welcome:
                 self._lost_s = time.monotonic()
+
+    def _tell(self, trouble: Exception) -> None:
         if not self._closed.is_set():
-            self._on_trouble(error)
+            self._on_trouble(trouble)
 
     def _serve(self, connection: socket.socket) -> None:
         with self._lock:
             if self._closed.is_set():
                 return
-            self._connection = connection
+            self._connection, self._connected_at_s = connection, time.monotonic()
         connection.sendall(encode({"id": 0, **self._hello}))
         while (message := recv_message(connection)) is not None:
             if message.get("id") == 0:
@@ -180,21 +202,24 @@ class DaemonClient:
                 self._on_message(message)
             else:
                 self._answer(message)
-        raise ConnectionResetError("closed by the daemon")
+        if self._welcome.is_set():
+            raise ConnectionResetError("closed by the daemon")
+        raise WireError("it closed the connection before it answered")
 
     def _greeted(self, answer: Message) -> None:
         with self._lock:
             self._lost_s = None
             self._welcome.set()
-            for message, _ in self._pending.values():
-                self._send(message)
+            for frame, _ in self._pending.values():
+                self._send(frame)
         self._on_welcome(answer)
         if not self._first.done():
             self._first.set_result(answer)
 
     def _answer(self, message: Message) -> None:
+        number = message.get("id")
         with self._lock:
-            _, future = self._pending.pop(message.get("id", 0), (None, None))
+            _, future = self._pending.pop(number, (None, None)) if isinstance(number, int) else (None, None)
         if future is None:
             return
         try:
@@ -202,10 +227,9 @@ class DaemonClient:
         except CheckpointError as error:
             future.set_exception(error)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, frame: bytes) -> None:
         if self._connection is None or not self._welcome.is_set():
             return
-        frame = encode(message)
         try:
             sent = self._connection.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:

@@ -16,6 +16,7 @@ CONNECT_S: Final = 600.0
 """How long the first connection may take; the launcher, which had one, knows that there is a daemon."""
 
 _WARN_S: Final = 10.0
+_LOOK_S: Final = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -89,15 +90,14 @@ class Link:
         self._began_s = time.monotonic()
         self._client.start()
         try:
-            while True:
+            while (left_s := timeout_s - (self._client.connected_s or 0.0)) > 0:
                 try:
-                    return self._client.wait_welcome(min(timeout_s, CONNECT_S))
+                    return self._client.wait_welcome(min(left_s, _LOOK_S))
                 except TimeoutError:
-                    if self._client.is_connected or isinstance(self._trouble, WireError):
-                        late = f"the daemon did not answer an attachment within {timeout_s} s: see its log"
-                        raise DaemonError(late) from None
-                    if self._trouble is not None and time.monotonic() > self._began_s + CONNECT_S:
+                    late = self._client.connected_s is None and time.monotonic() > self._began_s + CONNECT_S
+                    if late and self._trouble is not None:
                         raise self._trouble from None
+            raise DaemonError(f"the daemon did not answer an attachment within {timeout_s} s: see its log")
         except (OSError, CheckpointError):
             self.close()
             raise

@@ -1,0 +1,149 @@
+"""The one client of the daemon, against servers that answer late, wrongly or not at all."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import wait_until
+
+from resilient_run.ckpt.errors import DaemonError, WireError
+from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.link.client import DaemonClient
+
+Serve = Callable[[socket.socket, int], None]
+
+
+class Server:
+    """Gives each connection and its number, from 0, to `serve`, one after the other."""
+
+    def __init__(self, path: Path, serve: Serve) -> None:
+        self.count = 0
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._serve = serve
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.count += 1
+            with connection:
+                try:
+                    self._serve(connection, self.count - 1)
+                except (OSError, WireError):
+                    continue
+
+
+Connect = Callable[[Serve], DaemonClient]
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """Start a server and a client of it."""
+    made: list[Any] = []
+
+    def make(serve: Serve) -> DaemonClient:
+        client = DaemonClient(
+            tmp_path / "sock",
+            {"op": "hello"},
+            on_welcome=lambda answer: None,
+            on_message=lambda message: None,
+            on_trouble=lambda trouble: None,
+            name="client",
+        )
+        server = Server(tmp_path / "sock", serve)
+        made.extend([client, server])
+        client.start()
+        return client
+
+    yield make
+    for item in made:
+        item.close()
+
+
+def greet(connection: socket.socket) -> None:
+    message = wire.recv_message(connection)
+    assert message is not None
+    assert message["op"] == "hello"
+    connection.sendall(wire.encode({"id": 0, "ok": True}))
+
+
+def answer_all(connection: socket.socket) -> None:
+    while (message := wire.recv_message(connection)) is not None:
+        if "id" in message:
+            connection.sendall(wire.encode({"id": message["id"], "ok": True, "said": message["op"]}))
+
+
+def test_requests_are_answered_across_connections(connect: Connect) -> None:
+    def serve(connection: socket.socket, number: int) -> None:
+        greet(connection)
+        if number < 2:
+            wire.recv_message(connection)  # and leave with the request
+        else:
+            answer_all(connection)
+
+    client = connect(serve)
+    assert client.request("ask", within_s=30.0)["said"] == "ask"
+    assert client.was_welcome
+    assert client.away_s is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), "x" * (wire.MAX_FRAME_BYTES + 1)])
+@pytest.mark.parametrize("welcome", [True, False])
+def test_what_is_no_message_harms_only_who_sends_it(connect: Connect, value: Any, welcome: bool) -> None:
+    let = threading.Event()
+
+    def serve(connection: socket.socket, number: int) -> None:
+        let.wait(30)
+        greet(connection)
+        answer_all(connection)
+
+    client = connect(serve)
+    if welcome:
+        let.set()
+        client.wait_welcome(30.0)
+    with pytest.raises((ValueError, WireError)):
+        client.request("poison", within_s=5.0, value=value)
+    let.set()
+    assert client.request("ask", within_s=30.0)["said"] == "ask"
+
+
+def test_answers_to_nothing_are_passed_over(connect: Connect) -> None:
+    def serve(connection: socket.socket, number: int) -> None:
+        greet(connection)
+        message = wire.recv_message(connection)
+        assert message is not None
+        for stray in ([1], "1", None, -1, 10**9):
+            connection.sendall(wire.encode({"id": stray, "ok": True}))
+        connection.sendall(wire.encode({"id": message["id"], "ok": True}))
+        answer_all(connection)
+
+    assert connect(serve).request("ask", within_s=30.0)["ok"]
+
+
+def test_a_first_refusal_is_the_end(connect: Connect) -> None:
+    def serve(connection: socket.socket, number: int) -> None:
+        wire.recv_message(connection)
+        connection.sendall(wire.encode({"id": 0, "ok": False, "error": "DaemonError", "message": "no"}))
+        answer_all(connection)
+
+    client = connect(serve)
+    with pytest.raises(DaemonError, match=r"^no$"):
+        client.wait_welcome(30.0)
+    wait_until(lambda: client.connected_s is None, timeout_s=10, what="the end")
+    assert not client.is_welcome
+    with pytest.raises(DaemonError, match="closed"):
+        client.request("ask", within_s=5.0)
