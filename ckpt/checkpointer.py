@@ -211,6 +211,9 @@ class Checkpointer:
         self._pace.protection.stepped(n)
         if self._pace.captures:
             self._capturer.submit(n, self._state)
+            if (text := self._state.order.replaced) is not None:
+                self._state.order.replaced = None
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         self._pace.leave(n)
         if self._exchange is not None:
             self._exchange.begins(n)
@@ -420,7 +423,7 @@ class Checkpointer:
         others = self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
         if others:
             warnings.warn(
-                f"not all plain values are what step {header.step} had, which may be right for what is applied later "
+                f"not everything is what step {header.step} had, which may be right for what is applied later "
                 f"or counts loads: {'; '.join(others)}",
                 RuntimeWarning,
                 stacklevel=4,

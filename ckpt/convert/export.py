@@ -16,7 +16,7 @@ from ..errors import SlotError, StateError
 from ..format.manifest import ShardSpec, TensorSpec, parse
 from ..format.slot import Slot
 from ..state.loading import decode_placement
-from ..state.tree import same, unflatten
+from ..state.tree import OPTIONAL_PARTS, same, unflatten
 
 Format = Literal["dcp", "torch"]
 
@@ -113,7 +113,7 @@ def read(slot: Slot, *, own: bool = False) -> Any:
     tree = unflatten(manifest.tree, leaf)
     if (
         not isinstance(tree, dict)
-        or tree.keys() - {"order"} != {"objects", "values", "rng"}
+        or tree.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}
         or not isinstance(tree["objects"], dict)
     ):
         raise SlotError(f"{slot.path} does not hold the state of a Checkpointer")

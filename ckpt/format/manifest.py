@@ -49,6 +49,9 @@ ITEM_BYTES: Final[dict[str, int]] = {
 }
 """Bytes per element of the torch dtypes that a slot can hold."""
 
+MAX_SPAN: Final = 16
+"""A tensor that spans more memory than so many times its own is brought back contiguous."""
+
 Kind = Literal["torch", "numpy", "bytes"]
 Node = Any
 """A JSON value of the tree; its grammar is in `ckpt/state/tree.py`."""
@@ -85,7 +88,8 @@ class TensorSpec:
         shape: Shape of what is stored here: of the local shard if it is a DTensor.
         device: Device type it was captured from, such as "cuda"; "cpu" unless it is a torch tensor.
         shard: Set if the tensor is a DTensor.
-        stride: Strides in elements of what was captured, if it was dense but not contiguous.
+        stride: Strides in elements of what was captured, if it was not contiguous: of an array that is dense, and of a
+            tensor with gaps up to `MAX_SPAN`.
         within: Set if it shares memory with other tensors: the index of the first of them, and where it begins in the
             memory that they span, in bytes.
     """
@@ -273,9 +277,10 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
         stride=_sizes(row["stride"]) if "stride" in row else None,
         within=_parse_within(row["within"]) if "within" in row else None,
     )
-    if kind != "torch" and (spec.stride or spec.within):
+    if (kind == "bytes" and spec.stride) or (kind != "torch" and spec.within):
         raise ValueError(f"strides or shared memory of {spec}")
-    if spec.stride is not None and not is_dense(spec.shape, spec.stride):
+    lies_well = is_dense if spec.within is not None or kind == "numpy" else lies_apart
+    if spec.stride is not None and not lies_well(spec.shape, spec.stride):
         raise ValueError(f"strides {list(spec.stride)} of {spec}")
     offset, nbytes = _size(row["offset"]), _size(row["nbytes"])
     if nbytes != spec.nbytes:
@@ -289,14 +294,24 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Tell whether a tensor of these strides, in elements, fills a piece of memory without gaps and overlaps."""
+    return 0 < _span(shape, stride) == math.prod(shape)
+
+
+def lies_apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether a tensor of these strides has no element twice, and spans not more than `MAX_SPAN` allows."""
+    return 0 < _span(shape, stride) <= MAX_SPAN * math.prod(shape)
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements from the first one in memory to the last; 0 if there are none, or several in one place."""
     if len(shape) != len(stride) or 0 in shape:
-        return False
-    expected = 1
+        return 0
+    span = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+        if step < span:
+            return 0
+        span += (size - 1) * step
+    return span
 
 
 def _check_sharing(tensors: Sequence[TensorSpec]) -> None:

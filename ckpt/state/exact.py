@@ -4,13 +4,14 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from .held import held_optimizers, local
-from .tree import same
+from .held import held_optimizers, local, parameters
+from .tree import extent, overlaps, same
 
 
 def without_uncastable(state: Any) -> Any:
@@ -26,8 +27,15 @@ def without_uncastable(state: Any) -> Any:
 
 def _castable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _castable(item) for key, item in value.items() if not isinstance(item, str | bytes | np.ndarray)}
+        return {key: _castable(item) for key, item in value.items() if not _is_uncastable(item)}
     return value
+
+
+def _is_uncastable(value: Any) -> bool:
+    """Tell whether `value` is text, bytes or an array, or a list or tuple with one in it."""
+    if isinstance(value, list | tuple):
+        return any(_is_uncastable(list(item.values()) if isinstance(item, dict) else item) for item in value)
+    return isinstance(value, str | bytes | np.ndarray)
 
 
 @contextlib.contextmanager
@@ -51,29 +59,54 @@ def sharing_kept(item: Any) -> Iterator[None]:
             setattr(optimizer, name, loaded)
 
 
-class OptionTensors:
-    """Tensors that are options of an object's parameter groups, such as a learning rate that a script keeps a name for.
+class OwnTensors:
+    """Tensors that an object's optimizers have as options and state: a learning rate that a script keeps a name for, a
+    list of its state that an optimizer keeps in an attribute.
 
-    torch's optimizers replace them by copies of what they load.
+    torch replaces them by copies of what it loads.
     """
 
     def __init__(self, item: Any) -> None:
         """Remember those that `item` has now."""
-        self._before = [
+        optimizers = held_optimizers(item)
+        self._options = [
             (optimizer, [{key: value for key, value in group.items() if key != "params"} for group in groups])
-            for optimizer in held_optimizers(item)
+            for optimizer in optimizers
             if (groups := getattr(optimizer, "param_groups", None))
         ]
+        self._states = [
+            (optimizer, key, {name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
+            for optimizer in optimizers
+            for key, values in (getattr(optimizer, "state", None) or {}).items()
+            if isinstance(values, dict)
+        ]
+        trained = [tensor for optimizer in optimizers for tensor in parameters(optimizer)]
+        in_state = {id(value): value for *_, values in self._states for value in values.values()}
+        extents = {id(tensor): extent(local(tensor)) for tensor in [*trained, *in_state.values()]}
+        self._overlapping = set(chain(*overlaps({key: place for key, place in extents.items() if place[0] < place[1]})))
 
     def put_back(self) -> None:
-        """Let groups have them again, with the content of what took their place."""
+        """Let groups and states have them again, with the content of what took their place."""
         chosen: dict[int, torch.Tensor] = {}
-        for optimizer, befores in self._before:
+        for optimizer, befores in self._options:
             if len(optimizer.param_groups) == len(befores):
                 for group, before in zip(optimizer.param_groups, befores, strict=True):
                     for key, original in before.items():
                         if key in group:
                             group[key] = _put_back(original, group[key], chosen)
+        for optimizer, parameter, values in self._states:
+            loaded: Any = optimizer.state.get(parameter)
+            for name, original in values.items() if isinstance(loaded, dict) else ():
+                if id(original) not in self._overlapping and _lies_alike(original, loaded.get(name)):
+                    loaded[name] = _put_back(original, loaded[name], chosen)
+
+
+def _lies_alike(original: torch.Tensor, new: Any) -> bool:
+    """Tell whether `new` has the strides of `original`, and memory that no other tensor has."""
+    if not isinstance(new, torch.Tensor) or type(original) is not type(new):
+        return False
+    one, other = local(original), local(new)
+    return one.stride() == other.stride() and other.untyped_storage().nbytes() == other.nbytes
 
 
 def _put_back(original: Any, new: Any, chosen: dict[int, torch.Tensor]) -> Any:
@@ -103,7 +136,7 @@ def put(item: Any, wanted: Any) -> None:
     """
     live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
     made: dict[int, torch.Tensor] = {}
-    for container, key, now, value in _differences(item.state_dict(), wanted):
+    for container, key, now, value in _differences(item.state_dict(), wanted, {}):
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
             first = made.setdefault(id(value), now)
             if first is now or id(container) not in live:
@@ -112,6 +145,11 @@ def put(item: Any, wanted: Any) -> None:
                 container[key] = first
         elif id(container) in live:
             container[key] = value
+    for now, value in _dicts(item.state_dict(), wanted):
+        if id(now) in live and list(now) != list(value) and now.keys() == value.keys():
+            ordered = {key: now[key] for key in value}
+            now.clear()
+            now.update(ordered)
     _share_options(item, wanted)
 
 
@@ -149,23 +187,46 @@ def _containers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
             remaining.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _differences(now: Any, wanted: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Yield each dict or list of `now`, the key, and both values, where `wanted` has something else."""
+def _differences(now: Any, wanted: Any, met: dict[int, Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yield each dict or list of `now`, the key, and both values, where `wanted` has something else.
+
+    Args:
+        now: What there is.
+        wanted: A dict or list.
+        met: For each dict or list of `wanted`, by its id, the one in its place: what is one there has to be one here.
+    """
     for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
         there = now.get(key) if isinstance(now, dict) else now[key]
-        both = (
-            isinstance(value, dict)
-            and isinstance(there, dict)
-            and isinstance(value, Counter) == isinstance(there, Counter)
-        )
+        both = _are_dicts(there, value)
         if both or (isinstance(value, list) and isinstance(there, list) and len(value) == len(there)):
-            yield from _differences(there, value)
+            first = met.setdefault(id(value), there)
+            if first is there:
+                yield from _differences(there, value, met)
+            else:
+                yield now, key, there, first
         elif not _is_same(there, value):
             yield now, key, there, value
+
+
+def _dicts(now: Any, wanted: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Yield the dicts in `now` that have a dict of `wanted` in their place."""
+    if _are_dicts(now, wanted):
+        yield now, wanted
+        for key, value in wanted.items():
+            yield from _dicts(now.get(key), value)
+    elif isinstance(now, list | tuple) and isinstance(wanted, list | tuple):
+        for one, other in zip(now, wanted, strict=False):
+            yield from _dicts(one, other)
+
+
+def _are_dicts(now: Any, wanted: Any) -> bool:
+    return (
+        isinstance(wanted, dict) and isinstance(now, dict) and isinstance(wanted, Counter) == isinstance(now, Counter)
+    )
 
 
 def _is_same(now: Any, wanted: Any) -> bool:
     if isinstance(now, torch.Tensor) and isinstance(wanted, torch.Tensor):
         one, other = local(now), local(wanted)
         return now is wanted or (one.device.type == other.device.type and same(one, other))
-    return type(now) is type(wanted) and not isinstance(now, tuple) and repr(now) == repr(wanted)
+    return type(now) is type(wanted) and not isinstance(now, tuple | np.ndarray) and repr(now) == repr(wanted)

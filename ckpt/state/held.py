@@ -6,13 +6,14 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 import torch
+import xxhash
 
 from ..format.manifest import leaf_paths
-from .tree import PLAIN_TENSORS, Flattener
+from .tree import PLAIN_TENSORS, Flattener, Leaf
 
 Optimizer = torch.optim.Optimizer
 
@@ -66,10 +67,10 @@ def _groups(optimizers: Iterable[Optimizer]) -> list[list[torch.Tensor]]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, and any other tensor as it is."""
-    if not hasattr(tensor, "to_local"):
+    if not _is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        shard: torch.Tensor = tensor.to_local()
+        shard: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
 
 
@@ -77,16 +78,21 @@ class ParameterOrder:
     """The names of the parameters of registered optimizers, in the order of their states.
 
     An optimizer's `state_dict()` knows its parameters by their position alone. A parameter's name is its key in a
-    registered module or else the path, in the flattened state, of the leaf that is the same tensor in memory.
+    registered module, or else the path, in the flattened state, of the leaf that is the same tensor in memory, or else
+    of the only leaf of no module that is equal to it bit for bit: an object may hand out copies.
+
+    Attributes:
+        replaced: What to tell of a parameter that left its module since `names` was called before, None if none did.
     """
 
     def __init__(self) -> None:
         """Know nothing."""
         self._groups: dict[str, list[list[torch.Tensor]]] = {}
-        self._in_modules: list[tuple[str, int]] = []
+        self._in_modules: dict[str, torch.Tensor] = {}
         self._in_leaves: list[tuple[torch.Tensor, int]] = []
         self._named: dict[str, set[int]] = {}
         self._names: dict[str, list[list[str | None]]] = {}
+        self.replaced: str | None = None
 
     def names(
         self, optimizers: dict[str, list[Optimizer]], modules: dict[str, torch.nn.Module], flat: Flattener
@@ -97,15 +103,17 @@ class ParameterOrder:
         same places as before; other objects under the same names need a new `ParameterOrder`.
         """
         groups = {name: _groups(several) for name, several in optimizers.items()}
-        in_modules = [
-            (f"{name}.{key}", id(parameter))
+        in_modules: dict[str, torch.Tensor] = {
+            f"{name}.{key}": parameter
             for name, module in modules.items()
             for key, parameter in module.named_parameters(remove_duplicate=False)
-        ]
-        if not (_are_same(groups, self._groups) and in_modules == self._in_modules and self._are_leaves(flat)):
+        }
+        if not (_are_same(groups, self._groups) and _are_one(in_modules, self._in_modules) and self._are_leaves(flat)):
+            keys = {id(parameter): key for key, parameter in self._in_modules.items()}
             self._groups = {name: [list(group) for group in several] for name, several in groups.items()}
             self._in_modules = in_modules
             self._find(flat)
+            self.replaced = self._replaced(keys)
         return self._names
 
     def differences(self, name: str, saved: list[list[str | None]], *, has_state: bool) -> Iterator[str]:
@@ -120,28 +128,42 @@ class ParameterOrder:
             members = {id(parameter) for parameter in now}
             for position, (key, parameter) in enumerate(zip(before, now, strict=False)):
                 allowed = {id(parameter)} if has_state else members
-                if key in self._named and not self._named[key] & allowed:
-                    is_now = self._names[name][index][position] or "another tensor"
+                is_now = self._names[name][index][position]
+                if key is None and is_now in self._in_modules and not _is_sharded(parameter):
                     yield (
-                        f"{name}: parameter {position} of group {index} is {key} in the checkpoint, {is_now} in the "
-                        "optimizer, which must get them in the same order each time (a set has none)"
+                        f"{name}: parameter {position} of group {index} is {is_now} in the optimizer, which had "
+                        f"another one in the checkpoint: what the module had as {is_now} was not trained. Give the "
+                        "optimizer what the module has"
+                    )
+                    return
+                if key in self._named and not self._named[key] & allowed:
+                    yield (
+                        f"{name}: parameter {position} of group {index} is {key} in the checkpoint, "
+                        f"{is_now or 'another tensor'} in the optimizer, which must get them in the same order each "
+                        "time (a set has none)"
                     )
                     return
 
     def _find(self, flat: Flattener) -> None:
-        known = {identity for _, identity in self._in_modules}
+        named = [(key, id(parameter)) for key, parameter in self._in_modules.items()]
+        known = {identity for _, identity in named}
         others = {id(tensor): tensor for several in self._groups.values() for group in several for tensor in group}
         others = {identity: tensor for identity, tensor in others.items() if identity not in known}
-        named = list(self._in_modules)
         self._in_leaves = []
         if others:
             leaves = {_in_memory(leaf): index for index, leaf in enumerate(flat.leaves)}
             found = {identity: leaves.get(_in_memory(tensor)) for identity, tensor in others.items()}
             self._in_leaves = [(others[identity], index) for identity, index in found.items() if index is not None]
+            taken = {leaves.get(_in_memory(parameter)) for parameter in self._in_modules.values()} | set(found.values())
+            copies = _equal_leaves(
+                {identity: others[identity] for identity, index in found.items() if index is None},
+                {index: leaf for index, leaf in enumerate(flat.leaves) if index not in taken},
+            )
             paths: dict[int, list[str]] = {}
             for path, index in leaf_paths(flat.node).items():
                 paths.setdefault(index, []).append(path.removeprefix("objects."))
-            named += [(path, id(tensor)) for tensor, index in self._in_leaves for path in paths[index]]
+            places = [(id(tensor), index) for tensor, index in self._in_leaves] + list(copies.items())
+            named += [(path, identity) for identity, index in places for path in paths[index]]
         self._named = {}
         for key, identity in named:
             self._named.setdefault(key, set()).add(identity)
@@ -151,12 +173,54 @@ class ParameterOrder:
             for name, several in self._groups.items()
         }
 
+    def _replaced(self, keys: dict[int, str]) -> str | None:
+        """Return what to tell of a parameter that a module had, by its key, and an optimizer alone has now."""
+        found = (
+            (name, keys[id(tensor)])
+            for name, several in self._groups.items()
+            for tensor, key in zip(chain(*several), chain(*self._names[name]), strict=True)
+            # The shards that an optimizer has leave FSDP2's modules while those are gathered.
+            if id(tensor) in keys and key is None and not _is_sharded(tensor)
+        )
+        for name, key in found:
+            return (
+                f"{name} has the parameter that was {key}, and the module another one in its place, which is not "
+                "trained: a recovery from now on is refused. Give the optimizer what the module has"
+            )
+        return None
+
     def _are_leaves(self, flat: Flattener) -> bool:
         """Tell whether the parameters that were found in leaves are the same leaves of `flat`."""
         return all(
             index < len(flat.leaves) and _in_memory(tensor) == _in_memory(flat.leaves[index])
             for tensor, index in self._in_leaves
         )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, int]:
+    """Return the index of the only one of `leaves` that is equal to each of `tensors`, where there is one."""
+    forms = {_form(tensor) for tensor in tensors.values()}
+    contents: dict[Hashable, list[int]] = {}
+    for index, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and _form(leaf) in forms:
+            contents.setdefault(_content(leaf), []).append(index)
+    found = {identity: contents.get(_content(tensor), []) for identity, tensor in tensors.items()}
+    return {identity: indices[0] for identity, indices in found.items() if len(indices) == 1}
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape
+
+
+def _content(tensor: torch.Tensor) -> Hashable:
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor)
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    return _form(tensor), xxhash.xxh3_128_digest(data.numpy().data)
 
 
 def _in_memory(leaf: Any) -> Hashable:
@@ -176,6 +240,10 @@ def _are_same(one: dict[str, list[list[torch.Tensor]]], other: dict[str, list[li
         )
         for name, groups in one.items()
     )
+
+
+def _are_one(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -14,11 +14,12 @@ import torch
 
 from ..errors import SlotError, StateError, TopologyError
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
-from .exact import OptionTensors, put, sharing_kept, without_uncastable
+from .exact import OwnTensors, put, sharing_kept, without_uncastable
 from .fits import check_fits, some
 from .held import dict_items, held_optimizers, parameters
+from .outside import other_classes, other_modes, outside, parse
 from .state import TrainingState, get_rng, set_rng
-from .tree import Flattener, entries, shard_spec, unflatten
+from .tree import OPTIONAL_PARTS, Flattener, entries, link, shard_spec, unflatten
 from .values import renew
 from .verify import Comparison, Difference
 
@@ -28,27 +29,32 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     current = state.flatten()
     loader = _Loader(manifest, payload, current)
     saved = entries(manifest.tree)
-    # An older version did not write down the order of parameters.
-    if saved.keys() - {"order"} != {"objects", "values", "rng"}:
+    if saved.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
         raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
     objects, now = entries(saved["objects"]), entries(entries(current.node)["objects"])
+    if "shared" in saved:
+        link(manifest.tree, unflatten(saved["shared"], _no_leaf))
     check_fits(state.objects, objects, now, manifest.tensors, current.specs())
     modules = state.modules
+    is_outside, was_outside = outside(state.held, modules), parse(saved["outside"]) if "outside" in saved else None
+    if was_outside is not None and (others := list(other_classes(was_outside, is_outside))):
+        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(others)}; start a new run id")
     _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
     loader.keep(current, [(objects[name], now[name]) for name in modules])
-    values = unflatten(saved["values"], loader.own)
+    containers: dict[int, Any] = {}
+    values = unflatten(saved["values"], loader.own, containers)
     if not isinstance(values, dict):
         raise SlotError(f"manifest tree has a {type(values).__name__} for the values, not a dict")
     rng = unflatten(saved["rng"], loader.own)
     # Modules first: what others share with them is right by the time that they load it.
     states = {name: _module_state(item, objects[name], loader) for name, item in modules.items()}
-    states |= {name: unflatten(node, loader.own) for name, node in objects.items() if name not in modules}
+    states |= {name: unflatten(node, loader.own, containers) for name, node in objects.items() if name not in modules}
     trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
-    options = [OptionTensors(item) for item in state.objects.values() if _holds(item)]
+    before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
         with _loading(f"{name}: load_state_dict()"), sharing_kept(state.objects[name]):
             state.objects[name].load_state_dict(without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
-    for tensors in options:
+    for tensors in before:
         tensors.put_back()
     with _loading("state_dict() of what was loaded"):
         leaves = Flattener({name: item.state_dict() for name, item in state.objects.items()}).leaves
@@ -58,7 +64,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     ]
     if state.has_rng and rng is None:
         warnings.append("the checkpoint has no states of random number generators, which stay what they are")
-    warnings += _check(state, manifest, payload, states, options)
+    warnings += _check(state, manifest, payload, states, before)
     for optimizer, names in trained:
         lost = [name for name in names if name not in _trained(optimizer, modules)]
         if lost:
@@ -70,6 +76,8 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         with _loading("rng: setting it"):
             set_rng(rng)
         _check_rng(saved["rng"], manifest, payload)
+    if was_outside is not None:
+        warnings += other_modes(was_outside, outside(state.held, modules))
     return warnings
 
 
@@ -117,27 +125,27 @@ def _check(
     manifest: Manifest,
     payload: torch.Tensor,
     states: dict[str, Any],
-    options: list[OptionTensors],
+    before: list[OwnTensors],
 ) -> list[str]:
     """Return what a person should know, after a second chance for what optimizers and modules made of their state."""
-    strict, lenient = _differences(state, manifest, payload)
-    if strict:
+    strict, lenient, unshared = _differences(state, manifest, payload)
+    if strict or unshared:
         for name, loaded in states.items():
             if isinstance(state.objects[name], torch.nn.Module) or _holds(state.objects[name]):
                 with _loading(f"{name}: state_dict() of what was loaded"):
                     put(state.objects[name], loaded)
-        for tensors in options:
+        for tensors in before:
             tensors.put_back()
-        strict, lenient = _differences(state, manifest, payload)
+        strict, lenient, unshared = _differences(state, manifest, payload)
     if strict:
         raise _inexact(map(str, strict))
-    return list(map(str, lenient))
+    return list(map(str, [*lenient, *unshared]))
 
 
 def _differences(
     state: TrainingState, manifest: Manifest, payload: torch.Tensor
-) -> tuple[list[Difference], list[Difference]]:
-    """Return what must not differ from the slot and does, and what may."""
+) -> tuple[list[Difference], list[Difference], list[Difference]]:
+    """Return what must not differ from the slot and does, what may, and what is one object in only one of the two."""
     with _loading("state_dict() of what was loaded"):
         try:
             current = state.flatten()
@@ -148,17 +156,22 @@ def _differences(
     befores, afters = entries(saved["objects"]), entries(now["objects"])
     strict: list[Difference] = []
     lenient: list[Difference] = []
+    unshared: list[Difference] = []
     for name, item in state.objects.items():
         found = list(comparison.differences(befores[name], afters[name], name))
+        if not found:
+            unshared += comparison.aliases(befores[name], afters[name], name)
         if _is_strict(item):
             strict += found or comparison.sharing(befores[name], afters[name], name)
         else:
+            if not found:
+                unshared += comparison.sharing(befores[name], afters[name], name)
             strict += [difference for difference in found if not difference.plain]
             lenient += [difference for difference in found if difference.plain]
     before, after = entries(saved["values"]), entries(now["values"])
     for name, node in before.items():
         strict += comparison.differences(node, after[name], f"values.{name}")
-    return strict, lenient
+    return strict, lenient, unshared
 
 
 def _check_rng(saved: Node, manifest: Manifest, payload: torch.Tensor) -> None:
@@ -272,7 +285,8 @@ class _Loader:
         if spec.kind == "bytes":
             return data.numpy().tobytes()
         if spec.kind == "numpy":
-            return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy()).copy()
+            array = np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
+            return _laid_out(array, spec.stride or ())
         dtype = getattr(torch, spec.dtype)
         stored = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
         if spec.within is not None:
@@ -303,6 +317,12 @@ class _Loader:
         placements = [decode_placement(placement) for placement in spec.placements]
         shape, stride = torch.Size(spec.shape), tuple(spec.stride)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _laid_out(stored: np.ndarray[Any, Any], stride: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return a copy of `stored` whose dimensions lie in memory as `stride` says; () if it is contiguous."""
+    order = np.argsort(stride, kind="stable")[::-1] if stride else np.arange(stored.ndim)
+    return stored.transpose(order).copy("C").transpose(np.argsort(order))
 
 
 def decode_placement(placement: tuple[str | int, ...]) -> Any:

@@ -3,8 +3,9 @@
 import json
 import random
 import sys
+import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,7 +14,11 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .held import ParameterOrder, held_optimizers, local, parameters
-from .tree import Flattener
+from .outside import not_shown, outside, warning_of
+from .tree import Flattener, extent, overlaps
+
+_ARRAYS_OF_RNG: Final = 2
+"""Numpy arrays in what `get_rng` returns."""
 
 
 @runtime_checkable
@@ -92,8 +97,12 @@ class TrainingState:
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
             flat.add("order", self.order.names(self.held, self.modules, flat))
+            flat.add("outside", outside(self.held, self.modules))
+            if flat.shared:
+                flat.add("shared", flat.shared)
             if flat.sharing or flat.repeating:
                 self._check_memory(flat)
+            self._check_arrays(flat)
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
         return flat
@@ -142,6 +151,29 @@ class TrainingState:
         self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         self.order = ParameterOrder()
+        self._arrays: dict[int, int] = {}
+        if hidden := list(not_shown(self.modules)):
+            warnings.warn(warning_of(hidden), RuntimeWarning, stacklevel=4)
+
+    def _check_arrays(self, flat: Flattener) -> None:
+        """Refuse arrays of objects that share memory with something else, which a checkpoint does not bring back."""
+        arrays = {
+            index: extent(flat.leaves[index])[0] for index in flat.arrays[: -_ARRAYS_OF_RNG if self.has_rng else None]
+        }
+        if arrays == self._arrays:
+            return
+        paths = {index: path for path, index in leaf_paths(flat.node).items()}
+        memory = {index: extent(leaf) for index, leaf in enumerate(flat.leaves) if not isinstance(leaf, bytes)}
+        for overlap in overlaps({index: place for index, place in memory.items() if place[0] < place[1]}):
+            # Of values, the script's own are filled where they are.
+            concerned = sorted(paths[index] for index in overlap if paths[index].startswith("objects."))
+            if any(paths[index] in concerned for index in arrays.keys() & overlap.keys()):
+                others = sorted(paths[index] for index in overlap)
+                raise StateError(
+                    f"{' and '.join(path.removeprefix('objects.') for path in others[:3])} share memory, and one is a "
+                    "numpy array, which a checkpoint brings back with memory of its own: let state_dict() leave it out"
+                )
+        self._arrays = arrays
 
     def _check_memory(self, flat: Flattener) -> None:
         """Refuse tensors that could not be brought back as they lie in memory."""

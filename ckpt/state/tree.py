@@ -22,12 +22,23 @@ import numpy as np
 import torch
 
 from ..errors import SlotError, StateError
-from ..format.manifest import ITEM_BYTES, Node, ShardSpec, TensorSpec, check_numpy_dtype, is_dense
+from ..format.manifest import ITEM_BYTES, Node, ShardSpec, TensorSpec, check_numpy_dtype, is_dense, lies_apart
+
+OPTIONAL_PARTS: Final = frozenset({"order", "outside", "shared"})
+"""Parts of the tree of a manifest beside the state; older versions did not write them."""
 
 LONG_BYTES: Final = 1024
 """Bytes objects longer than this are leaves, shorter ones are part of the manifest."""
 
 Leaf = torch.Tensor | np.ndarray | bytes
+
+Extent = tuple[int, int]
+"""The addresses where memory begins and ends."""
+
+Place = list[int]
+"""The way from the root of a tree to a node: the positions of children."""
+
+_byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
 
 PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _REMEDY: Final = "give only plain Python data, tensors and numpy arrays, also in what state_dict() returns"
@@ -42,16 +53,18 @@ class _UnsupportedError(Exception):
 
 
 class Flattener:
-    """Splits one tree into a node and its leaves; a tensor that occurs several times is one leaf.
+    """Splits one tree into a node and its leaves; a tensor or an array that occurs several times is one leaf.
 
     Attributes:
         node: The tree.
+        shared: The places (`Place`) of each list or dict that occurs several times, for `link`.
         leaves: What `["x", index]` refers to; of a DTensor the local shard.
         keys: One hashable key per leaf: two flattened trees with equal keys have equal `specs`.
         shards: The DTensor of each leaf that is a shard of one, by index.
         sharing: Leaves that are not the same but share bytes, each with where it begins in the memory that they span,
             in bytes. Sets that a checkpoint can lay out again in the same way are in `specs`.
         repeating: Leaves of which several elements are one in memory, as `expand` makes them.
+        arrays: Leaves that are numpy arrays.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -65,6 +78,9 @@ class Flattener:
         self._indices: dict[tuple[Any, ...], int] = {}
         self.shards: dict[int, Any] = {}
         self.repeating: list[int] = []
+        self.arrays: list[int] = []
+        self._containers: dict[int, Node] = {}
+        self._occurring_again: set[int] = set()
         self._storages: dict[int, list[int]] = {}
         # Imported by whoever makes DTensors; importing it here would cost every trainer half a second.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
@@ -75,11 +91,12 @@ class Flattener:
             raise StateError(f"{path}: {error}; {_REMEDY}") from None
         except RecursionError:
             raise StateError(f"state is nested too deeply or contains itself; {_REMEDY}") from None
+        self.shared = _places(self.node, self._occurring_again) if self._occurring_again else []
         self.sharing = [
             overlap
             for indices in self._storages.values()
             if len(indices) > 1
-            for overlap in _overlaps({index: _place_in_memory(self.leaves[index]) for index in indices})
+            for overlap in overlaps({index: extent(self.leaves[index]) for index in indices})
         ]
         self._within: dict[int, tuple[int, int]] = {}
         for overlap in self.sharing:
@@ -91,6 +108,7 @@ class Flattener:
     def add(self, key: str, value: Any) -> None:
         """Put `value`, which has no leaves, into the tree, which is a dict."""
         _, keys, children = self.node
+        self._containers = {}  # ids of what may be gone
         keys.append(key)
         children.append(self._encode(value))
 
@@ -110,16 +128,26 @@ class Flattener:
             return value if -(2**63) <= value < 2**63 else ["i", hex(value)]
         if kind is float:
             return value if math.isfinite(value) else ["f", struct.pack(">d", value).hex()]
-        if kind is dict or kind is OrderedDict or kind is defaultdict or kind is Counter:
-            tag = "C" if kind is Counter else "d"
-            return [tag, [self._encode(key) for key in value], list(self._children(value.items()))]
-        if kind is list:
-            return ["l", *self._children(enumerate(value))]
+        if kind is dict or kind is list or kind is OrderedDict or kind is defaultdict or kind is Counter:
+            return self._container(value)
         if kind is tuple:
             return ["t", *self._children(enumerate(value))]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         return self._rare(value)
+
+    def _container(self, value: Any) -> Node:
+        node = self._containers.get(id(value))
+        if node is not None:
+            self._occurring_again.add(id(node))
+            return node
+        if type(value) is list:
+            node = ["l", *self._children(enumerate(value))]
+        else:
+            tag = "C" if type(value) is Counter else "d"
+            node = [tag, [self._encode(key) for key in value], list(self._children(value.items()))]
+        self._containers[id(value)] = node
+        return node
 
     def _children(self, items: Iterable[tuple[Any, Any]]) -> Iterator[Node]:
         for key, item in items:
@@ -175,8 +203,7 @@ class Flattener:
                     return ["b", base64.b64encode(value).decode()]
                 return self._host_leaf(value, ("bytes", len(value)))
             case np.ndarray() if type(value) is np.ndarray:
-                self._check_numpy(value.dtype)
-                return self._host_leaf(value, ("numpy", value.dtype, value.shape))
+                return self._array(value)
             case torch.dtype():
                 return ["dtype", str(value).removeprefix("torch.")]
             case torch.device():
@@ -184,6 +211,15 @@ class Flattener:
             case torch.Size():
                 return ["size", *value]
         raise _UnsupportedError(f"values of type {_name(value)} are not supported")
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Node:
+        self._check_numpy(array.dtype)
+        place = ("numpy", id(array))
+        if place not in self._indices:
+            self._indices[place] = len(self.leaves)
+            self.arrays.append(len(self.leaves))
+            self._host_leaf(array, ("numpy", array.dtype, array.shape, array.strides))
+        return ["x", self._indices[place]]
 
     def _host_leaf(self, value: Leaf, key: tuple[Any, ...]) -> Node:
         self.leaves.append(value)
@@ -201,9 +237,11 @@ class Flattener:
         if isinstance(leaf, bytes):
             return TensorSpec(kind="bytes", dtype="uint8", shape=(len(leaf),))
         if isinstance(leaf, np.ndarray):
-            return TensorSpec(kind="numpy", dtype=leaf.dtype.str, shape=leaf.shape)
+            stride = tuple(step // max(1, leaf.itemsize) for step in leaf.strides)
+            laid_out = not leaf.flags.c_contiguous and is_dense(leaf.shape, stride)
+            return TensorSpec(kind="numpy", dtype=leaf.dtype.str, shape=leaf.shape, stride=stride if laid_out else None)
         shard = self.shards.get(index)
-        laid_out = not leaf.is_contiguous() and is_dense(leaf.shape, leaf.stride())
+        laid_out = not leaf.is_contiguous() and lies_apart(leaf.shape, leaf.stride())
         name = str(leaf.dtype).removeprefix("torch.")
         if name not in ITEM_BYTES:
             raise StateError(f"tensors of {leaf.dtype} are not supported; {_REMEDY}")
@@ -224,19 +262,23 @@ class Flattener:
         return plain and is_dense(leaf.shape, leaf.stride()) and offset % leaf.element_size() == 0
 
 
-def _place_in_memory(leaf: Leaf) -> tuple[int, int]:
-    """Return the addresses where `leaf`, which is not empty, begins and ends."""
+def extent(leaf: Leaf) -> Extent:
+    """Return the addresses where the memory of a tensor or an array begins and ends; equal ones if it has none."""
+    if isinstance(leaf, np.ndarray):
+        return _byte_bounds(leaf) if leaf.nbytes else (0, 0)
     assert isinstance(leaf, torch.Tensor)
+    if not leaf.numel():
+        return 0, 0
     elements = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
     return leaf.data_ptr(), leaf.data_ptr() + elements * leaf.element_size()
 
 
-def _overlaps(places: dict[int, tuple[int, int]]) -> list[dict[int, int]]:
+def overlaps(extents: dict[int, Extent]) -> list[dict[int, int]]:
     """Return the sets of leaves that share bytes, each leaf with its distance from the first byte of its set."""
     found: list[dict[int, int]] = []
     members: dict[int, int] = {}
     begin = end = -1
-    for index, (start, stop) in sorted(places.items(), key=lambda item: item[1]):
+    for index, (start, stop) in sorted(extents.items(), key=lambda item: item[1]):
         if start >= end:
             found.append(members)
             members, begin = {}, start
@@ -267,59 +309,128 @@ def _placement(placement: Any) -> tuple[str | int, ...]:
     return ("R",) if placement.is_replicate() else ("P", placement.reduce_op)
 
 
-def unflatten(node: Node, leaf: Callable[[int], Any]) -> Any:
+def _children_of(node: Node) -> tuple[list[Node], int]:
+    """Return the list that has the children of `node`, and where in it they begin."""
+    if isinstance(node, list) and node:
+        if node[0] in ("d", "C"):
+            return node[2], 0
+        if node[0] in ("l", "t"):
+            return node, 1
+    return [], 0
+
+
+def _places(root: Node, wanted: set[int]) -> list[list[Place]]:
+    """Return the places below `root` of each node whose id is `wanted`."""
+    found: dict[int, list[Place]] = {}
+
+    def walk(node: Node, place: Place) -> None:
+        if id(node) in wanted:
+            found.setdefault(id(node), []).append(place)
+            if len(found[id(node)]) > 1:
+                return
+        children, first = _children_of(node)
+        for position, child in enumerate(children[first:]):
+            walk(child, [*place, position])
+
+    walk(root, [])
+    return list(found.values())
+
+
+def link(root: Node, shared: Any) -> None:
+    """Make one node of those that were one list or dict, for `unflatten`, when `Flattener.shared` was `shared`.
+
+    Raises:
+        SlotError: There are no equal nodes in these places.
+    """
+    try:
+        for first, *others in shared:
+            node = _at(root, first)
+            for *parent, position in others:
+                children, begin = _children_of(_at(root, parent))
+                if position < 0 or children[begin + position] != node:
+                    raise ValueError(f"other content at {parent} {position}")
+                children[begin + position] = node
+    except (TypeError, ValueError, IndexError, RecursionError) as error:
+        raise SlotError(f"manifest tree is malformed: shared places {str(shared)[:80]}: {error!r}") from error
+
+
+def _at(root: Node, place: Place) -> Node:
+    for position in place:
+        children, first = _children_of(root)
+        root = children[first:][position]
+    return root
+
+
+def unflatten(node: Node, leaf: Callable[[int], Any], containers: dict[int, Any] | None = None) -> Any:
     """Return the tree of `node`; `leaf` makes the value of each leaf index, once.
+
+    Args:
+        node: What `Flattener` made, or was read from a manifest.
+        leaf: Called with a leaf's index.
+        containers: The lists and dicts made of the same manifest so far, by the id of their node: a node that occurs
+            again is the same object.
 
     Raises:
         SlotError: The node is not one that `Flattener` writes.
     """
-    made: dict[int, Any] = {}
-
-    def once(index: int) -> Any:
-        if index not in made:
-            made[index] = leaf(index)
-        return made[index]
-
     try:
-        return _decode(node, once)
+        return _Decoder(leaf, {} if containers is None else containers).decode(node)
     except (TypeError, ValueError, IndexError, RecursionError, RuntimeError, binascii.Error) as error:
         raise SlotError(f"manifest tree is malformed: {error!r}") from error
 
 
-def _decode(node: Node, leaf: Callable[[int], Any]) -> Any:
-    if not isinstance(node, list):
-        if isinstance(node, dict):
-            _malformed(node)
-        return node
-    match node:
-        case ["x", int(index)] if type(index) is int and index >= 0:
-            return leaf(index)
-        case ["l", *items]:
-            return [_decode(item, leaf) for item in items]
-        case ["t", *items]:
-            return tuple(_decode(item, leaf) for item in items)
-        case ["d" | "C" as tag, list(keys), list(values)]:
-            pairs = zip(keys, values, strict=True)
-            mapping = {_decode(key, leaf): _decode(value, leaf) for key, value in pairs}
-            return Counter(mapping) if tag == "C" else mapping
-        case ["i", str(digits)]:
-            return int(digits, 16)
-        case ["f", str(digits)]:
-            return struct.unpack(">d", bytes.fromhex(digits))[0] if len(digits) == 16 else _malformed(node)
-        case ["z", real, imaginary]:
-            return complex(_decode(real, leaf), _decode(imaginary, leaf))
-        case ["b", str(text)]:
-            return base64.b64decode(text, validate=True)
-        case ["s", str(name), str(digits)]:
-            check_numpy_dtype(name)
-            return np.ndarray((), dtype=np.dtype(name), buffer=bytearray(bytes.fromhex(digits)))[()]
-        case ["dtype", str(name)] if isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        case ["device", str(name)]:
-            return torch.device(name)
-        case ["size", *sizes]:
-            return torch.Size(sizes)
-    return _malformed(node)
+class _Decoder:
+    """Makes values of nodes, one of each node."""
+
+    def __init__(self, leaf: Callable[[int], Any], containers: dict[int, Any]) -> None:
+        self._make_leaf = leaf
+        self._leaves: dict[int, Any] = {}
+        self._containers = containers
+
+    def decode(self, node: Node) -> Any:
+        if not isinstance(node, list):
+            if isinstance(node, dict):
+                _malformed(node)
+            return node
+        match node:
+            case ["x", int(index)] if type(index) is int and index >= 0:
+                if index not in self._leaves:
+                    self._leaves[index] = self._make_leaf(index)
+                return self._leaves[index]
+            case ["t", *items]:
+                return tuple(map(self.decode, items))
+            case ["l" | "d" | "C", *_]:
+                if id(node) not in self._containers:
+                    self._containers[id(node)] = self._container(node)
+                return self._containers[id(node)]
+            case ["i", str(digits)]:
+                return int(digits, 16)
+            case ["f", str(digits)]:
+                return struct.unpack(">d", bytes.fromhex(digits))[0] if len(digits) == 16 else _malformed(node)
+            case ["z", real, imaginary]:
+                return complex(self.decode(real), self.decode(imaginary))
+            case ["b", str(text)]:
+                return base64.b64decode(text, validate=True)
+            case ["s", str(name), str(digits)]:
+                check_numpy_dtype(name)
+                return np.ndarray((), dtype=np.dtype(name), buffer=bytearray(bytes.fromhex(digits)))[()]
+            case ["dtype", str(name)] if isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
+            case ["device", str(name)]:
+                return torch.device(name)
+            case ["size", *sizes]:
+                return torch.Size(sizes)
+        return _malformed(node)
+
+    def _container(self, node: Node) -> Any:
+        match node:
+            case ["l", *items]:
+                return list(map(self.decode, items))
+            case ["d" | "C" as tag, list(keys), list(values)]:
+                pairs = zip(keys, values, strict=True)
+                mapping = {self.decode(key): self.decode(value) for key, value in pairs}
+                return Counter(mapping) if tag == "C" else mapping
+        return _malformed(node)
 
 
 def entries(node: Node) -> dict[str, Node]:

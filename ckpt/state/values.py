@@ -11,14 +11,10 @@ import numpy as np
 import torch
 
 from .held import local
-from .tree import PLAIN_TENSORS, Leaf, same
+from .tree import PLAIN_TENSORS, Extent, Leaf, extent, same
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _NAMED: Final = 5
-_byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
-
-Extent = tuple[int, int]
-"""The addresses where memory begins and ends."""
 
 
 def renew(
@@ -63,12 +59,24 @@ class _Renewal:
         self._writable = _Extents(_writable())
         self._made: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
+        self._renewed: dict[int, Any] = {}
         self._filled: list[tuple[Extent, Any, Any]] = []
         self._alive: list[Any] = []  # so that no id is given out twice
 
     def of(self, now: Any, wanted: Any, path: str) -> Any:
         """Return `now` with the content of `wanted` if it can hold that, else `wanted`."""
         self._alive += [now, wanted]
+        if id(wanted) in self._renewed:
+            # One list or dict of several places in the checkpoint.
+            if self._renewed[id(wanted)] is not now and _is_mutable(now):
+                self.replaced.append(path)
+            return self._renewed[id(wanted)]
+        made = self._of(now, wanted, path)
+        if isinstance(wanted, dict | list):
+            self._renewed[id(wanted)] = made
+        return made
+
+    def _of(self, now: Any, wanted: Any, path: str) -> Any:
         if isinstance(wanted, dict) and type(now) in _DICTS and isinstance(now, Counter) == isinstance(wanted, Counter):
             if self._is_taken(now, wanted):
                 return self._of_taken(now, wanted, path)
@@ -147,8 +155,8 @@ class _Extents:
 
     def __init__(self, extents: Iterable[Extent | None] = ()) -> None:
         self._merged: list[Extent] = []
-        for extent in sorted(extent for extent in extents if extent is not None):
-            self.add(extent)
+        for each in sorted(each for each in extents if each is not None):
+            self.add(each)
 
     def add(self, extent: Extent) -> None:
         begin, end = extent
@@ -184,13 +192,10 @@ def _overlap(one: Extent, other: Extent) -> bool:
 def _extent(leaf: Any) -> Extent | None:
     """Return the memory of a leaf, None when it has none."""
     leaf = local(leaf)
-    if isinstance(leaf, np.ndarray):
-        low, high = _byte_bounds(leaf)
-        return (low, high) if leaf.nbytes else None
-    if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+    if not isinstance(leaf, torch.Tensor | np.ndarray):
         return None
-    elements = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.data_ptr(), leaf.data_ptr() + elements * leaf.element_size()
+    begin, end = extent(leaf)
+    return None if begin == end else (begin, end)
 
 
 def _overlapping(restored: dict[str, Any]) -> set[int]:

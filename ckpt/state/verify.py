@@ -49,6 +49,7 @@ class Comparison:
         self._places: dict[int, tuple[int, str]] = {}
         self._origins: dict[int, tuple[int, str]] = {}
         self._groups: dict[int, tuple[int, int]] = {}
+        self._objects: dict[tuple[str, str, int], tuple[tuple[str, int], str]] = {}
 
     def differences(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         """Yield where the node `now` of the state is not what `saved` of the slot is; both are at `path`."""
@@ -70,7 +71,10 @@ class Comparison:
 
     def sharing(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         """Yield which tensors share memory in only one of the two; call it for nodes that have no other differences."""
-        for index, other, place in _leaf_pairs(saved, now, path):
+        for one, two, place in _pairs(saved, now, path):
+            if one[0] != "x":
+                continue
+            index, other = one[1], two[1]
             before, after = self._manifest.tensors[index], self._specs[other]
             if before.kind != "torch" or not before.nbytes:
                 continue
@@ -88,6 +92,26 @@ class Comparison:
                 moved = (after.within[0], after.within[1] - before.within[1])
                 if self._groups.setdefault(before.within[0], moved) != moved:
                     yield _plainly(place, "shares other memory in the checkpoint than now")
+
+    def aliases(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
+        """Yield which lists, dicts and arrays are one object in only one of the two; call it as `sharing`."""
+        for before, after, place in _pairs(saved, now, path):
+            if before[0] == "x":
+                if self._specs[after[1]].kind != "numpy":
+                    continue
+                one, other = ("array", before[1]), ("array", after[1])
+            else:
+                one, other = ("container", id(before)), ("container", id(after))
+            known, known_path = self._objects.setdefault(("saved", *one), (other, place))
+            origin, origin_path = self._objects.setdefault(("now", *other), (one, place))
+            if known != other:
+                yield Difference(
+                    path=place, text=f"one object with {known_path} in the checkpoint, two now", plain=True
+                )
+            elif origin != one:
+                yield Difference(
+                    path=place, text=f"one object with {origin_path} now, two in the checkpoint", plain=True
+                )
 
     def _dict(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         befores = {json.dumps(key): child for key, child in zip(saved[1], saved[2], strict=True)}
@@ -151,19 +175,19 @@ class _Shown:
         return str(self._spec)
 
 
-def _leaf_pairs(saved: Node, now: Node, path: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the indices of the leaves of two equal trees, and their paths."""
+def _pairs(saved: Node, now: Node, path: str) -> Iterator[tuple[Node, Node, str]]:
+    """Yield the nodes of leaves, lists and dicts of two equal trees, and their paths."""
     if not isinstance(saved, list):
         return
-    if saved[0] == "x":
-        yield saved[1], now[1], path
-    elif saved[0] in ("l", "t"):
+    if saved[0] in ("x", "l", "d", "C"):
+        yield saved, now, path
+    if saved[0] in ("l", "t"):
         for index, (before, after) in enumerate(zip(saved[1:], now[1:], strict=True)):
-            yield from _leaf_pairs(before, after, f"{path}.{index}")
+            yield from _pairs(before, after, f"{path}.{index}")
     elif saved[0] in ("d", "C"):
         others = {json.dumps(key): child for key, child in zip(now[1], now[2], strict=True)}
         for key, child in zip(saved[1], saved[2], strict=True):
-            yield from _leaf_pairs(child, others[json.dumps(key)], f"{path}.{_key(key)}")
+            yield from _pairs(child, others[json.dumps(key)], f"{path}.{_key(key)}")
 
 
 def _plainly(path: str, text: str) -> Difference:

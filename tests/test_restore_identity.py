@@ -1,0 +1,333 @@
+"""What a restored state is beside its values: one object in several places, how it lies in memory, whose it is."""
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from saved import save
+from solo_daemon import SoloDaemon
+from test_restore import Holder
+from torch import nn
+
+from resilient_run import Checkpointer
+from resilient_run.ckpt.errors import SlotError, StateError
+from resilient_run.ckpt.state.state import TrainingState
+
+Optimizer = torch.optim.Optimizer
+
+
+class Stateful(Optimizer):
+    """An optimizer whose state and options `fill` makes."""
+
+    def __init__(self, params: Any, fill: Callable[["Stateful"], None] = lambda optimizer: None) -> None:
+        super().__init__(params, {"lr": 0.1})
+        fill(self)
+
+
+def parts(fill: Callable[[Stateful], None] = lambda optimizer: None) -> tuple[nn.Module, Stateful]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    return model, Stateful(groups, fill)
+
+
+def restored(fill: Callable[[Stateful], None]) -> Stateful:
+    """Return an optimizer that took over what `fill` made of another one."""
+    model, optimizer = parts(fill)
+    saved = save(model=model, optimizer=optimizer)
+    model, after = parts()
+    assert saved.load(model=model, optimizer=after) == []
+    return after
+
+
+def states(optimizer: Stateful) -> list[dict[str, Any]]:
+    return [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def test_a_list_or_dict_in_several_places_stays_one() -> None:
+    def fill(optimizer: Stateful) -> None:
+        clock, history, deep = {"step": 3}, [1.5], {"inner": [[]]}
+        for group in optimizer.param_groups:
+            group["clock"] = clock
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = {"history": history, "deep": deep, "other": {"step": 3}, "log": [history]}
+
+    after = restored(fill)
+    first, second = states(after)[:2]
+    assert after.param_groups[0]["clock"] is after.param_groups[1]["clock"]
+    assert first["history"] is second["history"] is first["log"][0]
+    assert first["deep"] is second["deep"]
+    assert first["other"] is not second["other"]
+    assert first["log"] is not second["log"]
+    first["history"].append(2)
+    assert second["history"] == [1.5, 2]
+
+
+def test_an_array_in_several_places_stays_one_and_lies_as_it_did() -> None:
+    def fill(optimizer: Stateful) -> None:
+        norm = np.ones(3)
+        for parameter in optimizer.param_groups[0]["params"]:
+            columns = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+            turned = np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0)
+            gaps = np.arange(12).reshape(3, 4)[:, ::2]
+            optimizer.state[parameter] = {"norm": norm, "own": norm.copy(), "in": (columns, 1), "b": [turned, gaps]}
+
+    first, second = states(restored(fill))[:2]
+    assert first["norm"] is second["norm"]
+    assert first["own"] is not second["own"]
+    columns, (turned, gaps) = first["in"][0], first["b"]
+    assert columns.flags.f_contiguous
+    assert columns.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert turned.strides == np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0).strides
+    assert turned.tolist() == np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0).tolist()
+    assert gaps.tolist() == [[0, 2], [4, 6], [8, 10]]
+
+
+@pytest.mark.parametrize(("step", "kept"), [(2, True), (16, True), (40, False)])
+def test_a_tensor_with_gaps_lies_as_it_did_unless_they_are_large(step: int, kept: bool) -> None:
+    def fill(optimizer: Stateful) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = {"x": torch.arange(3 * step, dtype=torch.float32).view(3, step)[:, :1].t()}
+
+    for state in states(restored(fill))[:2]:
+        assert state["x"].tolist() == [[0, step, 2 * step]]
+        assert state["x"].stride(1) == (step if kept else 1)
+
+
+def test_keys_keep_their_order() -> None:
+    def fill(optimizer: Stateful) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = {"name": "x", "b": np.ones(1), "a": torch.ones(1), "in": {"z": "t", "y": 1}}
+
+    for state in states(restored(fill))[:2]:
+        assert list(state) == ["name", "b", "a", "in"]
+        assert list(state["in"]) == ["z", "y"]
+
+
+def test_an_optimizer_keeps_the_state_that_it_has_other_names_for() -> None:
+    def fill(optimizer: Stateful) -> None:
+        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(members):
+            optimizer.state[parameter] = {"m": torch.full_like(parameter, index), "step": torch.tensor(0.0)}
+        optimizer.moments = [optimizer.state[parameter]["m"] for parameter in members]
+
+    model, before = parts(fill)
+    for index, moment in enumerate(before.moments):
+        moment.add_(7 * index)
+    saved = save(model=model, optimizer=before)
+    model, after = parts(fill)
+    saved.load(model=model, optimizer=after)
+    assert [state["m"] is moment for state, moment in zip(states(after), after.moments, strict=True)] == [True] * 4
+    assert [moment.flatten()[0].item() for moment in after.moments] == [0, 8, 16, 24]
+
+
+def test_state_that_shares_memory_before_a_restore_and_not_in_the_checkpoint_is_not_mixed_up() -> None:
+    def together(optimizer: Stateful) -> None:
+        zeros = torch.zeros(3)
+        first, second = optimizer.param_groups[0]["params"]
+        optimizer.state[first] = {"m": zeros}
+        optimizer.state[second] = {"m": zeros, "p": second.data}
+
+    def apart(optimizer: Stateful) -> None:
+        first, second = optimizer.param_groups[0]["params"]
+        optimizer.state[first] = {"m": torch.ones(3)}
+        optimizer.state[second] = {"m": torch.full((3,), 2.0), "p": torch.full((3,), 3.0)}
+
+    model, before = parts(apart)
+    saved = save(model=model, optimizer=before)
+    bias = model[0].bias.detach().clone()
+    model, after = parts(together)
+    saved.load(model=model, optimizer=after)
+    assert [(name, value[0].item()) for state in states(after)[:2] for name, value in state.items()] == [
+        ("m", 1),
+        ("m", 2),
+        ("p", 3),
+    ]
+    assert torch.equal(model[0].bias, bias)
+
+
+def test_what_an_object_makes_two_of_is_told() -> None:
+    class Copying(Holder):
+        def load_state_dict(self, state: Any) -> None:
+            self.held = {key: value.copy() for key, value in state.items()}
+
+    log, table = [1], np.ones(2)
+    both = Holder(a=log, b=log, c=table, d=table)
+    assert save(object=both).load(object=Holder()) == []
+    assert save(object=both).load(object=Copying()) == [
+        "object.b: one object with object.a in the checkpoint, two now",
+        "object.d: one object with object.c in the checkpoint, two now",
+    ]
+
+
+def test_values_share_their_lists_again() -> None:
+    log = [1]
+    saved = save(a=log, b={"log": log})
+    state: dict[str, Any] = {"a": [0], "b": {}}
+    own = state["a"]
+    flat = TrainingState(state, rng=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert flat.values is not state
+    saved.load(**state)
+    assert own == [1]
+    with pytest.warns(RuntimeWarning, match=r"could not fill what the script registered as b\.log"):
+        saved.load(a=[0], b={"log": [0]})
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [[[[0], [9]]], [[[0, 0], [2]]], [["x", [1]]], [7], [[[0, 0], [0, 1, 0]]]],
+    ids=["nothing there", "other content", "no place", "no places", "too deep"],
+)
+def test_shared_places_of_a_damaged_manifest_are_refused(shared: Any) -> None:
+    log = [1]
+    saved = save(object=Holder(a=log, b=log))
+    parsed = json.loads(saved.manifest)
+    keys, children = parsed["tree"][1], parsed["tree"][2]
+    children[keys.index("shared")] = encoded(shared)
+    with pytest.raises(SlotError, match="malformed"):
+        saved.altered(tree=parsed["tree"]).load(object=Holder())
+
+
+def encoded(value: Any) -> Any:
+    return ["l", *map(encoded, value)] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("view", [lambda p: p.detach().numpy(), lambda p: p.detach().numpy()[1:]], ids=["all", "part"])
+def test_an_array_that_is_a_view_of_something_else_is_refused(view: Callable[[torch.Tensor], Any]) -> None:
+    def fill(optimizer: Stateful) -> None:
+        parameter = optimizer.param_groups[0]["params"][1]
+        optimizer.state[parameter] = {"own": np.ones(2), "view": view(parameter)}
+
+    model, optimizer = parts(fill)
+    text = r"model\.0\.bias and optimizer\.state\.1\.view share memory, and one is a numpy array.*leave it out"
+    for rng in (False, True):
+        with pytest.raises(StateError, match=text):
+            TrainingState({"model": model, "optimizer": optimizer}, rng=rng).flatten()
+    table = np.ones(4)
+    with pytest.raises(StateError, match=r"object\.a and object\.b share memory"):
+        save(object=Holder(a=table[:3], b=table[1:]))
+    # What a script registers as its own is filled where it is.
+    save(model=model, table=model[0].bias.detach().numpy(), a=table[:3], b=table[1:])
+
+
+def test_views_of_arrays_are_found_when_they_come_later() -> None:
+    model, optimizer = parts()
+    holder = Holder(x=np.ones(3))
+    state = TrainingState({"model": model, "optimizer": optimizer, "object": holder}, rng=True)
+    for _ in range(2):
+        state.flatten()
+    holder.held["x"] = model[0].bias.detach().numpy()
+    with pytest.raises(StateError, match=r"model\.0\.bias and object\.x share memory"):
+        state.flatten()
+
+
+# What no `state_dict()` says.
+
+
+def test_the_state_of_an_optimizer_of_another_class_is_refused() -> None:
+    def make(kind: type[Optimizer]) -> dict[str, Any]:
+        model, _ = parts()
+        return {"model": model, "optimizer": kind(model.parameters(), lr=0.1)}
+
+    saved = save(**make(torch.optim.Adam))
+    assert saved.load(**make(torch.optim.Adam)) == []
+    with pytest.raises(StateError, match="nothing was loaded: optimizer: Adam in the checkpoint, RAdam now"):
+        saved.load(**make(torch.optim.RAdam))
+
+
+def test_what_is_frozen_or_in_evaluation_mode_is_told() -> None:
+    def make() -> dict[str, Any]:
+        model, optimizer = parts()
+        return {"model": model, "optimizer": optimizer}
+
+    before, after = make(), make()
+    before["model"][0].requires_grad_(False)
+    before["model"].eval()
+    after["model"][1].bias.requires_grad_(False)
+    saved = save(**before)
+    assert saved.load(**after) == [
+        "requires_grad of model.0.bias and 2 more was False, is True, and restore() leaves it to the script",
+        "training of model and 2 more was False, is True, and restore() leaves it to the script",
+    ]
+    after["model"].eval().requires_grad_(True)
+    after["model"][0].requires_grad_(False)
+    assert saved.load(**after) == []
+
+
+def test_checkpoints_that_do_not_say_it_are_loaded() -> None:
+    model, optimizer = parts()
+    saved = save(model=model, optimizer=optimizer)
+    tree = json.loads(saved.manifest)["tree"]
+    at = tree[1].index("outside")
+    del tree[1][at], tree[2][at]
+    assert saved.altered(tree=tree).load(model=model, optimizer=optimizer) == []
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, torch.Tensor.round], ids=["dtype", "values"])
+def test_a_hook_that_rounds_is_warned_of(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def rounding(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.update({key: change(value) for key, value in state.items()})
+
+    def copying(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.update({key: value.clone() for key, value in state.items()})
+
+    model, _ = parts()
+    model.register_state_dict_post_hook(copying)
+    TrainingState({"model": model}, rng=False)
+    model.register_state_dict_post_hook(rounding)
+    with pytest.warns(RuntimeWarning, match=r"other values than model\.0\.weight and 3 more has"):
+        TrainingState({"model": model}, rng=False)
+
+
+def test_a_parameter_that_left_its_module_is_told_and_refused(daemon: SoloDaemon) -> None:
+    model, optimizer = parts()
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        model[1] = nn.Linear(3, 2)
+        text = r"optimizer has the parameter that was model\.1\.weight, and the module another one"
+        with pytest.warns(RuntimeWarning, match=text):
+            ckpt.step(2)
+        ckpt.step(3)
+    saved = save(model=model, optimizer=optimizer)
+    again, its = parts()
+    with pytest.raises(
+        StateError, match=r"parameter 0 of group 1 is model\.1\.weight in the optimizer, which had another"
+    ):
+        saved.load(model=again, optimizer=its)
+
+
+class Copies:
+    """Hands out copies of a module's state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value.clone() for key, value in self.model.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
+
+def test_parameters_are_in_order_where_their_owner_hands_out_copies() -> None:
+    def make(*places: int) -> dict[str, Any]:
+        torch.manual_seed(1)
+        layers = [nn.Linear(3, 3) for _ in places]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.Adam([parameter for place in places for parameter in layers[place].parameters()])
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"owner": Copies(model), "optimizer": optimizer}
+
+    saved = save(**make(0, 1, 2))
+    saved.load(**make(0, 1, 2))
+    text = r"parameter 0 of group 0 is owner\.0\.weight in the checkpoint, owner\.1\.weight in the optimizer"
+    with pytest.raises(StateError, match=text):
+        saved.load(**make(1, 0, 2))
