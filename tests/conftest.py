@@ -25,6 +25,17 @@ if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 
+_TIERS = ("lab", "jobs", "fast")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in no other tier as fast; long ones begin, so that processes end together."""
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in (*_TIERS, "nightly")):
+            item.add_marker("fast")
+    items.sort(key=lambda item: [item.get_closest_marker(tier) is None for tier in _TIERS])
+
+
 @pytest.fixture(scope="session")
 def etcd_endpoint() -> Iterator[str]:
     """A real etcd server for the whole session, "127.0.0.1:port"; a test keeps apart from others by its own run id."""

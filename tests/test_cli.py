@@ -25,6 +25,8 @@ from resilient_run.launcher.api import LaunchConfig, elastic_launch, installed, 
 from resilient_run.launcher.config import RunConfig
 from resilient_run.launcher.etcd_server import EtcdServerError
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
@@ -251,7 +253,6 @@ def _launch(mode: str, tmp_path: Path, source: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_exit_codes_are_torchruns(program: str, tmp_path: Path) -> None:
     ends = {}
@@ -262,7 +263,6 @@ def test_exit_codes_are_torchruns(program: str, tmp_path: Path) -> None:
     assert len(set(ends.values())) == 1, ends
 
 
-@pytest.mark.slow
 def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path) -> None:
     codes = {}
     for mode in MODES:

@@ -17,6 +17,8 @@ from resilient_run.comm.measure.timing import RecordingTransport, inputs_for, me
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.schemes import SCHEMES
 
+pytestmark = pytest.mark.jobs
+
 
 def bench(*options: str) -> Result:
     return CliRunner().invoke(resilient_comm, ["bench", "--steps", "2", "--repeats", "1", *options])
@@ -93,7 +95,6 @@ def test_schemes_that_do_not_sparsify_get_sparse_gradients() -> None:
     run_ranks(1, work)
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_torchrun_job_are_measured() -> None:
     command = [
         sys.executable,

@@ -28,6 +28,8 @@ from resilient_run.comm.plan.system import read_system
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.comm.profiler import BackwardProfiler
 
+pytestmark = pytest.mark.jobs
+
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 TINY = ("--layers", "2", "--width", "128", "--json")
 JOB = ["--standalone", "--nproc-per-node", "2"]
@@ -253,7 +255,6 @@ def test_measurements_that_cannot_be_written_are_printed(rank_environ: dict[str,
     assert len(json.loads(result.stdout)["compress"]["seconds"]) == 4
 
 
-@pytest.mark.slow
 def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     """One element of each of the smaller tensors is sent."""
     path = tmp_path / "cluster.json"
@@ -267,7 +268,6 @@ def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     assert gathered.sizes_bytes[0] == 4
 
 
-@pytest.mark.slow
 def test_from_profile_to_a_planned_run_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """The four commands of the example; then the same plan, made to compress, with and without a kill."""
     paths = {name: tmp_path / f"{name}.json" for name in ("model", "system", "plan", "compressing")}

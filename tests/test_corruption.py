@@ -17,7 +17,7 @@ from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.launcher.inject.cli import resilient_inject
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 T = TypeVar("T")
 STRIKE = 12

@@ -17,6 +17,8 @@ from resilient_run.ckpt.format.slot import Slot
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.commit import parse_held
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture
 def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:

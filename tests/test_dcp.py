@@ -23,7 +23,7 @@ from resilient_run.ckpt.errors import DaemonError, SlotError, StateError
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "dcp_fsdp.py")
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 @pytest.fixture
@@ -106,7 +106,6 @@ def digests(lines: list[dict[str, Any]]) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.slow
 def test_saved_by_four_ranks_loads_into_two(cluster: Cluster, tmp_path: Path) -> None:
     tier, config = tmp_path / "tier", tmp_path / "run.toml"
     config.write_text(f'[persist]\ntarget = "{tier}"\nevery_steps = 1\nevery_s = 0\n')
@@ -128,7 +127,6 @@ def test_saved_by_four_ranks_loads_into_two(cluster: Cluster, tmp_path: Path) ->
     assert found == digests(host.lines)[step]
 
 
-@pytest.mark.slow
 def test_asynchronous_saves_survive_a_kill(cluster: Cluster) -> None:
     host = cluster.host("a")
     host.launch(["--standalone", "--nproc-per-node", "2"], [EXAMPLE, "--steps", "4", "--demo-kill", "3"])

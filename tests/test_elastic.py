@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, Host, assert_same_training, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 HELD = 8
 SCRIPT = [str(Path(__file__).parent / "held_trainer.py"), "16"]

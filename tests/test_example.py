@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from cluster import EXAMPLE, Cluster
 
+pytestmark = pytest.mark.jobs
+
 MINIMAL = EXAMPLE.with_name("minimal.py")
 TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SMALL = ("--json", "--steps", "12", "--layers", "1", "--width", "64", "--context", "32", "--batch", "2")
@@ -51,7 +53,6 @@ def test_plain_python_trains_warns_once_and_repeats_itself() -> None:
     assert lines_of(run(str(EXAMPLE), *SMALL, "--seed", "1"))[-1] != lines[-1]
 
 
-@pytest.mark.slow
 def test_schemes_sum_the_gradients_of_ddp() -> None:
     """How they recover is tested with the schemes."""
     lines = lines_of(run(*TORCHRUN, "2", str(EXAMPLE), *SMALL, "--scheme", "spardl"))
@@ -70,7 +71,6 @@ def test_text_output_ends_with_the_hash() -> None:
     assert text[-1].startswith("parameters ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple[str, ...]) -> None:
     """With three ranks the order of a sum shows in its last bit."""
@@ -85,7 +85,6 @@ def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple
     assert host.params_sha256() == digest_of(undisturbed)
 
 
-@pytest.mark.slow
 def test_minimal_script(cluster: Cluster) -> None:
     host = cluster.host("solo")
     host.launch(["--standalone", "--nproc-per-node", "2"], [str(MINIMAL)])

@@ -27,6 +27,8 @@ from resilient_run.daemon.peers.exchange import PATIENCE_S, Deliveries, may_wait
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.slots.slots import MAX_SLOT_BYTES
 
+pytestmark = pytest.mark.jobs
+
 POLICY = {"replication": {"transport": "trainer", "sub_buffer_bytes": 1 << 16}}
 CONFIG = EdgeConfig(sub_buffers=4, sub_buffer_bytes=1 << 16, device=None)
 
@@ -228,7 +230,7 @@ def bring_three_steps(job: Job, names: str, *arguments: str) -> None:
         assert counted["sent_bytes"] == 3 * len(own) == counted["received_bytes"]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_daemons_bring_what_a_killed_trainer_does_not(job: Job, victim: int) -> None:
     """One end dies in the middle of a capture; the capture is committed, and the other trainer goes on and ends.
 

@@ -16,6 +16,8 @@ from resilient_run.comm.net.transport import from_bytes
 from resilient_run.comm.plan.tree import Option, all_options
 from resilient_run.comm.runtime.execute import OptionScheme, options_of
 
+pytestmark = pytest.mark.jobs
+
 DENSE = [option for option in all_options() if not option.compressions]
 COMPRESSED = [option for option in all_options() if option.compressions]
 

@@ -10,6 +10,8 @@ from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, Trainer, payload, restored_byt
 from resilient_run.ckpt.format.slot import plan_layout
 from resilient_run.daemon.etcd.client import EtcdConfig
 
+pytestmark = pytest.mark.jobs
+
 RACKS = {"a": "x", "b": "x", "c": "y", "d": "y"}
 
 

@@ -11,6 +11,8 @@ from click.testing import CliRunner, Result
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 
+pytestmark = pytest.mark.jobs
+
 T = TypeVar("T")
 KEYS = ("rdzv/job", "rdzv/round", "ckpt/watermark", "ckpt/held/a")
 

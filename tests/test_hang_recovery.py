@@ -18,7 +18,7 @@ from hosts import Client
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.run.observation import Observation, parse_observations
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 T = TypeVar("T")
 STEPS = 24

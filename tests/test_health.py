@@ -16,6 +16,8 @@ from resilient_run.daemon.health.health import local_directory, measure_host
 from resilient_run.daemon.health.threshold import Judge, Measure
 from resilient_run.daemon.run.observation import parse_observations
 
+pytestmark = pytest.mark.jobs
+
 
 def free(value: float) -> Measure:
     return Measure(name="x", kind="disk", value=value, warn=10.0, fail=5.0, low_is_bad=True, message=f"{value} is free")

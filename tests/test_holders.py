@@ -18,6 +18,8 @@ from resilient_run.daemon.peers.fetch import RANGE_BYTES, Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders, too_late
 from resilient_run.daemon.slots.slots import Geometry
 
+pytestmark = pytest.mark.jobs
+
 SIZE_BYTES = 8 * RANGE_BYTES + 5
 PAIR = (1, 1)
 

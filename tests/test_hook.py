@@ -21,6 +21,8 @@ from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.zen.zen import Zen
 
+pytestmark = pytest.mark.jobs
+
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
@@ -68,7 +70,6 @@ def trained(variants: list[str], *, ranks: int) -> Trainings:
     return found
 
 
-@pytest.mark.slow
 def test_training_is_that_of_plain_ddp(trainings: Trainings) -> None:
     losses, ends = trainings.losses, trainings.ends
     for variant in LIKE_NONE:
@@ -83,7 +84,6 @@ def test_training_is_that_of_plain_ddp(trainings: Trainings) -> None:
     assert ends["zen"][0]["keys"] == ["hidden.weight", "table.weight"], "small gradients go together"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("switch", HSDP)
 def test_training_is_that_of_hybrid_sharding(trainings: Trainings, switch: str) -> None:
     """Two replicas of two shards: the sum of two has one order only, so all is equal bit for bit."""
@@ -102,7 +102,6 @@ def test_training_is_that_of_hybrid_sharding(trainings: Trainings, switch: str) 
     assert ends[f"zen+hsdp{switch}"][0]["keys"] == ["hidden.weight", "out.weight", "table.weight"]
 
 
-@pytest.mark.slow
 def test_three_replicas_are_summed_as_by_hybrid_sharding() -> None:
     """Sums of three may differ in the last bit, but not from replica to replica."""
     plain, *variants = (f"{scheme}+hsdp+three" for scheme in ("none", "dense", "zen"))
@@ -114,7 +113,6 @@ def test_three_replicas_are_summed_as_by_hybrid_sharding() -> None:
     assert found.ends["dense+hsdp+three"][0]["digest"] == found.ends[plain][0]["digest"], "the same all-reduce"
 
 
-@pytest.mark.slow
 def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
     """Every scheme that remembers something, on four ranks: SparDL's two teams have two members each."""
     cluster = Cluster(tmp_path)
@@ -130,7 +128,6 @@ def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
         cluster.close()
 
 
-@pytest.mark.slow
 def test_example_has_the_losses_of_ddp() -> None:
     """Word-level LSTM on real text: its tables are sparse by nature, and summed by rows."""
     small = ["--steps", "4", "--words", "2000", "--width", "32", "--hidden", "32", "--json", "--sparse"]

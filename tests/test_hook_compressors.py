@@ -20,6 +20,8 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import register
 from resilient_run.comm.net.transport import Transport
 
+pytestmark = pytest.mark.jobs
+
 TRAINER = str(Path(__file__).parent / "feedback_trainer.py")
 VARIANTS = (*(name for name in NAMES if name != "dgc"), "topk+sparse", "onebit+sparse")
 PARAMETERS = ["out.bias", "out.weight", "table.weight"]
@@ -33,7 +35,6 @@ def lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_that_of_error_feedback_by_hand(lines: list[dict[str, Any]], variant: str) -> None:
     found = [line for line in lines if line["variant"] == variant]

@@ -29,6 +29,8 @@ from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.commit import parse_held
 from resilient_run.daemon.run.rounds import Round
 
+pytestmark = pytest.mark.jobs
+
 MIB = 1 << 20
 FUZZED = settings(
     deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -16,7 +16,7 @@ from resilient_run.ckpt.format.import_manifest import DATA
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.tier.tier import Tier
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 TRAINER = str(Path(__file__).parent / "import_trainer.py")
 

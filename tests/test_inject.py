@@ -23,6 +23,8 @@ from resilient_run.daemon.inject.helper import MODULE
 from resilient_run.daemon.inject.victim import Victim
 from resilient_run.daemon.run.faults import KINDS, Order
 
+pytestmark = pytest.mark.jobs
+
 
 class Site:
     """The hosts of a job that allows faults."""

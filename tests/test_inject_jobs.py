@@ -12,6 +12,8 @@ from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
 
 from resilient_run.launcher.inject.cli import resilient_inject
 
+pytestmark = pytest.mark.jobs
+
 SCRIPT = [str(EXAMPLE), "--steps", "100000", "--seed", "7", "--json", *TINY]
 
 
@@ -88,7 +90,6 @@ class Job:
         return event
 
 
-@pytest.mark.slow
 def test_faults_of_ranks_and_replicas(cluster: Cluster, etcd_endpoint: str) -> None:
     job = Job(cluster, etcd_endpoint, "ab", "--rr-allow-injection")
     wait_until(lambda: job.step() >= 5, timeout_s=60, what="step 5", host=job.hosts["a"])
@@ -115,7 +116,6 @@ def test_faults_of_ranks_and_replicas(cluster: Cluster, etcd_endpoint: str) -> N
     assert "no host runs rank 9" in job.refused("kill-rank", "--rank", "9")
 
 
-@pytest.mark.slow
 def test_faults_of_hosts(cluster: Cluster, etcd_endpoint: str) -> None:
     """A standby comes in for each host that goes; a host that was only silent comes back as one."""
     job = Job(cluster, etcd_endpoint, "ab", "--rr-allow-injection")
@@ -147,7 +147,6 @@ def test_faults_of_hosts(cluster: Cluster, etcd_endpoint: str) -> None:
     job.recovers(generation, "host_lost")
 
 
-@pytest.mark.slow
 def test_a_job_that_does_not_allow_faults_is_left_alone(cluster: Cluster, etcd_endpoint: str) -> None:
     job = Job(cluster, etcd_endpoint, "a")
     wait_until(lambda: job.step() >= 2, timeout_s=60, what="step 2", host=job.hosts["a"])

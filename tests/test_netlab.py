@@ -14,6 +14,8 @@ from cluster import wait_until
 from resilient_run.launcher.lab import state as lab_state
 from resilient_run.launcher.netlab import LabHost, NetLab, NetLabError, lab_names
 
+pytestmark = pytest.mark.lab
+
 COMMAND = (sys.executable, "-P", "-m", "resilient_run.launcher.netlab")
 
 SINK = """

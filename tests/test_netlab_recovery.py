@@ -12,7 +12,7 @@ from lab import LabCluster, NetHost
 
 from resilient_run.launcher.netlab import NetLab
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.lab
 
 STEPS = 50
 SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]

@@ -14,6 +14,8 @@ from cluster import wait_until
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.root.operator import Command, HostRequest, NoOperator, Operator, make_operator
 
+pytestmark = pytest.mark.jobs
+
 REQUEST = HostRequest(run_id="run", host="b", generation=3, reason="host b is lost")
 
 

@@ -19,6 +19,8 @@ from resilient_run.daemon.base.policy import ReplicationPolicy
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.peers.pacing import LinkMeter, Pacer
 
+pytestmark = pytest.mark.jobs
+
 TWO_SPANS = IdleProfile(
     iteration_s=10.0, spans=(Span(start_s=1.0, length_s=2.0), Span(start_s=6.0, length_s=2.0)), collectives=2
 )

@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("launcher", "daemon", "ckpt", "comm")
 # Modules and whole rooms.
@@ -122,7 +124,6 @@ def test_ruff_is_content(command: str) -> None:
     run(sys.executable, "-P", "-m", "ruff", *command.split(), str(ROOT))
 
 
-@pytest.mark.slow
 def test_types_are_strict(wheel: Path, tmp_path: Path) -> None:
     config = ("--strict", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path))
     run(sys.executable, "-P", "-m", "mypy", *config, "-p", "resilient_run", MYPYPATH=str(wheel))

@@ -9,7 +9,7 @@ import pytest
 from cluster import Cluster, Host, assert_same_training, kill, stop, wait_until
 from hosts import Client
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 HELD = 8
 SCRIPT = [str(Path(__file__).parent / "held_trainer.py"), "12"]

@@ -24,6 +24,8 @@ from resilient_run.daemon.peers.fetch import RANGE_BYTES, Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders
 from resilient_run.launcher.etcd_server import find_etcd
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture
 def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:

@@ -19,6 +19,8 @@ from resilient_run.daemon.tier.manifest import RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, is_due, merged
 from resilient_run.daemon.tier.tier import Tier
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
@@ -190,7 +192,6 @@ def test_damaged_file_is_refused_and_its_pair_taken_back(hosts: Hosts) -> None:
         assert restored_bytes(trainer.request("restore")["path"]) == payload(hosts.run_id, rank, (1, 2))
 
 
-@pytest.mark.slow
 def test_etcd_hears_of_a_damaged_pair_after_an_outage(own_hosts: Hosts, etcd: EtcdProcess) -> None:
     hosts = own_hosts
     trainers = hosts.run("ab")
@@ -238,7 +239,6 @@ def test_sigterm_persists_the_newest_step(hosts: Hosts) -> None:
     assert published(hosts) == [(1, 3)]
 
 
-@pytest.mark.slow
 def test_sigterm_while_nobody_is_root_persists_too(own_hosts: Hosts, etcd: EtcdProcess) -> None:
     """Every lease has expired, the root's too, when the daemons have written their parts."""
     hosts = own_hosts

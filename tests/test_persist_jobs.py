@@ -12,7 +12,7 @@ from etcd_process import EtcdProcess
 
 from resilient_run.daemon.tier.tier import Tier
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 STEPS = 24
 SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]

@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from resilient_run.ckpt.transport.profile import Profiler
 
+pytestmark = pytest.mark.jobs
+
 STEPS = 8
 WORKER = """
 import json, os, sys, time

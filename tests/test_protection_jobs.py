@@ -12,7 +12,7 @@ from hosts import Client
 
 from resilient_run.daemon.ctl.cli import _status_text
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 SCRIPT = """
 import time

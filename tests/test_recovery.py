@@ -16,7 +16,7 @@ from etcd_process import EtcdProcess
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 STEPS = 40
 LEASE_TTL_S = 3

@@ -31,6 +31,8 @@ from resilient_run.daemon.run.rounds import Round
 from resilient_run.launcher.rendezvous import claim
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
 
+pytestmark = pytest.mark.jobs
+
 WAIT_S = 60.0
 OUTAGE_S = 4.5
 """Longer than twice the leases of these tests."""
@@ -759,7 +761,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["succeed", "crash"])
 def test_plain_torchrun(launchers: Launchers, tmp_path: Path, mode: str) -> None:
     """The handler alone, under torch's own launcher and agent."""

@@ -17,6 +17,8 @@ from hosts import Client, Hosts
 from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.etcd.client import EtcdConfig
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture
 def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:

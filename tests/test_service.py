@@ -13,7 +13,7 @@ from cluster import Cluster, Host, kill, recovered, wait_until
 from gated import STEPS, Gate, assert_undisturbed, jobs_at, train_to
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.jobs,
     pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv"),
 ]

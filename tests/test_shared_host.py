@@ -15,6 +15,8 @@ from seats import seats
 
 from resilient_run.daemon.run.rounds import Round
 
+pytestmark = pytest.mark.jobs
+
 
 class Half(Host):
     """One of two launchers on a machine, which share its name, its daemon and its vault."""
@@ -57,7 +59,6 @@ def test_labels_are_of_machines() -> None:
         assert len({racks[host] for host in keepers}) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_launchers_of_one_run_on_one_host(halves: list[Half], tmp_path: Path, etcd_endpoint: str) -> None:
     """A worker of each is killed, then one launcher, which comes back as who it was and finds its slots."""
@@ -107,7 +108,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_plain_torchrun_twice_on_one_host(tmp_path: Path, etcd_endpoint: str) -> None:
     """A killed worker restarts both; a killed launcher that comes back is taken in again."""

@@ -33,6 +33,8 @@ from resilient_run.daemon.base.repeats import RepeatFilter
 from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.etcd.client import EtcdConfig
 
+pytestmark = pytest.mark.jobs
+
 MIB = 1 << 20
 PIDS = Path("/sys/fs/cgroup/pids")
 FEW_FILES = ("prlimit", "--nofile=1024:4096")
@@ -176,7 +178,6 @@ def kill_and_end(pair: list[Host], gate: Gate) -> None:
         assert event["restored_step"] >= kept, event
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
 def test_silent_connections_keep_nobody_out(cluster: Cluster, gate: Gate, etcd_endpoint: str) -> None:
     """2000 that say nothing at the peers' port of each host, ever new ones: commits and a recovery meanwhile."""
@@ -192,7 +193,6 @@ def test_silent_connections_keep_nobody_out(cluster: Cluster, gate: Gate, etcd_e
         assert (host.run_dir / "resilientd.log").stat().st_size < 400_000
 
 
-@pytest.mark.slow
 def test_a_full_table_of_files_is_survived(cluster: Cluster, gate: Gate, etcd_endpoint: str, tmp_path: Path) -> None:
     """No daemon can open anything any more, not even /proc; samplers fail, are shown, and run again afterwards."""
     config = tmp_path / "config.toml"
@@ -236,7 +236,6 @@ def test_a_full_table_of_files_is_survived(cluster: Cluster, gate: Gate, etcd_en
     kill_and_end(pair, gate)
 
 
-@pytest.mark.slow
 def test_a_full_process_table_is_survived(cluster: Cluster, gate: Gate, etcd_endpoint: str, tmp_path: Path) -> None:
     """No daemon can start a thread any more, of which a persistent tier takes one for every call."""
     group = PIDS / f"rr-test-{os.getpid()}"
@@ -412,7 +411,6 @@ def test_a_flood_of_messages_becomes_a_number(caplog: pytest.LogCaptureFixture) 
         caplog.handler.removeFilter(repeats)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_benchmark_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "capture_stall.py"

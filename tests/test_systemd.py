@@ -20,6 +20,8 @@ from hosts import Host
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.notify import ServiceManager
 
+pytestmark = pytest.mark.jobs
+
 UNIT = Path(__file__).parent.parent / "systemd" / "resilientd.service"
 WATCHDOG_USEC = "400000"
 SILENCE_S = 1.5

@@ -12,6 +12,8 @@ from resilient_run.daemon.etcd.client import Entry
 from resilient_run.launcher.rendezvous.rounds import View
 from resilient_run.launcher.timeline import RecoveryTimeline, newest_step, whole
 
+pytestmark = pytest.mark.jobs
+
 
 def event(name: str, rank: int, generation: int = 2, **fields: Any) -> dict[str, Any]:
     return {"op": "event", "event": name, "rank": rank, "generation": generation, **fields}

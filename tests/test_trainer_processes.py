@@ -16,6 +16,8 @@ from solo_daemon import SoloDaemon
 
 from resilient_run.daemon.etcd.client import EtcdConfig
 
+pytestmark = pytest.mark.jobs
+
 Process = subprocess.Popen[str]
 StartRanks = Callable[..., list[Process]]
 
@@ -126,7 +128,6 @@ def test_a_forked_child_has_no_checkpointer(daemon: SoloDaemon) -> None:
     process.stdout.close()
 
 
-@pytest.mark.slow
 def test_a_trainer_killed_at_any_moment_continues_bit_by_bit(daemon: SoloDaemon) -> None:
     body = """
     for n in range(ckpt.restore(), 60):
@@ -224,7 +225,6 @@ os._exit(0)  # not Python's own end: docs/api.md
 )
 
 
-@pytest.mark.slow
 def test_fsdp2_shards_continue_bit_by_bit(daemon: SoloDaemon, start_ranks: StartRanks, tmp_path: Path) -> None:
     def run(script: str, generation: int) -> None:
         environs = [daemon.environ(generation=generation, rank=rank, world_size=2) for rank in range(2)]
@@ -258,7 +258,6 @@ dist.destroy_process_group()
 )
 
 
-@pytest.mark.slow
 def test_ranks_on_real_daemons_lose_a_host_and_continue_bit_by_bit(hosts: Hosts, start_ranks: StartRanks) -> None:
     plain = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"} for rank in range(2)]
     hosts.create_job()

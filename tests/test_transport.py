@@ -12,6 +12,8 @@ from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Transport, from_bytes, to_bytes
 from resilient_run.comm.ops.op import Op
 
+pytestmark = pytest.mark.jobs
+
 
 def message(sender: int, receiver: int, unit_bytes: int = 1) -> Tensor:
     """Make a message whose size depends on the pair; some are empty."""

@@ -12,7 +12,7 @@ import pytest
 from cluster import Host, kill, recovered, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]
 
 CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
 

@@ -20,6 +20,8 @@ from cluster import wait_until
 
 from resilient_run.launcher.workers.warm import WarmProcess, WorkerStarter, warm_workers
 
+pytestmark = pytest.mark.jobs
+
 WORKER_ENV = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 COMMAND = (sys.executable, "-u", "script.py", "positional", "--rr-off", "--flag=é")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, Host, kill, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.jobs
 
 TRAIN = """
 import os, sys, time

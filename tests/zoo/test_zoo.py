@@ -36,7 +36,7 @@ def jobs(etcd_endpoint: str) -> Iterator[dict[str, Future[dict[str, Any]]]]:
             job.cancel()
 
 
-@pytest.mark.slow
+@pytest.mark.jobs
 @pytest.mark.parametrize("loop", IN_CI, ids=lambda loop: loop.name)
 def test_what_is_restored_is_what_the_step_saw(jobs: dict[str, Future[dict[str, Any]]], loop: Loop) -> None:
     job = jobs[loop.name].result()
