@@ -19,8 +19,8 @@ from ..base.door import Door, Manners, room_for
 from ..base.fields import Fields
 from ..run.rounds import Pair
 from ..slots.slots import SlotFile
-from .fetch import RANGE_BYTES
-from .offer import Offer
+from .daemon_transport import Offer
+from .download import RANGE_BYTES
 from .pacing import Pacer
 
 log = logging.getLogger(__name__)

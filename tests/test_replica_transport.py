@@ -1,12 +1,17 @@
-"""Replication by trainers: who sends to whom, real trainers over Gloo with real daemons, and peers that fail or lie."""
+"""Both transports of replicas in the same scenarios: real trainers and daemons, with ends and ways that fail or lie.
+
+And what only trainers need: who sends to whom, and how long a daemon waits for it.
+"""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import pytest
 import torch
 from cluster import wait_until
 from hosts import PAYLOAD_BYTES, Host, Hosts, publish
+from proxy import Proxy
 from seats import seats
 from torch.distributed import TCPStore
 
@@ -22,12 +28,19 @@ from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, parse_header, pla
 from resilient_run.ckpt.link.env import TrainerEnv
 from resilient_run.ckpt.transport.carriers import _SIZE_TAG
 from resilient_run.ckpt.transport.edge import Edge, EdgeConfig, Reply
+from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.daemon.peers.exchange import PATIENCE_S, Deliveries, may_wait, receiver, routes
+from resilient_run.daemon.peers.trainer_transport import PATIENCE_S, PATIENCE_STEPS, TrainerTransport, receiver, routes
 from resilient_run.daemon.run.rounds import Round
-from resilient_run.daemon.slots.slots import MAX_SLOT_BYTES
+from resilient_run.daemon.run.view import JobView
+from resilient_run.daemon.slots.memory import MemoryBudget
+from resilient_run.daemon.slots.slots import MAX_SLOT_BYTES, JobSlots, SlotFile
 
-POLICY = {"replication": {"transport": "trainer", "sub_buffer_bytes": 1 << 16}}
+TRANSPORTS = ("daemon", "trainer")
+IN_THE_MIDDLE = 100_000
+"""A byte of a capture's payload, counted from the first that its owner's daemon sends."""
+
+AWAY = "127.0.0.2"
 CONFIG = EdgeConfig(sub_buffers=4, sub_buffer_bytes=1 << 16, device=None)
 
 
@@ -41,12 +54,12 @@ def made_round(*nprocs: int) -> Round:
 def test_every_replica_has_one_sender_and_one_receiver(nprocs: tuple[int, ...], replicas: int) -> None:
     round_ = made_round(*nprocs)
     routed = {rank: routes(round_, rank, replicas) for rank in range(round_.world_size)}
-    sent = [(rank, other) for rank, known in routed.items() for other in known.send_to]
-    received = [(owner, rank) for rank, known in routed.items() for owner in known.receive_from]
+    sent = [(rank, other) for rank, known in routed.items() for other in known["send_to"]]
+    received = [(owner, rank) for rank, known in routed.items() for owner in known["receive_from"]]
     assert sorted(sent) == sorted(received)
     hosts = {rank: host for host in round_.hosts for rank in round_.ranks(host)}
     for rank, known in routed.items():
-        assert [hosts[other] for other in known.send_to] == list(round_.holders(rank, replicas)[1:])
+        assert [hosts[other] for other in known["send_to"]] == list(round_.holders(rank, replicas)[1:])
 
 
 def test_receivers_have_the_same_place_or_take_turns() -> None:
@@ -55,36 +68,42 @@ def test_receivers_have_the_same_place_or_take_turns() -> None:
     assert [receiver(round_, owner, "host2") for owner in range(4)] == [8, 9, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("facts", "waits", "why"),
-    [
-        ({"reachable": False, "waited_s": 0.0, "step_s": 0.0}, False, "no connection"),
-        ({"reachable": True, "waited_s": 9.0, "step_s": 0.1}, True, "1.0 s left"),
-        ({"reachable": True, "waited_s": 11.0, "step_s": 0.1}, False, r"in 11.0 s \(limit 10.0 s\)"),
-        ({"reachable": True, "waited_s": 11.0, "step_s": 5.0}, True, "9.0 s left"),
-    ],
-)
-def test_daemons_take_over_when_a_trainer_cannot_or_does_not(facts: dict[str, Any], waits: bool, why: str) -> None:
-    decided, reason = may_wait(**facts)
-    assert decided is waits
-    assert re.search(why, reason)
-
-
-def test_patience_is_with_one_capture_and_one_trainer() -> None:
+def test_patience_is_with_one_capture_and_one_trainer(tmp_path: Path) -> None:
     now_s = 100.0
-    deliveries = Deliveries(now_s=lambda: now_s)
-    assert not deliveries.awaited("b", 0, (1, 5))[0]
-    deliveries.connected(0, ["b"])
-    deliveries.captured(0, (1, 5))
-    assert deliveries.awaited("b", 0, (1, 5))[0]
-    assert not deliveries.awaited("c", 0, (1, 5))[0]
-    now_s += PATIENCE_S + 1
-    deliveries.captured(0, (1, 5))
-    assert not deliveries.awaited("b", 0, (1, 5))[0], "announced again, it is no newer"
-    deliveries.captured(0, (1, 6))
-    assert deliveries.awaited("b", 0, (1, 6))[0]
-    deliveries.gone(0)
-    assert not deliveries.awaited("b", 0, (1, 6))[0]
+    record = JobRecord(
+        run_id="run", host="a", incarnation="i", uid=0, replicas=2, attached=True, launcher_pid=os.getpid()
+    )
+    transport = TrainerTransport(
+        run_id="run",
+        view=JobView(host="a", replicas=2),
+        slots=JobSlots(directory=tmp_path, record=record, budget=MemoryBudget(tmp_path, 0)),
+        spawn=lambda _, work: work.close(),
+        now_s=lambda: now_s,
+    )
+    payload_offset, capacity_bytes = plan_layout(100, 100)
+    slot = Slot.create(tmp_path / "slot", capacity_bytes=capacity_bytes, payload_offset=payload_offset)
+    file, newer = (SlotFile(slot=slot, rank=0, pair=(1, step)) for step in (5, 6))
+
+    def waits(after_s: float, file: SlotFile, host: str = "b") -> bool:
+        nonlocal now_s
+        now_s += after_s
+        return transport.bring(host, 0, file)
+
+    assert not waits(0, file), "its trainer has no connection"
+    transport.connected(0, ["b"])
+    assert waits(0, file)
+    assert not waits(0, file, "c")
+    assert waits(PATIENCE_S, file)
+    assert not waits(1, file)
+    assert waits(0, newer)
+    for _ in range(2):
+        transport.stepped(0)
+        now_s += 3 * PATIENCE_S / PATIENCE_STEPS
+    assert waits(0, newer), "steps take so long"
+    assert waits(1, newer)
+    transport.detached(0)
+    assert not waits(0, newer)
+    slot.close()
 
 
 class Process:
@@ -112,6 +131,11 @@ class Process:
         assert self.popen.stdout is not None
         said: dict[str, Any] = json.loads(self.popen.stdout.readline())
         return said
+
+    def hear_of(self, **what: Any) -> None:
+        """Let it say this next, after other things."""
+        while not what.items() <= self.hear().items():
+            pass
 
     def begin_step(self) -> None:
         assert self.popen.stdin is not None
@@ -141,14 +165,47 @@ class Job:
         self.hosts = Hosts(root, run_id=root.name, config=config)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.processes: list[Process] = []
+        self.proxies: list[Proxy] = []
 
-    def start(self, names: str) -> None:
-        self.names = names
+    def start(self, names: str, transport: str, *, apart: str = "") -> None:
+        """Start a daemon for each name; nobody answers where those of `apart` are said to listen: see `lead_to`."""
+        self.names, self.apart = names, apart
+        self.policy = {"replication": {"transport": transport, "sub_buffer_bytes": 1 << 16}}
         self.hosts.create_job()
         for name in names:
-            self.hosts[name].start()
-            self.hosts[name].open(replicas=2, policy=POLICY)
+            self.open(name)
         self.hosts.form_round(1, names)
+
+    def open(self, name: str) -> None:
+        """Start the daemon of a host, again if it had one, and its launcher."""
+        self.hosts[name].drop_clients()
+        self.hosts[name].start("--peer-addr", "127.0.0.1")
+        self.hosts[name].open(replicas=2, policy=self.policy, addr=AWAY if name in self.apart else "127.0.0.1")
+
+    def lead_to(self, name: str) -> Proxy:
+        """Let the daemon of a host be reached where it is said to listen, through what is returned."""
+        key = f"{self.hosts.prefix}ckpt/hosts/{name}"
+        entry = wait_until(lambda: self.hosts.etcd(lambda etcd: etcd.get(key)), timeout_s=30, what=key)
+        self.proxies.append(Proxy((AWAY, entry.value["port"]), ("127.0.0.1", entry.value["port"])))
+        return self.proxies[-1]
+
+    def train(self, *arguments: tuple[str, ...]) -> list[Process]:
+        """Start a trainer for each host, with its arguments if there are any, and return them once they begin."""
+        trainers = [
+            self.trainer(rank, *more) for rank, more in zip_longest(range(len(self.names)), arguments, fillvalue=())
+        ]
+        for trainer in trainers:
+            assert trainer.hear() == {"restored": 0}
+        if self.policy["replication"]["transport"] == "trainer":
+            for owner, holder in self.holders().items():
+                said = f"brings its captures itself to hosts ['{holder}']"
+                what = f"an edge from {owner} to {holder}"
+                wait_until(lambda owner=owner, said=said: said in self.hosts[owner].log, timeout_s=60, what=what)
+        return trainers
+
+    def holders(self) -> dict[str, str]:
+        """Return host → the one that holds its captures, too."""
+        return dict(zip(self.names, self.names[1:] + self.names[:1], strict=True))
 
     def trainer(self, rank: int, *arguments: str) -> Process:
         host = self.hosts[self.names[rank]]
@@ -156,14 +213,10 @@ class Job:
         self.processes.append(made)
         return made
 
-    def wait_connected(self, owner: str, receiver: str) -> None:
-        said = f"brings its captures itself to hosts ['{receiver}']"
-        wait_until(lambda: said in self.hosts[owner].log, timeout_s=60, what=f"an edge from {owner} to {receiver}")
-
     def wait_committed(self, step: int) -> None:
         wait_until(
             lambda: self.hosts.watermark() == (1, step),
-            timeout_s=30,
+            timeout_s=60,
             what=lambda step=step: (
                 f"step {step} committed\n" + "\n".join(self.hosts[name].log[-3000:] for name in self.names)
             ),
@@ -181,6 +234,8 @@ class Job:
         for process in self.processes:
             process.close()
         self.hosts.close()
+        for proxy in self.proxies:
+            proxy.close()
 
 
 @pytest.fixture
@@ -190,68 +245,100 @@ def job(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Job]:
     made.close()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("names", ["ab", "abc"])
-def test_trainers_bring_their_captures_to_each_other(job: Job, names: str) -> None:
-    """Two hosts are a group, three a ring: there each sends to one and receives from another."""
-    bring_three_steps(job, names)
+def test_captures_become_replicas(job: Job, names: str, transport: str) -> None:
+    """Two hosts are a group, three a ring: there each brings to one and receives from another."""
+    bring_three_steps(job, names, transport)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
 def test_gpus_bring_captures_to_each_other(job: Job) -> None:
     """The same over NCCL, through sub-buffers on the devices."""
-    bring_three_steps(job, "ab", "--cuda")
+    bring_three_steps(job, "ab", "trainer", "--cuda")
 
 
-def bring_three_steps(job: Job, names: str, *arguments: str) -> None:
-    """Train three steps, and find every replica identical and moved by trainers alone."""
-    job.start(names)
-    trainers = [job.trainer(rank, *arguments) for rank in range(len(names))]
-    next_host = {name: names[(index + 1) % len(names)] for index, name in enumerate(names)}
-    for trainer in trainers:
-        assert trainer.hear() == {"restored": 0}
-    for owner, holder in next_host.items():
-        job.wait_connected(owner, holder)
+def bring_three_steps(job: Job, names: str, transport: str, *arguments: str) -> None:
+    """Train three steps, and find every replica identical, and moved by that transport alone."""
+    job.start(names, transport)
+    trainers = job.train(*[arguments] * len(names))
     for step in range(1, 4):
         for trainer in trainers:
             trainer.begin_step()
         for trainer in trainers:
             assert trainer.hear() == {"step": step, "captured": True}
         job.wait_committed(step)
-    for rank, name in enumerate(names):
-        own = job.bytes_of(name, rank, 3)
-        assert job.bytes_of(next_host[name], rank, 3) == own
-        assert "is offered to host" not in job.hosts[name].log
+    by_trainers = 3 if transport == "trainer" else 0
+    for rank, (owner, holder) in enumerate(job.holders().items()):
+        own = job.bytes_of(owner, rank, 3)
+        assert job.bytes_of(holder, rank, 3) == own
+        assert ("is offered to host" in job.hosts[owner].log) is (transport == "daemon")
     for trainer in trainers:
         counted = trainer.end()
-        assert (counted["sent"], counted["received"]) == (3, 3)
-        assert counted["sent_bytes"] == 3 * len(own) == counted["received_bytes"]
+        assert (counted["sent"], counted["received"]) == (by_trainers, by_trainers)
+        assert counted["sent_bytes"] == by_trainers * len(own) == counted["received_bytes"]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_daemons_bring_what_a_killed_trainer_does_not(job: Job, victim: int) -> None:
-    """One end dies in the middle of a capture; the capture is committed, and the other trainer goes on and ends.
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_holder_that_dies_in_the_middle_gets_it_once_it_is_back(job: Job, transport: str) -> None:
+    """Its daemon, that is: with the trainers' transport, the owner's brings what that can bring no more."""
+    job.start("ab", transport, apart="a")
+    proxy = job.lead_to("a")
+    proxy.hold_from = IN_THE_MIDDLE if transport == "daemon" else None
+    owner, holder = job.train(("--stuck",) if transport == "trainer" else ())
+    for trainer in (owner, holder):
+        trainer.begin_step()
+    if transport == "trainer":
+        owner.hear_of(stuck=True)
+    else:
+        assert proxy.held.wait(60)
+    assert not job.hosts["b"].slot_paths(0, (1, 1))
+    job.hosts["b"].kill()
+    proxy.release()
+    job.open("b")
+    job.wait_committed(1)
+    assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_capture_that_changes_on_the_way_is_refused_and_comes_again(job: Job, transport: str) -> None:
+    job.start("ab", transport, apart="a")
+    proxy = job.lead_to("a")
+    proxy.flip = IN_THE_MIDDLE if transport == "daemon" else None
+    for trainer in job.train(("--flip",) if transport == "trainer" else ()):
+        trainer.begin_step()
+    refusal = {
+        "daemon": r"it will be repeated: host a sent something else than rank 0 \(1, 1\): .*chunk",
+        "trainer": r"what rank 1 received as \(1, 1\) is not held: .*chunk",
+    }
+    wait_until(lambda: re.search(refusal[transport], job.hosts["b"].log), timeout_s=60, what="a refusal")
+    job.wait_committed(1)
+    assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
+
+
+@pytest.mark.parametrize("lost", ["daemons", "owner", "nobody", pytest.param("receiver", marks=pytest.mark.slow)])
+def test_one_transport_brings_what_the_other_does_not(job: Job, lost: str) -> None:
+    """Daemons cannot reach each other, or a trainer sticks in the middle of a capture: it is committed all the same.
 
     The stuck owner does not even see that its receiver is gone, so its daemon must run out of patience.
     """
-    job.start("ab")
-    trainers = [job.trainer(0, "--stuck"), job.trainer(1)]
-    for trainer in trainers:
-        assert trainer.hear() == {"restored": 0}
-    job.wait_connected("a", "b")
-    job.wait_connected("b", "a")
+    job.start("ab", "trainer", apart="ab" if lost == "daemons" else "")
+    trainers = job.train(() if lost == "daemons" else ("--stuck",))
     for trainer in trainers:
         trainer.begin_step()
-    assert {"stuck": True} in [trainers[0].hear(), trainers[0].hear()]
-    assert trainers[1].hear() == {"step": 1, "captured": True}
-    assert not job.hosts["b"].slot_paths(0, (1, 1))
-    trainers[victim].popen.kill()
+    if lost != "daemons":
+        trainers[0].hear_of(stuck=True)
+        assert not job.hosts["b"].slot_paths(0, (1, 1))
+    survivors = [trainer for trainer, name in zip(trainers, ("owner", "receiver"), strict=True) if name != lost]
+    for trainer in set(trainers).difference(survivors):
+        trainer.popen.kill()
     job.wait_committed(1)
     assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
-    survivor = trainers[1 - victim]
-    survivor.begin_step()
-    assert survivor.hear() == {"step": 2, "captured": True}
-    survivor.end()
+    for survivor in survivors:
+        survivor.begin_step()
+        survivor.hear_of(step=2, captured=True)
+        survivor.end()
 
 
 def made_page(tmp_path: Path, run_id: str, *, rank: int = 0, generation: int = 1, step: int = 1) -> bytes:
@@ -273,7 +360,7 @@ def absurd(page: bytes) -> bytes:
 
 
 def test_a_lying_trainer_is_refused(job: Job, tmp_path: Path) -> None:
-    job.start("ab")
+    job.start("ab", "trainer")
     liar = job.hosts["a"].trainer(0, world_size=2, generation=1)
     liar.attach()
     victim = job.trainer(1)
