@@ -218,7 +218,11 @@ async def _send_range(
     async def send(count: int) -> None:
         nonlocal at
         async with asyncio.timeout(_SEND_TIMEOUT_S):
-            await loop.sendfile(writer.transport, source, at, count, fallback=False)
+            try:
+                await loop.sendfile(writer.transport, source, at, count, fallback=False)
+            except asyncio.SendfileNotAvailableError as error:
+                # What asyncio makes of a connection that breaks before the first byte.
+                raise ConnectionError(str(error)) from error
         at += count
 
     with source:
