@@ -109,11 +109,13 @@ def test_patience_is_with_one_capture_and_one_trainer(tmp_path: Path) -> None:
 class Process:
     """A trainer process, see `replicating_trainer.py`."""
 
-    def __init__(self, host: Host, rank: int, *, world_size: int, port: int, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, host: Host, rank: int, *, generation: int, world_size: int, port: int, arguments: tuple[str, ...] = ()
+    ) -> None:
         environment = {
             "RESILIENT_SOCKET": str(host.socket_path),
             "RESILIENT_RUN_ID": host.run_id,
-            "RESILIENT_GENERATION": "1",
+            "RESILIENT_GENERATION": str(generation),
             "RANK": str(rank),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(world_size),
@@ -169,7 +171,7 @@ class Job:
 
     def start(self, names: str, transport: str, *, apart: str = "") -> None:
         """Start a daemon for each name; nobody answers where those of `apart` are said to listen: see `lead_to`."""
-        self.names, self.apart = names, apart
+        self.names, self.apart, self.generation = names, apart, 1
         self.policy = {"replication": {"transport": transport, "sub_buffer_bytes": 1 << 16}}
         self.hosts.create_job()
         for name in names:
@@ -203,20 +205,45 @@ class Job:
                 wait_until(lambda owner=owner, said=said: said in self.hosts[owner].log, timeout_s=60, what=what)
         return trainers
 
+    def fail(self) -> None:
+        """Kill all trainers, and let the next generation begin."""
+        for process in self.processes:
+            process.popen.kill()
+        self.generation += 1
+        self.hosts.form_round(self.generation, self.names)
+        begun = f"generation {self.generation}: ranks"
+        for name in self.names:
+            wait_until(lambda name=name: begun in self.hosts[name].log, timeout_s=30, what=begun)
+
+    def stop_in_the_middle(self, transport: str) -> Proxy:
+        """Let two hosts train a step, and return when b has a part of a's capture; the proxy may hold the rest."""
+        proxy = self.lead_to("a")
+        proxy.hold_from = IN_THE_MIDDLE if transport == "daemon" else None
+        trainers = self.train(("--stuck",) if transport == "trainer" else ())
+        for trainer in trainers:
+            trainer.begin_step()
+        if transport == "trainer":
+            trainers[0].hear_of(stuck=True)
+        else:
+            assert proxy.held.wait(60)
+        assert not self.hosts["b"].slot_paths(0, (1, 1))
+        return proxy
+
     def holders(self) -> dict[str, str]:
         """Return host → the one that holds its captures, too."""
         return dict(zip(self.names, self.names[1:] + self.names[:1], strict=True))
 
     def trainer(self, rank: int, *arguments: str) -> Process:
         host = self.hosts[self.names[rank]]
-        made = Process(host, rank, world_size=len(self.names), port=self.store.port, arguments=arguments)
+        sizes = {"generation": self.generation, "world_size": len(self.names), "port": self.store.port}
+        made = Process(host, rank, **sizes, arguments=arguments)
         self.processes.append(made)
         return made
 
     def wait_committed(self, step: int) -> None:
         wait_until(
-            lambda: self.hosts.watermark() == (1, step),
-            timeout_s=60,
+            lambda: self.hosts.watermark() == (self.generation, step),
+            timeout_s=120,
             what=lambda step=step: (
                 f"step {step} committed\n" + "\n".join(self.hosts[name].log[-3000:] for name in self.names)
             ),
@@ -224,7 +251,7 @@ class Job:
 
     def bytes_of(self, name: str, rank: int, step: int) -> bytes:
         """Return all bytes of the capture that a host holds, verified."""
-        (path,) = self.hosts[name].slot_paths(rank, (1, step))
+        (path,) = self.hosts[name].slot_paths(rank, (self.generation, step))
         file = Slot.open(path)
         used = bytes(file.buffer[: file.verify().used_bytes])
         file.close()
@@ -284,21 +311,26 @@ def bring_three_steps(job: Job, names: str, transport: str, *arguments: str) -> 
 def test_holder_that_dies_in_the_middle_gets_it_once_it_is_back(job: Job, transport: str) -> None:
     """Its daemon, that is: with the trainers' transport, the owner's brings what that can bring no more."""
     job.start("ab", transport, apart="a")
-    proxy = job.lead_to("a")
-    proxy.hold_from = IN_THE_MIDDLE if transport == "daemon" else None
-    owner, holder = job.train(("--stuck",) if transport == "trainer" else ())
-    for trainer in (owner, holder):
-        trainer.begin_step()
-    if transport == "trainer":
-        owner.hear_of(stuck=True)
-    else:
-        assert proxy.held.wait(60)
-    assert not job.hosts["b"].slot_paths(0, (1, 1))
+    proxy = job.stop_in_the_middle(transport)
     job.hosts["b"].kill()
     proxy.release()
     job.open("b")
     job.wait_committed(1)
     assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
+    assert "Traceback" not in job.hosts["a"].log, job.hosts["a"].log
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_the_last_generation_was_bringing_is_in_nobody_s_way(job: Job, transport: str) -> None:
+    job.start("ab", transport, apart="a")
+    proxy = job.stop_in_the_middle(transport)
+    job.fail()
+    proxy.release()
+    for trainer in job.train():
+        trainer.begin_step()
+    job.wait_committed(1)
+    assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
+    assert not job.hosts["b"].slot_paths(0, (1, 1))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
