@@ -19,7 +19,7 @@ from .etcd.client import Etcd, EtcdError
 from .inject.acts import Scene
 from .inject.inject import Injector
 from .observer import Observer
-from .peers.offer import Offer
+from .peers.daemon_transport import Offer
 from .peers.pacing import Pacer
 from .peers.replication import Replicator
 from .run import keys
@@ -177,7 +177,7 @@ class Job:
     def offered(self, host: str, offer: Offer) -> None:
         """Fetch what `host` offers, if it is ours to keep."""
         if self.failure is None:
-            self._replicator.offered(host, offer)
+            self._replicator.daemons.offered(host, offer)
 
     def digests(self, rank: int, pair: Pair, structure: str, wanted: Sequence[int]) -> dict[str, Any] | None:
         """Return the digests of a structure at `pair` of the own `rank` and the names of the `wanted`, None if gone."""
@@ -217,7 +217,7 @@ class Job:
             # A trainer died between the end of its capture and its word to us.
             self.view.notify()
             for rank in self.view.own_ranks:
-                self._replicator.offer(rank)
+                self._replicator.bring(rank)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.view.wait_for(lambda: self.failure is not None or self._settled())

@@ -1,6 +1,7 @@
 """One rank whose Checkpointer replicates by itself: makes a step for each line on stdin, and says what it did.
 
-With `--stuck` the first chunk that it sends is followed by nothing, for ever; with `--cuda` it trains on a GPU.
+With `--stuck` the first chunk that it sends is followed by nothing, for ever; with `--flip` a bit of the first capture
+that it sends is flipped on the way; with `--cuda` it trains on a GPU.
 """
 
 import json
@@ -29,6 +30,18 @@ def stick() -> None:
     HostCarrier.send = stuck
 
 
+def flip() -> None:
+    send = HostCarrier.send
+
+    def flipped(self: HostCarrier, data: torch.Tensor, admit: Admit) -> None:
+        HostCarrier.send = send
+        data = data.clone()
+        data[-1] ^= 1
+        send(self, data, admit)
+
+    HostCarrier.send = flipped
+
+
 def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
@@ -36,6 +49,8 @@ def say(**what: object) -> None:
 def main() -> None:
     if "--stuck" in sys.argv:
         stick()
+    if "--flip" in sys.argv:
+        flip()
     device = torch.device("cuda", int(os.environ["RANK"])) if "--cuda" in sys.argv else torch.device("cpu")
     model = torch.nn.Linear(256, 256, device=device)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -34,13 +34,6 @@ def test_single_host_commits_its_own_captures(hosts: Hosts) -> None:
     assert hosts.watermark() == (1, 4)
 
 
-def test_three_hosts_commit_with_two_replicas(hosts: Hosts) -> None:
-    trainers = hosts.run("abc")
-    hosts.commit(trainers, range(1, 6))
-    assert hosts.watermark() == (1, 5)
-    hosts.wait_for_replicas("abc", (1, 5), 6)
-
-
 @pytest.mark.parametrize("late", ['{"held":{}}', "[1]"])
 def test_report_that_came_late_is_replaced(hosts: Hosts, late: str) -> None:
     """etcd may carry out a request of ours that we took for lost: the next report notices and tells the truth."""

@@ -14,7 +14,8 @@ from resilient_run.ckpt.errors import SlotError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.daemon.peers.fetch import RANGE_BYTES, Peer, PeerError
+from resilient_run.daemon.peers.download import RANGE_BYTES
+from resilient_run.daemon.peers.fetch import Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders, too_late
 from resilient_run.daemon.slots.slots import Geometry
 

@@ -20,7 +20,8 @@ from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.daemon.peers.fetch import RANGE_BYTES, Peer, PeerError
+from resilient_run.daemon.peers.download import RANGE_BYTES
+from resilient_run.daemon.peers.fetch import Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders
 from resilient_run.launcher.etcd_server import find_etcd
 

@@ -13,7 +13,7 @@ from resilient_run.ckpt.format import wire
 from ..base.fields import Fields
 from ..run.rounds import Pair, pair_value
 from ..slots.slots import Geometry
-from .download import RANGE_BYTES, Download, Part
+from .download import Download, Part
 
 _IN_FLIGHT = 2
 _CONNECT_TIMEOUT_S = 5.0
@@ -261,6 +261,3 @@ async def _receive_into(sock: socket.socket, target: memoryview, timeout_s: floa
         if not count:
             raise WireError("connection closed before the end of an answer")
         filled += count
-
-
-__all__ = ["RANGE_BYTES", "OfferPace", "Peer", "PeerError"]

@@ -29,7 +29,7 @@ from resilient_run.ckpt.format.idle import IdleProfile, common
 from resilient_run.ckpt.format.schedule import STALL, STALL_S, Schedule, TransferCost, Window, plan, window
 
 from ..base.policy import ReplicationPolicy
-from .fetch import RANGE_BYTES
+from .download import RANGE_BYTES
 
 log = logging.getLogger(__name__)
 

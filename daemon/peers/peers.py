@@ -19,8 +19,8 @@ from ..base.door import Door, Manners, room_for
 from ..base.fields import Fields
 from ..run.rounds import Pair
 from ..slots.slots import SlotFile
-from .fetch import RANGE_BYTES
-from .offer import Offer
+from .daemon_transport import Offer
+from .download import RANGE_BYTES
 from .pacing import Pacer
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,11 @@ async def _send_range(
     async def send(count: int) -> None:
         nonlocal at
         async with asyncio.timeout(_SEND_TIMEOUT_S):
-            await loop.sendfile(writer.transport, source, at, count, fallback=False)
+            try:
+                await loop.sendfile(writer.transport, source, at, count, fallback=False)
+            except asyncio.SendfileNotAvailableError as error:
+                # What asyncio makes of a connection that breaks before the first byte.
+                raise ConnectionError(str(error)) from error
         at += count
 
     with source:

@@ -1,31 +1,29 @@
-"""Moving captures of one job between hosts: offer own ones; fetch what is offered, planned or lost."""
+"""Moving captures of one job between hosts: bring own ones to their holders; fetch what is planned or lost."""
 
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from resilient_run.ckpt.errors import MemoryBudgetError, RestoreError, SlotError, TopologyError
+from resilient_run.ckpt.errors import RestoreError, SlotError, TopologyError
 from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.supervise import Supervisor
 from ..run.rounds import Pair, is_import
 from ..run.view import JobView
-from ..slots.slots import JobSlots, SlotFile
+from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource
 from ..tier.tier import TierError
-from .exchange import Deliveries
-from .fetch import OfferPace, Peer, PeerError
+from .daemon_transport import DaemonTransport
+from .fetch import Peer, PeerError
 from .handover import hand_over
-from .holders import Holders
-from .loans import Loans
-from .offer import Offer
 from .pacing import Pacer
 from .sources import Sources
+from .trainer_transport import TrainerTransport
+from .transport import ReplicaTransport
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class Restored:
 
 
 class Replicator:
-    """Sees to it that this host holds the replicas it must hold, and that its peers are offered those they must.
+    """Sees to it that this host holds the replicas it must hold, and that its peers are brought those they must.
 
     Args:
         run_id: The job.
@@ -58,13 +56,13 @@ class Replicator:
         slots: What this host holds.
         pacer: Says how patient receivers must be.
         in_flight: Ranges of an offered capture that are asked for ahead.
-        group: Runs the fetches and offers.
+        group: Runs the tasks.
         supervisor: Of the job's tasks.
         tier: The last place to look for a pair, None without a persistent tier.
 
     Attributes:
-        deliveries: What trainers bring to peers themselves.
-        loans: What trainers receive from peers.
+        trainers: The transport that is asked first.
+        daemons: The one that brings what trainers do not.
     """
 
     def __init__(
@@ -82,82 +80,61 @@ class Replicator:
         self._run_id = run_id
         self._view = view
         self._slots = slots
-        self._pacer = pacer
-        self._in_flight = in_flight
         self._group = group
         self._supervisor = supervisor
         self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier)
-        self._offering: set[tuple[str, int]] = set()
-        self._offered: dict[int, Pair] = {}
-        self._fetches: set[asyncio.Task[Any]] = set()
-        self._receiving: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._lent: set[int] = set()
-        self._warned_memory = False
-        self.deliveries = Deliveries()
-        self.loans = Loans(
-            run_id=run_id,
+        self.trainers = TrainerTransport(run_id=run_id, view=view, slots=slots, spawn=self._once)
+        self.daemons = DaemonTransport(
             view=view,
             slots=slots,
-            receiving=self._receiving,
-            spawn=lambda verification: self._spawn(supervisor.once("receive", verification)),
+            sources=self._sources,
+            pacer=pacer,
+            in_flight=in_flight,
+            spawn=self._once,
+            supersede=self.trainers.supersede,
         )
+        self._transports: tuple[ReplicaTransport, ...] = (self.trainers, self.daemons)
 
     async def run(self) -> None:
-        """Offer again whatever is not committed: an offer can be lost with its connection or its receiver."""
+        """Bring again whatever is not committed: it can be lost with its connection or its receiver."""
+
+        def reach() -> tuple[object, ...]:
+            return self._view.round, *(transport.reach for transport in self._transports)
+
         while True:
             for rank in self._view.own_ranks:
-                self.offer(rank)
-            known = self._reachable
+                self.bring(rank)
+            known = reach()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_OFFER_AGAIN_S):
-                    await self._view.wait_for(lambda: self._reachable != known)  # noqa: B023
+                    await self._view.wait_for(lambda: reach() != known)  # noqa: B023
 
-    def offer(self, rank: int) -> None:
-        """Offer the newest capture of the own `rank` to its placement peers, while it may be committed."""
+    def bring(self, rank: int) -> None:
+        """Let the newest capture of the own `rank` be brought to its placement peers, while it may be committed."""
         file, round_ = self._slots.newest(rank), self._view.round
-        if file is None or file.pair is None or round_ is None:
+        if file is None or file.pair is None or round_ is None or file.pair < self._view.agreed.next:
             return
-        if file.pair >= self._view.agreed.next:
-            for host in round_.holders(rank, self._view.replicas)[1:]:
-                awaited, reason = self.deliveries.awaited(host, rank, file.pair)
-                if not awaited and (host, rank) not in self._offering:
-                    log.debug("rank %d %s is offered to host %s: %s", rank, file.pair, host, reason)
-                    self._offering.add((host, rank))
-                    self._group.create_task(self._supervisor.once("offer", self._offer(host, rank, file)))
-
-    def offered(self, host: str, offer: Offer) -> None:
-        """Fetch what `host` offers if it runs that rank, and it is this generation's and ours to keep."""
-        rank, pair, round_ = offer.rank, offer.pair, self._view.round
-        if round_ is None or pair[0] != round_.generation or self._slots.find(rank, pair) is not None:
-            return
-        holders = round_.holders(rank, self._view.replicas)
-        if holders[:1] != (host,) or self._view.host not in holders[1:] or self._offered.get(rank) == pair:
-            return
-        self._offered[rank] = pair
-        # The owner's daemon offers only what its trainer does not bring.
-        self.loans.take_away(rank)
-        self._spawn(self._supervisor.once("accept offer", self._accept_offer(host, offer)))
+        for host in round_.holders(rank, self._view.replicas)[1:]:
+            # The first that takes it upon itself is the last that is asked.
+            any(transport.bring(host, rank, file) for transport in self._transports)
 
     async def lend(self, rank: int) -> None:
         """Leave the slots of `rank` to its trainer for the rest of the generation."""
-        async with self._receiving[rank]:
+        async with self._slots.receiving[rank]:
             self._lent.add(rank)
 
     async def abort(self) -> None:
-        """Stop every fetch: the generation is over, and what it left is about to be cleared."""
-        fetches = list(self._fetches)
-        for task in fetches:
+        """Stop whatever is on its way: the generation is over, and what it left is about to be cleared."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*fetches, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._lent.clear()
         self._sources.origins.clear()
-        self.loans.end()
-
-    def detached(self, rank: int) -> None:
-        """Do at once what the trainer of `rank` does not do any more: it is gone."""
-        self.deliveries.gone(rank)
-        self.loans.end(rank)
-        self._view.notify()
+        for transport in self._transports:
+            transport.end()
 
     def repair(self) -> None:
         """Begin to fetch every replica of the round's step that this host must hold and does not, own ranks first.
@@ -214,11 +191,6 @@ class Replicator:
         """Close the connections to peers."""
         await self._sources.close()
 
-    @property
-    def _reachable(self) -> tuple[object, ...]:
-        """What offers go by: who can be reached, and by whom."""
-        return self._view.round, self._view.addresses, self.deliveries.connections
-
     async def _restore(self, rank: int, topology: int) -> Restored:
         round_ = self._view.round
         pair = None if round_ is None else round_.restore
@@ -230,7 +202,7 @@ class Replicator:
         deadline, pause_s = loop.time() + RESTORE_PATIENCE_S, _RETRY_S[0]
         while True:
             late = loop.time() > deadline
-            async with self._receiving[rank]:
+            async with self._slots.receiving[rank]:
                 header, tried, again = await self._local(rank, pair), list[str](), False
                 if header is None:
                     tried, again = await self._sources.fetch_from_any(rank, pair, insist=late)
@@ -289,7 +261,7 @@ class Replicator:
         while self._view.committed == pair and rank not in self._lent:
             if own and (newest := self._slots.newest(rank)) and newest.pair and newest.pair > pair:
                 return
-            async with self._receiving[rank]:
+            async with self._slots.receiving[rank]:
                 if self._slots.find(rank, pair) is not None:
                     return
                 try:
@@ -311,44 +283,13 @@ class Replicator:
         newest = [self._slots.newest(rank) for rank in self._view.own_ranks]
         return all(file is not None and file.pair is not None and file.pair >= pair for file in newest)
 
-    async def _accept_offer(self, host: str, offer: Offer) -> None:
-        rank, pair, geometry = offer.rank, offer.pair, offer.geometry
-        agreed = offer.agreed.or_later(self._view.agreed)
-        pace = OfferPace(in_flight=self._in_flight, patience_s=offer.patience_s)
-        try:
-            async with self._receiving[rank]:
-                peer = await self._sources.peer(host)
-                if peer is None or self._offered[rank] != pair or self._slots.find(rank, pair) is not None:
-                    return
-                if await self._sources.fetch(Holders([peer], pace=pace), rank, pair, geometry, agreed):
-                    self._warned_memory = False
-        except (PeerError, SlotError) as error:
-            log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
-        except MemoryBudgetError as error:
-            if not self._warned_memory:
-                log.error("cannot keep the replica of rank %d, so nothing is committed: %s", rank, error)
-            self._warned_memory = True
-        finally:
-            if self._offered.get(rank) == pair:
-                del self._offered[rank]
+    def _once(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._spawn(self._supervisor.once(name, work))
 
-    async def _offer(self, host: str, rank: int, file: SlotFile) -> None:
-        """Send one offer; at most one is on its way to each host for each rank."""
-        try:
-            peer = await self._sources.peer(host)
-            if peer is None or file.pair is None:
-                return
-            offer = Offer.of(file.slot.header(), agreed=self._view.agreed, patience_s=self._pacer.patience_s)
-            await peer.offer(offer.to_message())
-        except (PeerError, SlotError) as error:
-            log.info("offer of rank %d to host %s failed, it will be repeated: %s", rank, host, error)
-        finally:
-            self._offering.discard((host, rank))
-
-    def _spawn(self, fetch: Coroutine[Any, Any, None]) -> None:
-        self._track(self._group.create_task(fetch))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._track(self._group.create_task(work))
 
     def _track(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
-        self._fetches.add(task)
-        task.add_done_callback(self._fetches.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -105,6 +106,8 @@ class JobSlots:
     adopted: bool = False
     corrupt: dict[int, str] = field(default_factory=dict)
     """Rank → why its slot that was last found corrupt was cleared."""
+    receiving: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """Rank → the lock of whoever receives a replica of it: one at a time."""
     _files: dict[int, list[SlotFile]] = field(default_factory=dict)
     _geometries: dict[int, Geometry] = field(default_factory=dict)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)

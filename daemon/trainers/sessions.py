@@ -13,9 +13,9 @@ from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
 
 from ..base.fields import Fields
 from ..base.spec import JobSpec
-from ..peers.exchange import routes
 from ..peers.pacing import Pacer
 from ..peers.replication import Replicator
+from ..peers.trainer_transport import routes
 from ..run import keys
 from ..run.commit import Missed
 from ..run.hang import HangDetector
@@ -149,17 +149,17 @@ class Sessions:
         previous, self._trainers[rank] = self._trainers.get(rank), trainer
         if previous is not None:
             previous.close()
-            self._replicator.detached(rank)
+            self._replicator.trainers.detached(rank)
         self._hang.attached(rank, pid, generation)
         idle = self._pacer.attach(rank, topology)
         self._slots.update_record(attached=True)
         log.info("rank %d (pid %d) attached in generation %d", rank, pid, generation)
         self._event("attached", rank=rank, monotonic_s=attached_s)
-        replication, known = self._spec.policy.replication, routes(round_, rank, self._view.replicas)
+        replication = self._spec.policy.replication
         return trainer, {
             "restore": pair_value(round_.restore),
             **self._view.agreed.message(),
-            "routes": known.message() if replication.transport == "trainer" else None,
+            "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
             "replication": {
                 **asdict(replication),
                 "copies": len(round_.holders(rank, self._view.replicas)) - 1,
@@ -182,9 +182,9 @@ class Sessions:
             case "allocate_replica":
                 return await trainer.allocate_replica(fields.binary("header"))
             case "received":
-                trainer.received(fields.text("path"))
+                self._replicator.trainers.received(trainer.rank, fields.text("path"))
             case "dropped":
-                trainer.dropped(fields.text("path"))
+                self._replicator.trainers.dropped(trainer.rank, fields.text("path"))
             case "connected":
                 trainer.connected(fields.integers("ranks"))
             case "restored":
@@ -212,7 +212,7 @@ class Sessions:
         if self._trainers.get(trainer.rank) is trainer:
             del self._trainers[trainer.rank]
             self._hang.detached(trainer.rank)
-            self._replicator.detached(trainer.rank)
+            self._replicator.trainers.detached(trainer.rank)
             self._pacer.detach(trainer.rank)
 
     def describe_protection(self) -> dict[str, Any]:

@@ -85,8 +85,7 @@ class Trainer:
         round_ = self.view.round
         if round_ is not None and round_.generation == self.generation:
             hosts = [host for host in round_.hosts if not set(ranks).isdisjoint(round_.ranks(host))]
-            self.replicator.deliveries.connected(self.rank, hosts)
-            self.view.notify()
+            self.replicator.trainers.connected(self.rank, hosts)
 
     async def allocate_replica(self, page: bytes) -> dict[str, Any]:
         """Lend the trainer a slot for the replica whose header `page` another trainer announced.
@@ -96,20 +95,11 @@ class Trainer:
             DaemonError: It is none that this trainer receives, or its generation is over.
         """
         self._check_current()
-        path, held = await self.replicator.loans.lend(self.rank, page)
-        return {"path": path, "held": held}
-
-    def received(self, path: str) -> None:
-        """Hear that a replica was received as a whole."""
-        self.replicator.loans.received(self.rank, path)
-
-    def dropped(self, path: str) -> None:
-        """Hear that the rest of a replica will not be received."""
-        self.replicator.loans.dropped(self.rank, path)
+        return await self.replicator.trainers.lend(self.rank, page)
 
     def progress(self, step: int) -> None:
         """Hear that an optimizer step is done."""
-        self.replicator.deliveries.stepped(self.rank)
+        self.replicator.trainers.stepped(self.rank)
         if not self._stepped:
             self._stepped = True
             self.event("first_step", rank=self.rank, step=step)
@@ -131,10 +121,9 @@ class Trainer:
             log.warning("rank %d: %s with step %d is not held: %s", self.rank, path, step, error)
             return
         file.pair = (generation, step)
-        self.replicator.deliveries.captured(self.rank, file.pair)
         self._pace(header)
         self.view.notify()
-        self.replicator.offer(self.rank)
+        self.replicator.bring(self.rank)
 
     def _pace(self, header: SlotHeader) -> None:
         round_ = self.view.round

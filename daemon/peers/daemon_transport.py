@@ -1,0 +1,170 @@
+"""The transport by daemons: the owner's offers a capture to that of a placement peer, which fetches it over TCP."""
+
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
+from resilient_run.ckpt.format.slot import SlotHeader
+
+from ..base.fields import Fields
+from ..run.commit import Agreed
+from ..run.rounds import Pair, pair_value
+from ..run.view import JobView
+from ..slots.slots import Geometry, JobSlots, SlotFile
+from .fetch import OfferPace, PeerError
+from .holders import Holders
+from .pacing import Pacer
+from .sources import Sources
+
+log = logging.getLogger(__name__)
+
+_MAX_PATIENCE_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A capture that a peer is to hold.
+
+    Attributes:
+        rank: Whose state.
+        pair: Which capture.
+        geometry: Of a slot that can hold it.
+        agreed: What the owner's host knows to be agreed.
+        patience_s: How much longer than usual each range may take, because the owner waits for idle spans.
+    """
+
+    rank: int
+    pair: Pair
+    geometry: Geometry
+    agreed: Agreed
+    patience_s: float
+
+    @classmethod
+    def of(cls, header: SlotHeader, *, agreed: Agreed, patience_s: float) -> Self:
+        """Return the offer of the capture with this header."""
+        return cls(
+            rank=header.rank,
+            pair=(header.generation, header.step),
+            geometry=Geometry(capacity_bytes=header.used_bytes, payload_offset=header.payload_offset),
+            agreed=agreed,
+            patience_s=min(patience_s, _MAX_PATIENCE_S),
+        )
+
+    @classmethod
+    def parse(cls, fields: Fields) -> Self:
+        """Return the offer in a peer's message.
+
+        Raises:
+            DaemonError: It is none.
+        """
+        return cls(
+            rank=fields.integer("rank"),
+            pair=fields.pair(),
+            geometry=Geometry.parse(fields, "used_bytes"),
+            agreed=Agreed.parse(fields),
+            patience_s=fields.number("patience_s", high=_MAX_PATIENCE_S),
+        )
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the fields of the message."""
+        return {
+            "rank": self.rank,
+            **pair_value(self.pair),
+            "used_bytes": self.geometry.capacity_bytes,
+            "payload_offset": self.geometry.payload_offset,
+            **self.agreed.message(),
+            "patience_s": self.patience_s,
+        }
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class DaemonTransport:
+    """Offers captures to the daemons of other hosts, and fetches what they offer: it needs no trainer.
+
+    Attributes:
+        view: What is known of the job.
+        slots: What this host holds.
+        sources: Knows the peers, and fetches.
+        pacer: Says how patient receivers must be.
+        in_flight: Ranges of an offered capture that are asked for ahead.
+        spawn: Runs a named task that ends with the generation.
+        supersede: Ends what comes here of a rank by another transport.
+    """
+
+    view: JobView
+    slots: JobSlots
+    sources: Sources
+    pacer: Pacer
+    in_flight: int
+    spawn: Callable[[str, Coroutine[Any, Any, None]], None]
+    supersede: Callable[[int], None]
+    _offering: set[tuple[str, int]] = field(default_factory=set)
+    _offered: dict[int, Pair] = field(default_factory=dict)
+    _warned_memory: bool = False
+
+    @property
+    def reach(self) -> object:
+        """Where daemons listen."""
+        return self.view.addresses
+
+    def bring(self, host: str, rank: int, file: SlotFile) -> bool:
+        """Offer the capture of `rank` in `file` to `host`; always True."""
+        if (host, rank) not in self._offering:
+            log.debug("rank %d %s is offered to host %s", rank, file.pair, host)
+            self._offering.add((host, rank))
+            self.spawn("offer", self._offer(host, rank, file))
+        return True
+
+    def offered(self, host: str, offer: Offer) -> None:
+        """Fetch what `host` offers if it runs that rank, and it is this generation's and ours to keep."""
+        rank, pair, round_ = offer.rank, offer.pair, self.view.round
+        if round_ is None or pair[0] != round_.generation or self.slots.find(rank, pair) is not None:
+            return
+        holders = round_.holders(rank, self.view.replicas)
+        if holders[:1] != (host,) or self.view.host not in holders[1:] or self._offered.get(rank) == pair:
+            return
+        self._offered[rank] = pair
+        # The owner's daemon offers only what no other transport brings.
+        self.supersede(rank)
+        self.spawn("accept offer", self._accept_offer(host, offer))
+
+    def end(self) -> None:
+        """Forget every offer: the generation is over."""
+        self._offering.clear()
+        self._offered.clear()
+
+    async def _offer(self, host: str, rank: int, file: SlotFile) -> None:
+        """Send one offer; at most one is on its way to each host for each rank."""
+        try:
+            peer = await self.sources.peer(host)
+            if peer is None or file.pair is None:
+                return
+            offer = Offer.of(file.slot.header(), agreed=self.view.agreed, patience_s=self.pacer.patience_s)
+            await peer.offer(offer.to_message())
+        except (PeerError, SlotError) as error:
+            log.info("offer of rank %d to host %s failed, it will be repeated: %s", rank, host, error)
+        finally:
+            self._offering.discard((host, rank))
+
+    async def _accept_offer(self, host: str, offer: Offer) -> None:
+        rank, pair, geometry = offer.rank, offer.pair, offer.geometry
+        agreed = offer.agreed.or_later(self.view.agreed)
+        pace = OfferPace(in_flight=self.in_flight, patience_s=offer.patience_s)
+        try:
+            async with self.slots.receiving[rank]:
+                peer = await self.sources.peer(host)
+                if peer is None or self._offered.get(rank) != pair or self.slots.find(rank, pair) is not None:
+                    return
+                if await self.sources.fetch(Holders([peer], pace=pace), rank, pair, geometry, agreed):
+                    self._warned_memory = False
+        except (PeerError, SlotError) as error:
+            log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
+        except MemoryBudgetError as error:
+            if not self._warned_memory:
+                log.error("cannot keep the replica of rank %d, so nothing is committed: %s", rank, error)
+            self._warned_memory = True
+        finally:
+            if self._offered.get(rank) == pair:
+                del self._offered[rank]
