@@ -408,6 +408,3 @@ class EtcdRendezvous(RendezvousHandler):
 
 def _line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-__all__ = ["EtcdRendezvous"]
