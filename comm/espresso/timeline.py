@@ -95,27 +95,16 @@ class StepSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bubble:
-    """A time in which the links wait for the tensor `before`; communicating the earlier ones faster gains nothing."""
-
-    before: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """All steps of an iteration.
 
     Attributes:
         iteration_s: Backward pass and what follows it.
         spans: Every step, by tensor in ready order.
-        bubbles: In order.
     """
 
     iteration_s: float
     spans: tuple[StepSpan, ...]
-    bubbles: tuple[Bubble, ...]
 
 
 def places(chain: Sequence[Resource]) -> tuple[Place, ...]:
@@ -140,13 +129,13 @@ def places(chain: Sequence[Resource]) -> tuple[Place, ...]:
 def derive(jobs: Sequence[TensorChain], *, overlap: bool = False) -> Timeline:
     """Return the timeline of jobs in ready order; `overlap`: the links have a queue each."""
     made = _Derivation(overlap)
-    for index, job in enumerate(jobs):
-        made.add(index, job)
+    for job in jobs:
+        made.add(job)
     made.decode()
+    order = {job.name: index for index, job in enumerate(jobs)}
     return Timeline(
         iteration_s=max((span.end_s for span in made.spans), default=0.0),
-        spans=tuple(sorted(made.spans, key=lambda span: made.order[span.tensor])),
-        bubbles=tuple(made.bubbles),
+        spans=tuple(sorted(made.spans, key=lambda span: order[span.tensor])),
     )
 
 
@@ -156,16 +145,13 @@ class _Derivation:
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
         self.spans: list[StepSpan] = []
-        self.bubbles: list[Bubble] = []
-        self.order: dict[str, int] = {}
         self._free_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
         self._decodings: list[tuple[str, Work, float]] = []
 
-    def add(self, index: int, job: TensorChain) -> None:
+    def add(self, job: TensorChain) -> None:
         """Place a job behind those before it."""
-        self.order[job.name] = index
         now_s = self._serve(Lane.GPU, job.name, "backward", self._free_s[Lane.GPU], job.backward_s)
-        stolen_s, communicates = 0.0, False
+        stolen_s = 0.0
         for work, place in zip(job.chain, places([work.resource for work in job.chain]), strict=True):
             if work.resource is Resource.GPU and place is Place.LAST:
                 self._decodings.append((job.name, work, now_s))
@@ -177,9 +163,6 @@ class _Derivation:
                 )
                 now_s = end_s
             else:
-                if work.resource.link and not communicates:
-                    communicates = True
-                    self._note_bubble(index, now_s)
                 now_s = self._serve(_lane(work.resource, place), job.name, work.label, now_s, work.seconds)
         self._free_s[Lane.GPU] += stolen_s
 
@@ -196,12 +179,6 @@ class _Derivation:
         for taken in _LINKS if lane in _LINKS and not self._overlap else (lane,):
             self._free_s[taken] = end_s
         return end_s
-
-    def _note_bubble(self, index: int, ready_s: float) -> None:
-        """Note that both links were idle before this tensor could be communicated."""
-        idle_s = max(self._free_s[Lane.INTRA], self._free_s[Lane.INTER])
-        if index and idle_s < ready_s:
-            self.bubbles.append(Bubble(before=index, start_s=idle_s, end_s=ready_s))
 
 
 def _lane(resource: Resource, place: Place) -> Lane:
