@@ -75,13 +75,14 @@ class ProtectionWatch:
         self._makes_captures = makes_captures
         self._every = every
         self._loud = loud
+        self._clock = time.monotonic
         self._lock = threading.Lock()
         self._committed = 0 if capturer.watermark is None else capturer.watermark[1]
         self._done = self._committed
         self._recent: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
         self._first_s: float | None = None
         self._oldest_s: float | None = None
-        self._moved_s = time.monotonic()
+        self._moved_s = self._clock()
         self._commit_s = 0.0
         self._discarded = 0
         self._late_since_s: float | None = None
@@ -93,12 +94,12 @@ class ProtectionWatch:
     def now(self) -> Protection:
         """The protection at this moment."""
         with self._lock:
-            return self._protection(time.monotonic())
+            return self._protection(self._clock())
 
     def stepped(self, step: int) -> None:
         """Hear that `step` is completed."""
         with self._lock:
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._first_s = now_s if self._first_s is None else self._first_s
             self._done = step
             self._recent.append((step, now_s))
@@ -111,7 +112,7 @@ class ProtectionWatch:
         with self._lock:
             if watermark is None or watermark[1] <= self._committed:
                 return
-            now_s, peak = time.monotonic(), self._done - self._committed
+            now_s, peak = self._clock(), self._done - self._committed
             self._committed, self._moved_s = watermark[1], now_s
             self._discarded = self._capturer.stats.discarded
             self._commit_s = next((now_s - at_s for step, at_s in self._recent if step >= self._committed), 0.0)
@@ -126,12 +127,12 @@ class ProtectionWatch:
         """Tell a daemon that may have been started anew how it stands."""
         with self._lock:
             if self._told:
-                self._notify(self._told, self._reason(time.monotonic()))
+                self._notify(self._told, self._reason(self._clock()))
 
     def close(self) -> None:
         """Say how long the run was not protected, if that was long."""
         with self._lock:
-            now_s = time.monotonic()
+            now_s = self._clock()
             total_s = now_s - (now_s if self._first_s is None else self._first_s)
             unprotected_s = self._unprotected_s + (now_s - self._told_s if self._told else 0.0)
             if self._loud and unprotected_s > _LONG_SHARE * total_s:
