@@ -122,16 +122,17 @@ class _Search:
             deadline_s: When the communication of a group that begins with tensor 0 has to end; of others it is later,
                 by the decoding of the bytes before them.
         """
+        size, ready = self._size, self._ready
         encoding_s, latency_s, send_s = count * self._encode.alpha_s, self._send.alpha_s, self._send.beta_s_per_byte
         # A group that waits for the one before is sent at the lead of its start plus what all bytes up to its end take.
-        leads_s = [sent_s - send_s * size for sent_s, size in zip(before, self._size, strict=True)]
-        deadlines_s = [deadline_s + self._decode.beta_s_per_byte * size for size in self._size]
+        leads_s = [sent_s - send_s * passed for sent_s, passed in zip(before, size, strict=True)]
+        deadlines_s = [deadline_s + self._decode.beta_s_per_byte * passed for passed in size]
         sent, chosen = [float("inf")] * (self._count + 1), [-1] * (self._count + 1)
         idle = -1  # the last start before which communication has ended when the group is encoded
         busy: deque[int] = deque()  # the later starts that may be best for some end, the one with the least lead first
         for end in range(count, self._count + 1):
-            encoded_s = self._ready[end] + encoding_s
-            travel_s = latency_s + send_s * self._size[end]
+            encoded_s = ready[end] + encoding_s
+            travel_s = latency_s + send_s * size[end]
             start = end - 1
             if before[start] < float("inf"):
                 while busy and leads_s[busy[-1]] >= leads_s[start]:
@@ -144,7 +145,7 @@ class _Search:
             if busy:
                 sent[end], chosen[end] = leads_s[busy[0]] + travel_s, busy[0]
             if idle >= 0:
-                sent_s = encoded_s - send_s * self._size[idle] + travel_s
+                sent_s = encoded_s - send_s * size[idle] + travel_s
                 if sent_s <= min(sent[end], deadlines_s[idle]):
                     sent[end], chosen[end] = sent_s, idle
         return sent, chosen
