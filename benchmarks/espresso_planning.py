@@ -13,11 +13,12 @@ from pathlib import Path
 
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, espresso_plan, upper_bound_s
+from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, espresso_plan
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
-from resilient_run.comm.plan.curve import Affine, Table
+from resilient_run.comm.plan.constraints import gpu_only
+from resilient_run.comm.plan.curve import FREE, Affine, Table
 from resilient_run.comm.plan.model import Model, read_model
-from resilient_run.comm.plan.tree import Device
+from resilient_run.comm.plan.tree import Device, all_options
 
 THESIS_MS = {"lstm": 1, "vgg16": 17, "gpt2": 99, "ugatit": 84, "resnet50": None, "bert_base": 125, "resnet101": 179}
 LINKS_GBIT = {"nvlink-100": (1200, 100), "pcie-25": (100, 25)}
@@ -80,6 +81,15 @@ def planning_times(models: list[Model], repetitions: int) -> dict[str, dict[str,
             "exact, CPUs": planning(model, cluster, "espresso", repetitions),
         }
     return found
+
+
+def upper_bound_s(model: Model, cluster: Cluster) -> float:
+    """Return an iteration time that no strategy beats: compression takes no time (thesis, Section 4.8.1)."""
+    free = Coder(compress=FREE, decompress=FREE, accumulate=FREE)
+    coders = dict.fromkeys(cluster.compressor.coders, free)
+    costless = replace(cluster, compressor=replace(cluster.compressor, coders=coders))
+    job = Espresso(model, costless, [option for option in all_options() if gpu_only(option)])
+    return cluster.forward_s + job.best(range(len(job.options))).bound_s
 
 
 def iterations(model: Model, links: str, compressor: str) -> dict[str, float]:

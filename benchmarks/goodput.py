@@ -1,7 +1,7 @@
 """What do failures cost? Figures 6.9 to 6.12 and 6.15 of the Gemini chapter, and the same for what we measured.
 
 No job runs: the constants of the thesis's testbed (GPT-2 100B on 16 p4d.24xlarge) and ours (the newest results of
-`capture_stall.py` and `recovery_time.py` beside the output) go through one model, `resilient_run.daemon.ctl.wasted`.
+`capture_stall.py` and `recovery_time.py` beside the output) go through one model, `wasted.py`.
 
     python benchmarks/goodput.py --json benchmarks/results/goodput.json [--plots benchmarks/results]
 
@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from report import parser, table, write_json
-
-from resilient_run.ckpt.format.placement import placement
-from resilient_run.ckpt.format.survival import sampled_survival, survival, union_bound
-from resilient_run.daemon.ctl.wasted import (
+from wasted import (
     DAY_S,
     CheckpointCost,
     effective_ratio,
     expected_wasted_s,
     high_frequency_s,
     linear_ratio,
+    sampled_survival,
     simulated_ratio,
 )
+
+from resilient_run.ckpt.format.placement import placement
+from resilient_run.ckpt.format.survival import survival, union_bound
 
 # Sections 6.2.2 and 6.7: the iteration of GPT-2 100B, 12 bytes of state for each parameter, 20 Gbit/s altogether to the
 # remote storage, and at most 3 s to fetch a checkpoint from another host's memory.

@@ -352,6 +352,3 @@ def _reason(result: RunResult) -> str:
         return "the training script succeeded on every host"
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
     return f"rank {rank} (pid {failure.pid}) {_died(failure.exitcode)}"
-
-
-__all__ = ["ResilientAgent", "make_agent"]

@@ -217,6 +217,3 @@ def _remove_abandoned() -> None:
             continue
         finally:
             os.close(lock)
-
-
-__all__ = ["EmbeddedEtcd", "EtcdServerError", "find_etcd"]

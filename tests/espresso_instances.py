@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
 from resilient_run.comm.espresso import maxplus
 from resilient_run.comm.espresso.strategy import Choice, CostedStep, Problem, Strategy
-from resilient_run.comm.espresso.timeline import Resource
+from resilient_run.comm.espresso.timeline import Lane, Resource, Timeline
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.tree import Device
@@ -24,6 +25,17 @@ ALL_RESOURCES = (
     (INTRA, CPU, INTER, GPU, INTRA),
     (CPU, INTRA, GPU, CPU, INTER, INTRA, GPU),
 )
+
+
+def bubbles(found: Timeline) -> list[tuple[int, float, float]]:
+    """Return which tensors both links wait for, from when, and until when."""
+    made, sent_s = [], 0.0
+    for place, (_, spans) in enumerate(groupby(found.spans, key=lambda span: span.tensor)):
+        on_links = [span for span in spans if span.lane in (Lane.INTRA, Lane.INTER)]
+        if place and on_links and sent_s < on_links[0].start_s:
+            made.append((place, sent_s, on_links[0].start_s))
+        sent_s = max([sent_s, *(span.end_s for span in on_links)])
+    return made
 
 
 def steps(resources: Sequence[Resource], seconds: np.ndarray) -> Choice:

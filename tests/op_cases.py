@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from resilient_run.comm.ops.coo import Coo
 from resilient_run.comm.ops.kernels import bits
 from resilient_run.comm.ops.op import Backend, Op
+from resilient_run.comm.zen.histogram import Parts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +56,12 @@ RUNNERS = pytest.mark.parametrize(
         else pytest.param(Runner(backend="cuda"), id="simulator"),
     ],
 )
+
+
+def lists(found: Parts) -> list[Coo]:
+    """Return the indices and values of each part."""
+    each = zip(found.indices.split(found.counts), found.values.split(found.counts), strict=True)
+    return [Coo(indices, values) for indices, values in each]
 
 
 def sparse(numel: int, density: float, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

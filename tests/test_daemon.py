@@ -298,7 +298,7 @@ def test_second_live_launcher_of_a_run_is_refused(hosts: Hosts) -> None:
 
 def test_new_incarnation_of_a_run_id_starts_from_nothing(hosts: Hosts) -> None:
     hosts.commit(hosts.run("a"), [1, 2])
-    hosts.etcd(lambda etcd: etcd.delete_prefix(hosts.prefix))
+    hosts.etcd(lambda etcd: etcd.commit({}, {}, [hosts.prefix]))
     hosts.create_job("second")
     hosts.form_round(1, "a")
     wait_until(lambda: hosts["a"].held() == {}, timeout_s=30, what="removal of the first life's slots")

@@ -11,19 +11,14 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from espresso_instances import affine, cluster
+from espresso_planning import upper_bound_s
 from ranks import run_hosts
 from torch import nn
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
-from resilient_run.comm.espresso.espresso import (
-    ESPRESSO_PLANNERS,
-    Espresso,
-    NoPlanError,
-    espresso_plan,
-    upper_bound_s,
-)
+from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, NoPlanError, espresso_plan
 from resilient_run.comm.espresso.fused import alone_or_dense, fused_plan
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.plan import constraints

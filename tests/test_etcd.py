@@ -93,7 +93,7 @@ def test_put_get_list_delete(etcd_config: EtcdConfig, prefix: str) -> None:
         }
         await etcd.delete(f"{prefix}a")
         assert list(await etcd.list(prefix)) == [f"{prefix}b/c"]
-        await etcd.delete_prefix(f"{prefix}b")
+        await etcd.commit({}, {}, [f"{prefix}b/"])
         assert await etcd.list(prefix) == {}
 
     with_etcd(etcd_config, scenario)

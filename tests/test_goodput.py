@@ -9,11 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-
-from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.goodput import PHASES, read_ledger
-from resilient_run.daemon.ctl.cli import resilientctl
-from resilient_run.daemon.ctl.wasted import (
+from wasted import (
     DAY_S,
     CheckpointCost,
     effective_ratio,
@@ -22,6 +18,10 @@ from resilient_run.daemon.ctl.wasted import (
     linear_ratio,
     simulated_ratio,
 )
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.goodput import PHASES, read_ledger
+from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.launcher import timeline
 
 

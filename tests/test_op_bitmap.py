@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import EACH_GRADIENT, RUNNERS, Runner, same, sparse
+from op_cases import EACH_GRADIENT, RUNNERS, Runner, lists, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
@@ -55,7 +55,7 @@ def test_bitmaps_of_others_are_not_trusted(run: Runner) -> None:
 def test_hash_bitmap_names_the_indices_of_a_part(run: Runner, numel: int, parts: int, chunk: int) -> None:
     spread = Spread(numel=numel, parts=parts, seed=2, chunk=chunk)
     gradient = sparse(numel, 0.4)
-    for part, (indices, values) in enumerate(partition(*coo_encode(gradient), spread).split()):
+    for part, (indices, values) in enumerate(lists(partition(*coo_encode(gradient), spread))):
         bitmap = run(hash_bitmap_encode, indices.flip(0), spread, part)
         assert bitmap.numel() == bitmap_bytes(spread.size(part))
         same([run(hash_bitmap_decode, bitmap, spread, part)], [indices])

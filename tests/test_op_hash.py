@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import RUNNERS, Runner, same, sparse
+from op_cases import RUNNERS, Runner, lists, same, sparse
 
 from resilient_run.comm.errors import OpError
 from resilient_run.comm.ops.coo import coo_encode
@@ -14,7 +14,7 @@ from resilient_run.comm.zen.histogram import Parts, partition
 def assert_complete(found: Hashed, expected: Parts) -> None:
     """Each part has the entries of `expected`, in any order."""
     assert found.parts.counts == expected.counts
-    for ours, theirs in zip(found.parts.split(), expected.split(), strict=True):
+    for ours, theirs in zip(lists(found.parts), lists(expected), strict=True):
         order = ours.indices.argsort()
         same((ours.indices[order], ours.values[order]), theirs)
 

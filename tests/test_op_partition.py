@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import RUNNERS, Runner, same, sparse
+from op_cases import RUNNERS, Runner, lists, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
@@ -56,7 +56,7 @@ def test_stable_and_exact(run: Runner, numel: int, parts: int, chunk: int) -> No
     owners = spread.owners(indices)
     expected = [indices[owners == part] for part in range(parts)]
     assert found.counts == [len(each) for each in expected]
-    for mine, part in zip(found.split(), expected, strict=True):
+    for mine, part in zip(lists(found), expected, strict=True):
         same(mine, (part, values[torch.isin(indices, part)]))
     for part in range(parts):
         own = run(positions, expected[part], spread)
@@ -75,7 +75,7 @@ def test_any_order_and_type(run: Runner, dtype: torch.dtype) -> None:
 @RUNNERS
 def test_nothing_to_divide(run: Runner) -> None:
     found = run(partition, torch.empty(0, dtype=torch.int32), torch.empty(0), Spread(numel=9, parts=3))
-    assert [len(each.indices) for each in found.split()] == found.counts == [0, 0, 0]
+    assert [len(each.indices) for each in lists(found)] == found.counts == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -83,7 +83,7 @@ def lose_everything(hosts: Hosts) -> list[list[int]]:
     """Take all daemons, their memory and the run's keys away; begin the run anew as the first launcher does."""
     for host in hosts.hosts.values():
         host.close()
-    hosts.etcd(lambda etcd: etcd.delete_prefix(hosts.prefix))
+    hosts.etcd(lambda etcd: etcd.commit({}, {}, [hosts.prefix]))
     hosts.create_job("second")
     for host in hosts.hosts.values():
         host.start()

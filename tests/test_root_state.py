@@ -217,7 +217,7 @@ def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) 
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-            await etcd.delete_prefix(prefix)
+            await etcd.commit({}, {}, [prefix])
             await etcd.close()
         assert lasting(early.view) == late.view
         assert early.watermark == (1, 5)

@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from wasted import sampled_survival
 
 from resilient_run.ckpt.format.placement import Placement, placement
-from resilient_run.ckpt.format.survival import fatal_domains, sampled_survival, survival, union_bound
+from resilient_run.ckpt.format.survival import fatal_domains, survival, union_bound
 from resilient_run.daemon.ctl.cli import resilientctl
 
 

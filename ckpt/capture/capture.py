@@ -281,20 +281,19 @@ class Capturer:
                     self._skip(job)
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
+        """Return what the capture thread does next, None if it waits; what it copies has claimed its slot."""
         job = self._job
         if job is None:
             return "stop" if self._closing else None
-        if job.phase is _Phase.PENDING and not self._must_allocate(job):
+        allocates = self._must_allocate(job)
+        if job.phase is _Phase.PENDING and not allocates:
             self._claim(job)
         if job.phase is _Phase.COPYING:
             return "copy"
         if self._closing:
             return "stop"
         # Slots in use are asked for again at once, so that the daemon hears what they hold; the first ones on demand.
-        wanted = job.phase is _Phase.PENDING or self._slots.slots
-        if wanted and self._must_allocate(job):
-            return "allocate"
-        return None
+        return "allocate" if allocates and (job.phase is _Phase.PENDING or self._slots.slots) else None
 
     def _must_allocate(self, job: _Job) -> bool:
         return job.plan is not self._refused and (self._stale or self._outgrown(job))
@@ -425,7 +424,7 @@ class Capturer:
     def _digester_of(self, job: _Job) -> Digester:
         plan = job.plan
         if self._digester is None or self._digester[0] is not plan:
-            pieces = [(piece.leaf, piece.start) for pieces in plan.chunks for piece in pieces if piece.leaf is not None]
+            pieces = [(leaf, piece.start) for _, leaf, piece in plan.live_pieces]
             digester = Digester(plan.specs, plan.layout, job.node, pieces, rank=self._env.rank, trained=job.trained)
             self._digester = plan, digester
         return self._digester[1]

@@ -94,6 +94,8 @@ class CapturePlan:
         live: Indices of the leaves that are read behind training; the other ones are staged.
         on_devices: How those of them are captured that are on devices.
         chunks: The pieces of each chunk of the payload, but for those of `on_devices`.
+        live_pieces: Chunk, leaf and piece of each live one among them, in their order.
+        staged_pieces: The other ones.
         whole: Of each chunk, whether it is one piece of a live leaf, whose fingerprint is then its checksum.
         devices: The CUDA devices that hold leaves.
     """
@@ -134,6 +136,9 @@ class CapturePlan:
         # Later steps write to its memory as well, in whatever mode this one is.
         with torch.inference_mode(False):
             self._cut()
+        cut = [(chunk, piece) for chunk, pieces in enumerate(self.chunks) for piece in pieces]
+        self.live_pieces = [(chunk, piece.leaf, piece) for chunk, piece in cut if piece.leaf is not None]
+        self.staged_pieces = [piece for _, piece in cut if piece.leaf is None]
         ends = [
             min(end, self.layout.payload_bytes)
             for end in range(CHUNK_BYTES, CHUNK_BYTES * (len(self.chunks) + 1), CHUNK_BYTES)
@@ -170,10 +175,8 @@ class CapturePlan:
         addresses = {index: leaf.data_ptr() for index, leaf in live.items()}
         views = {index: _memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
         fingerprints = [
-            xxhash.xxh3_64_intdigest(views[piece.leaf][piece.offset : piece.offset + piece.end - piece.start])
-            for pieces in self.chunks
-            for piece in pieces
-            if piece.leaf is not None
+            xxhash.xxh3_64_intdigest(views[leaf][piece.offset : piece.offset + piece.end - piece.start])
+            for _, leaf, piece in self.live_pieces
         ]
         return Staged(live=live, addresses=addresses, fingerprints=fingerprints, captures=captures, ready=ready)
 
@@ -217,6 +220,36 @@ class CapturePlan:
             start = stop
 
 
+class _Proof:
+    """The checksums of what has arrived in a slot, made where that is compared with what `step()` saw."""
+
+    def __init__(self, plan: CapturePlan, target: MappedSlot) -> None:
+        self.checksums = np.zeros(len(plan.chunks), dtype=np.uint64)
+        self._plan = plan
+        self._target = target
+        start = target.slot.payload_offset
+        self._payload = target.slot.buffer[start : start + plan.layout.payload_bytes]
+
+    def piece(self, chunk: int, piece: _Piece) -> int:
+        """Return the hash of a piece, which is the checksum of its chunk if it is all of that."""
+        digest = xxhash.xxh3_64_intdigest(self._payload[piece.start : piece.end])
+        self.checksums[chunk] = digest
+        return digest
+
+    def rest(self, staged: Staged) -> int | None:
+        """Add the checksums of all other chunks; return a leaf on a device of which one has not what it had, if any."""
+        for chunk, whole in enumerate(self._plan.whole):
+            if whole:
+                continue
+            arrived = self._payload[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            self.checksums[chunk] = xxhash.xxh3_64_intdigest(arrived)
+            # After the checksum, so that nothing can change between this proof and what vouches for it later.
+            differ = (capture.differs(self._target.payload, chunk) for capture in staged.captures)
+            if (changed := next((leaf for leaf in differ if leaf is not None), None)) is not None:
+                return changed
+        return None
+
+
 class Copier:
     """Copies staged states into slots and computes the chunk checksums, in the thread that calls it."""
 
@@ -247,83 +280,46 @@ class Copier:
             on_released: Called once no live leaf on the host is read any more; `staged.hold` covers all others.
             on_copied: Called once the staged copies may be overwritten.
         """
+        proof = _Proof(plan, target)
         try:
-            return self._copy(plan, staged, target, hurries, on_released, on_copied)
+            target.zero_gaps(plan.specs, plan.layout)
+            moved = [capture.begin(target.payload) for capture in staged.captures]
+            changed, put_off = self._copy_live(plan, staged, target, proof, hurries)
+            on_released()
+            if changed is None:
+                changed = next((leaf for chunk, leaf, piece, saw in put_off if proof.piece(chunk, piece) != saw), None)
+            changed = next((leaf for leaf in moved if leaf is not None), changed)
+            for _, ready in staged.ready:
+                ready.synchronize()
+            if changed is None:
+                for piece in plan.staged_pieces:
+                    self._move(target.address + piece.start, plan.staged_address(piece), piece.end - piece.start)
+            on_copied()
+            for capture in staged.captures:
+                capture.finish()
+            if changed is None:
+                changed = proof.rest(staged)
+            return Copied(checksums=proof.checksums, changed=None if changed is None else plan.paths[changed])
         finally:
             # Whatever happened: nothing may arrive in a slot that is used for something else, or is gone.
             for capture in staged.captures:
                 capture.finish()
 
-    def _copy(
-        self,
-        plan: CapturePlan,
-        staged: Staged,
-        target: MappedSlot,
-        hurries: Callable[[], bool],
-        on_released: Callable[[], None],
-        on_copied: Callable[[], None],
-    ) -> Copied:
-        target.zero_gaps(plan.specs, plan.layout)
-        size = plan.layout.payload_bytes
-        payload = target.slot.buffer[target.slot.payload_offset : target.slot.payload_offset + size]
-        checksums = np.zeros(len(plan.chunks), dtype=np.uint64)
-        moved = [capture.begin(target.payload) for capture in staged.captures]
-        changed = self._copy_live(plan, staged, target, payload, checksums, hurries, on_released)
-        changed = next((leaf for leaf in moved if leaf is not None), changed)
-        for _, ready in staged.ready:
-            ready.synchronize()
-        if changed is None:
-            for pieces in plan.chunks:
-                for piece in pieces:
-                    if piece.leaf is None:
-                        self._move(target.address + piece.start, plan.staged_address(piece), piece.end - piece.start)
-        on_copied()
-        for capture in staged.captures:
-            capture.finish()
-        for chunk in range(len(plan.chunks)):
-            if changed is None and not plan.whole[chunk]:
-                checksums[chunk] = xxhash.xxh3_64_intdigest(payload[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
-                # After the checksum, so that nothing can change between this proof and what vouches for it later.
-                differ = (capture.differs(target.payload, chunk) for capture in staged.captures)
-                changed = next((leaf for leaf in differ if leaf is not None), None)
-        return Copied(checksums=checksums, changed=None if changed is None else plan.paths[changed])
-
     def _copy_live(
-        self,
-        plan: CapturePlan,
-        staged: Staged,
-        target: MappedSlot,
-        payload: memoryview,
-        checksums: npt.NDArray[np.uint64],
-        hurries: Callable[[], bool],
-        on_released: Callable[[], None],
-    ) -> int | None:
-        """Copy the live leaves and verify what arrived; return the first that changed, if any."""
-        put_off: list[tuple[int, _Piece, int]] = []
-
-        def differs(chunk: int, piece: _Piece, fingerprint: int) -> bool:
-            checksums[chunk] = digest = xxhash.xxh3_64_intdigest(payload[piece.start : piece.end])
-            return digest != fingerprint
-
-        changed: int | None = None
-        expected = iter(staged.fingerprints)
-        for chunk, pieces in enumerate(plan.chunks):
-            for piece in pieces:
-                if piece.leaf is None or changed is not None:
-                    continue
-                fingerprint, address = next(expected), staged.addresses[piece.leaf]
-                if staged.live[piece.leaf].data_ptr() != address or not self._write(piece, address, target):
-                    changed = piece.leaf
-                    continue
-                # While it is in the processor's cache, unless training waits.
-                if hurries():
-                    put_off.append((chunk, piece, fingerprint))
-                elif differs(chunk, piece, fingerprint):
-                    changed = piece.leaf
-        on_released()
-        if changed is None:
-            changed = next((piece.leaf for chunk, piece, digest in put_off if differs(chunk, piece, digest)), None)
-        return changed
+        self, plan: CapturePlan, staged: Staged, target: MappedSlot, proof: "_Proof", hurries: Callable[[], bool]
+    ) -> tuple[int | None, list[tuple[int, int, _Piece, int]]]:
+        """Copy the live leaves; return the first that changed, if any, and what training did not wait to see proven."""
+        put_off: list[tuple[int, int, _Piece, int]] = []
+        for (chunk, leaf, piece), fingerprint in zip(plan.live_pieces, staged.fingerprints, strict=True):
+            address = staged.addresses[leaf]
+            if staged.live[leaf].data_ptr() != address or not self._write(piece, address, target):
+                return leaf, put_off
+            # While it is in the processor's cache, unless training waits.
+            if hurries():
+                put_off.append((chunk, leaf, piece, fingerprint))
+            elif proof.piece(chunk, piece) != fingerprint:
+                return leaf, put_off
+        return None, put_off
 
     def _write(self, piece: _Piece, address: int, target: MappedSlot) -> bool:
         """Copy a piece of the live leaf at `address`; False when there is no such memory any more.

@@ -22,7 +22,7 @@ cryptography. It is no defence against somebody who can read them, and need not 
 deliver them. Fragments are short so that all weights (8 KiB) stay in the first cache. Sums modulo 2^64 can be made in
 any order, so that all threads of a GPU work at once; XXH3 has a fixed one.
 
-Three implementations of one operation, as in `comm`, that take and return the same; this module imports numba.
+Two implementations of one operation, for CPUs and for GPUs, that take and return the same; this module imports numba.
 """
 
 import functools
@@ -56,35 +56,22 @@ def weights() -> Tensor:
     return torch.frombuffer(bytearray(os.urandom(8 * (FRAGMENT_BYTES // _WORD_BYTES + 1))), dtype=torch.int64)
 
 
-def fingerprint_reference(words: Tensor, starts: Tensor, sizes: Tensor, weights: Tensor) -> Tensor:
-    """Return the fingerprints of fragments of `words`, int64, [fragments, 2]: the specification of the kernels.
+def fingerprint_cpu(words: Tensor, starts: Tensor, sizes: Tensor, weights: Tensor) -> Tensor:
+    """Return the fingerprints of fragments of `words`, int64, [fragments, 2]; without the interpreter's lock.
 
     Args:
-        words: Memory, int32, 1-D; beyond the last bytes of a fragment nothing of it matters.
+        words: Memory of the CPU, int32, 1-D; beyond the last bytes of a fragment nothing of it matters.
         starts: The word with which each fragment begins, int64.
         sizes: The bytes of each fragment, int64, 0 to `FRAGMENT_BYTES`.
         weights: int64, `FRAGMENT_BYTES` // 4 + 1 of them.
     """
-    found = torch.empty(len(starts), _LANES, dtype=torch.int64, device=words.device)
-    for row, start, size in zip(found, starts.tolist(), sizes.tolist(), strict=True):
-        count = -(-size // _WORD_BYTES)
-        fragment = words[start : start + count].long() & 0xFFFF_FFFF
-        if size % _WORD_BYTES:
-            fragment[-1] &= (1 << 8 * (size % _WORD_BYTES)) - 1
-        for lane in range(_LANES):
-            row[lane] = size + (weights[lane : count + lane] * fragment).sum()
-    return found
-
-
-def fingerprint_cpu(words: Tensor, starts: Tensor, sizes: Tensor, weights: Tensor) -> Tensor:
-    """Return what `fingerprint_reference` does, of memory on the CPU; without the interpreter's lock."""
     found = torch.empty(len(starts), _LANES, dtype=torch.int64)
     _sum_on_cpu(_words(words), starts.numpy(), sizes.numpy(), _unsigned(weights), _unsigned(found))
     return found
 
 
 def fingerprint_cuda(words: Tensor, starts: Tensor, sizes: Tensor, weights: Tensor) -> Tensor:
-    """Return what `fingerprint_reference` does, on torch's current stream of the GPU; does not wait for it.
+    """Return what `fingerprint_cpu` does, on torch's current stream of the GPU; does not wait for it.
 
     In numba's simulator tensors are on the CPU.
     """

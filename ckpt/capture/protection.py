@@ -60,7 +60,6 @@ class ProtectionWatch:
         makes_captures: bool,
         every: Callable[[], int],
         loud: bool,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with what is committed now.
 
@@ -70,21 +69,20 @@ class ProtectionWatch:
             makes_captures: Whether captures are made at all.
             every: Returns of how many steps one is captured at most.
             loud: Whether this rank tells.
-            clock: Monotonic seconds.
         """
         self._capturer = capturer
         self._link = link
         self._makes_captures = makes_captures
         self._every = every
         self._loud = loud
-        self._clock = clock
+        self._clock = time.monotonic
         self._lock = threading.Lock()
         self._committed = 0 if capturer.watermark is None else capturer.watermark[1]
         self._done = self._committed
         self._recent: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
         self._first_s: float | None = None
         self._oldest_s: float | None = None
-        self._moved_s = clock()
+        self._moved_s = self._clock()
         self._commit_s = 0.0
         self._discarded = 0
         self._late_since_s: float | None = None

@@ -1,7 +1,7 @@
 """Beginning a run with an import: the registered objects take what it has under their names, in any world size."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -94,43 +94,47 @@ def _of_rank(state: Mapping[str, Any], rank: int, world_size: int, whole: Collec
     ranks = state.get(RANKS)
     if not isinstance(ranks, dict) or not ranks:
         return _Saved(objects=objects, values=objects, rng=None)
-    for part in ranks.values():
-        if not isinstance(part, dict) or not all(
-            isinstance(part.get(name, {}), dict) for name in ("objects", "values")
-        ):
-            raise StateError(f"what it has below {RANKS} was not written by `resilientctl export`")
+    parts = list(ranks.values())
+    if not all(_is_part(part) for part in parts):
+        raise StateError(f"what it has below {RANKS} was not written by `resilientctl export`")
     own = ranks.get(str(rank), {}) if len(ranks) == world_size else {}
-    for path in sorted({path for part in ranks.values() for path in part.get("objects", {})}):
-        if not own:
-            if not any(path == name or path.startswith(f"{name}.") for name in whole):
-                objects = _with(objects, path, _ABSENT)
-        elif path in own.get("objects", {}):
-            objects = _with(objects, path, own["objects"][path])
+    if own:
+        changes = own.get("objects", {})
+    else:
+        paths = {path for part in parts for path in part.get("objects", {})}
+        changes = {path: _ABSENT for path in paths if not any(f"{path}.".startswith(f"{name}.") for name in whole)}
+    for path in sorted(changes):
+        objects = _with(objects, path, changes[path])
     values = own.get("values")
     if values is None:
-        first, *others = (part.get("values", {}) for part in ranks.values())
+        first, *others = (part.get("values", {}) for part in parts)
         values = {
             name: value for name, value in first.items() if all(_is_same(value, other.get(name)) for other in others)
         }
     return _Saved(objects=objects, values={**objects, **values}, rng=own.get("rng"))
 
 
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and all(isinstance(part.get(name, {}), dict) for name in ("objects", "values"))
+
+
+def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dict, list or tuple by key or index; nothing else has some."""
+    if isinstance(tree, dict):
+        return tree.items()
+    return enumerate(tree) if isinstance(tree, list | tuple) else ()
+
+
 def _with(tree: Any, path: str, value: Any) -> Any:
     """Return `tree` with `value` at the dotted `path`, if there is something; `_ABSENT` takes that away."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list | tuple) else ())
-    for key, item in items:
-        if str(key) == path:
-            changed = value
-        elif path.startswith(f"{key}."):
-            changed = _with(item, path.removeprefix(f"{key}."), value)
-        else:
-            continue
-        if isinstance(tree, dict):
-            kept = {other: item for other, item in tree.items() if other != key or changed is not _ABSENT}
-            return {**kept, **({} if changed is _ABSENT else {key: changed})}
-        # A list without one of its items would be another list.
-        return _ABSENT if changed is _ABSENT else type(tree)([*tree[:key], changed, *tree[key + 1 :]])
-    return tree
+    key: Any = next((key for key, _ in _items(tree) if f"{path}.".startswith(f"{key}.")), _ABSENT)
+    if key is _ABSENT:
+        return tree
+    changed = value if str(key) == path else _with(tree[key], path.removeprefix(f"{key}."), value)
+    if isinstance(tree, dict):
+        return {other: item for other, item in {**tree, key: changed}.items() if item is not _ABSENT}
+    # A list without one of its items would be another list.
+    return _ABSENT if changed is _ABSENT else type(tree)([*tree[:key], changed, *tree[key + 1 :]])
 
 
 def _is_same(left: Any, right: Any) -> bool:
@@ -160,12 +164,7 @@ def _at(objects: Any, name: str) -> Any:
     """Return what is at `name`, which is a dotted path for objects in lists and dicts; `_ABSENT` if nothing is."""
     if isinstance(objects, dict) and name in objects:
         return objects[name]
-    items = (
-        objects.items()
-        if isinstance(objects, dict)
-        else enumerate(objects if isinstance(objects, list | tuple) else ())
-    )
-    for key, item in items:
+    for key, item in _items(objects):
         if str(key) == name:
             return item
         if name.startswith(f"{key}."):

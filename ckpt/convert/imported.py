@@ -103,30 +103,14 @@ class Imported:
             for name, size in self.manifest.file_bytes.items():
                 if files.size(name) != size:
                     raise SlotError(f"{name} has {files.size(name)} bytes, not {size}")
-            index = files.read(INDEX, 0, self.manifest.index_bytes)
-            table = files.read(CHECKSUMS, 0, self.manifest.table_bytes)
-            for name, content, checksum in (
-                (INDEX, index, self.manifest.index_checksum),
-                (CHECKSUMS, table, self.manifest.table_checksum),
-            ):
-                if xxhash.xxh3_64_intdigest(content) != checksum:
-                    raise SlotError(f"{name} does not match its checksum")
+            index = files.verified(INDEX, self.manifest.index_bytes, self.manifest.index_checksum)
+            table = files.verified(CHECKSUMS, self.manifest.table_bytes, self.manifest.table_checksum)
             found = parse(index, self.manifest.data_bytes)
             if any(spec.shard is not None for spec in found.tensors):
                 raise SlotError(f"{INDEX} has a shard")
             data = _Data(files, self.manifest.data_bytes, np.frombuffer(table, dtype="<u8"))
-
-            def leaf(index: int) -> Any:
-                spec, offset = found.tensors[index], found.offsets[index]
-                if spec.kind == "torch":
-                    return StoredTensor(spec, offset, data)
-                content = bytearray(spec.nbytes)
-                data.read_into(memoryview(content), offset)
-                if spec.kind == "bytes":
-                    return bytes(content)
-                return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=content)
-
-            state = unflatten(entries(found.tree)["objects"], leaf)
+            tree = entries(found.tree)["objects"]
+            state = unflatten(tree, lambda index: data.leaf(found.tensors[index], found.offsets[index]))
         except KeyError as error:
             raise SlotError(f"the import in {files.shown}: {INDEX} has no objects") from error
         except SlotError as error:
@@ -160,6 +144,12 @@ class _Files:
             raise SlotError(f"{name} ends {end - start - len(data)} bytes before byte {end}")
         return data
 
+    def verified(self, name: str, size: int, checksum: int) -> bytes:
+        content = self.read(name, 0, size)
+        if xxhash.xxh3_64_intdigest(content) != checksum:
+            raise SlotError(f"{name} does not match its checksum")
+        return content
+
     @contextmanager
     def _storage(self, doing: str) -> Iterator[None]:
         try:
@@ -182,6 +172,16 @@ class _Data:
         self._size_bytes = size_bytes
         self._checksums = checksums
         self._block: tuple[int, bytes] = (-1, b"")
+
+    def leaf(self, spec: TensorSpec, offset: int) -> Any:
+        """Return the leaf at `offset`; a torch tensor is read later."""
+        if spec.kind == "torch":
+            return StoredTensor(spec, offset, self)
+        content = bytearray(spec.nbytes)
+        self.read_into(memoryview(content), offset)
+        if spec.kind == "bytes":
+            return bytes(content)
+        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=content)
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Fill `target` with the payload from byte `start` on."""

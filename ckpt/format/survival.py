@@ -1,6 +1,5 @@
-"""How likely memory survives when k hosts are lost at once (Gemini, Section 6.4): counted, bounded, sampled."""
+"""How likely memory survives when k hosts are lost at once (Gemini, Section 6.4): counted and bounded."""
 
-import random
 from collections.abc import Sequence
 from fractions import Fraction
 from math import comb
@@ -41,22 +40,6 @@ def union_bound(plan: Placement, failures: int) -> Fraction:
     fatal = len({frozenset(keepers) for keepers in plan.keepers()})
     chance = Fraction(fatal * comb(hosts - plan.replicas, failures - plan.replicas), comb(hosts, failures))
     return max(Fraction(0), 1 - chance)
-
-
-def sampled_survival(plan: Placement, failures: int, *, samples: int, rng: random.Random) -> float:
-    """Return the share of `samples` random losses of `failures` hosts that leave every checkpoint somewhere.
-
-    Raises:
-        ValueError: More hosts are lost than there are, or less than none.
-    """
-    hosts = range(_check(plan, failures))
-    keepers = plan.keepers()
-    survived = 0
-    for _ in range(samples):
-        lost = set(rng.sample(hosts, failures))
-        # A checkpoint whose own host lives is safe, so only those of lost hosts are looked at.
-        survived += not any(lost.issuperset(keepers[host]) for host in lost)
-    return survived / samples
 
 
 def fatal_domains(plan: Placement, labels: Sequence[str]) -> tuple[str, ...]:

@@ -5,21 +5,18 @@ from .fusion import FusionProblem, Strategy, groups_of
 from .fusion_baselines import best_of, evenly_split, one_group
 
 
-def algorithm_5_1(
-    problem: FusionProblem, *, bootstrap: bool = True, optimistic: bool = True, skip_hidden: bool = True
-) -> Strategy:
+def algorithm_5_1(problem: FusionProblem) -> Strategy:
     """Return the strategy that Cupcake's Algorithm 5.1 finds, mended; optimal for affine costs without decoding.
 
     As printed it never considers the single group, uses an undefined variable, lacks the case that nothing is left, and
-    takes alpha for the operations on an empty rest. Exponential in the worst case: `cupcake.fused` is the planner
-    to use, this is what it is checked against.
+    takes alpha for the operations on an empty rest. It begins with the better of one and two groups of the same number
+    of tensors. Pruning 1 leaves out beginnings that cannot beat the best strategy so far; as printed it goes on with
+    those that are as good at best, of which there can be very many. Pruning 2 lets a group that is encoded before the
+    network is free take one more tensor. Exponential in the worst case: `cupcake.fused` is the planner to use, this is
+    what it is checked against.
 
     Args:
         problem: Its costs are affine.
-        bootstrap: Begin with the better of one and two groups of the same number of tensors.
-        optimistic: Pruning 1, leave out beginnings that cannot beat the best strategy so far. As printed it goes on
-            with those that are as good at best, of which there can be very many.
-        skip_hidden: Pruning 2, let a group that is encoded before the network is free take one more tensor.
 
     Raises:
         ValueError: Decoding is not free, or a cost is measured points, with which the prunings would lose the best.
@@ -28,21 +25,16 @@ def algorithm_5_1(
         raise ValueError("Algorithm 5.1 needs affine costs, alpha_s and beta_s_per_byte; use cupcake, which takes any")
     if problem.system.decompress(problem.size_bytes[-1]):
         raise ValueError("Algorithm 5.1 does not know decoding; use cupcake, which does")
-    search = _Algorithm51(problem, optimistic=optimistic, skip_hidden=skip_hidden)
-    if bootstrap:
-        search.begin(best_of(problem, [one_group(problem), evenly_split(problem, 2)]))
-    return search.run()
+    return _Algorithm51(problem).run()
 
 
 class _Algorithm51:
     """The recursion with the incumbent that both prunings compare with."""
 
-    def __init__(self, problem: FusionProblem, *, optimistic: bool, skip_hidden: bool) -> None:
-        self._problem, self._optimistic, self._skip_hidden = problem, optimistic, skip_hidden
-        self._best, self._best_s = one_group(problem), float("inf")
-
-    def begin(self, strategy: Strategy) -> None:
-        self._best, self._best_s = strategy, self._problem.finish_s(strategy)
+    def __init__(self, problem: FusionProblem) -> None:
+        self._problem = problem
+        self._best = best_of(problem, [one_group(problem), evenly_split(problem, 2)])
+        self._best_s = problem.finish_s(self._best)
 
     def run(self) -> Strategy:
         self._extend((), 0, 0.0, 0.0)
@@ -53,7 +45,7 @@ class _Algorithm51:
         problem, system, count = self._problem, self._problem.system, len(self._problem)
         delay_s = sent_s - encoded_s
         first = start + 1
-        while self._skip_hidden and ends and first < count and self._span(start, first + 1) <= delay_s:
+        while ends and first < count and self._span(start, first + 1) <= delay_s:
             first += 1
         for end in range(first, count + 1):
             encoding_s = self._span(start, end)
@@ -62,7 +54,7 @@ class _Algorithm51:
             rest_sending_s = system.communicate(self._bytes(end, count)) if end < count else 0.0
             computing_s = encoding_s + problem.backward_s[count] - problem.backward_s[end] + rest_encoding_s
             sending_all_s = max(encoding_s, delay_s) + sending_s + rest_sending_s
-            if self._optimistic and encoded_s + max(computing_s, sending_all_s) >= self._best_s:
+            if encoded_s + max(computing_s, sending_all_s) >= self._best_s:
                 continue
             group_encoded_s = encoded_s + encoding_s
             group_sent_s = max(sent_s, group_encoded_s) + sending_s

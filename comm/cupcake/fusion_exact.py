@@ -73,18 +73,19 @@ class _Search:
     def _computed_s(self, count: int) -> float:
         """When the device can be done with all it has to do for `count` groups."""
         encoding_s = count * self._encode.alpha_s
-        return self._ready[-1] + encoding_s + count * self._decode.alpha_s + self._decoding_s(0)
+        return self._ready[-1] + encoding_s + count * self._decode.alpha_s + self._decoding_s
 
-    def _decoding_s(self, start: int) -> float:
-        """Decoding of the tensors from `start` on, without what each group takes anyway."""
-        return self._decode.beta_s_per_byte * (self._size[-1] - self._size[start])
+    @property
+    def _decoding_s(self) -> float:
+        """Decoding of all tensors, without what each group takes anyway."""
+        return self._decode.beta_s_per_byte * self._size[-1]
 
     def _sweep(self, low: int, high: int) -> int:
         """Consider strategies of `low` … `high` groups; return the largest number that may still be better, or 0.
 
         The deadlines are those of `low` groups, the latest ones.
         """
-        sent, choices, largest = self._nothing_sent(), list[list[int]](), 0
+        sent, choices, largest = [0.0] + [float("inf")] * self._count, list[list[int]](), 0
         for count in range(1, high + 1):
             without_pause_s = self._ready[1] + self._encode.alpha_s + count * self._send.alpha_s
             without_pause_s += self._send.beta_s_per_byte * self._size[-1] + self._decode.alpha_s
@@ -94,7 +95,7 @@ class _Search:
             if self._counts_left <= 0:
                 return 0
             finish_s, start = self._last(sent, count)
-            decoding_s = max(1, low - count + 1) * self._decode.alpha_s + self._decoding_s(0)
+            decoding_s = max(1, low - count + 1) * self._decode.alpha_s + self._decoding_s
             sent, chosen = self._row(sent, count, self._budget_s() - decoding_s)
             if count >= low and max(finish_s, self._computed_s(count)) < self._budget_s():
                 largest = count
@@ -112,9 +113,6 @@ class _Search:
             for start, sent_s in enumerate(before[: self._count])
         )
 
-    def _nothing_sent(self) -> list[float]:
-        return [0.0] + [float("inf")] * self._count
-
     def _row(self, before: list[float], count: int, deadline_s: float) -> tuple[list[float], list[int]]:
         """Return D[.][count] from D[.][count - 1], and where the last group of each begins.
 
@@ -125,29 +123,30 @@ class _Search:
                 by the decoding of the bytes before them.
         """
         size, ready = self._size, self._ready
-        encoding_s = count * self._encode.alpha_s
-        latency_s, send_s, decode_s = self._send.alpha_s, self._send.beta_s_per_byte, self._decode.beta_s_per_byte
+        encoding_s, latency_s, send_s = count * self._encode.alpha_s, self._send.alpha_s, self._send.beta_s_per_byte
+        # A group that waits for the one before is sent at the lead of its start plus what all bytes up to its end take.
+        leads_s = [sent_s - send_s * passed for sent_s, passed in zip(before, size, strict=True)]
+        deadlines_s = [deadline_s + self._decode.beta_s_per_byte * passed for passed in size]
         sent, chosen = [float("inf")] * (self._count + 1), [-1] * (self._count + 1)
-        idle = -1  # the last tensor before which communication has ended when the group is encoded
-        busy: deque[tuple[float, float, int]] = deque()  # the others that may be best, the best one first
+        idle = -1  # the last start before which communication has ended when the group is encoded
+        busy: deque[int] = deque()  # the later starts that may be best for some end, the one with the least lead first
         for end in range(count, self._count + 1):
+            encoded_s = ready[end] + encoding_s
+            travel_s = latency_s + send_s * size[end]
             start = end - 1
             if before[start] < float("inf"):
-                lead_s = before[start] - send_s * size[start]
-                while busy and busy[-1][0] >= lead_s:
+                while busy and leads_s[busy[-1]] >= leads_s[start]:
                     busy.pop()
-                busy.append((lead_s, before[start], start))
-            encoded_s = ready[end] + encoding_s
-            while busy and busy[0][1] <= encoded_s:
-                idle = busy.popleft()[2]
-            travel_s = latency_s + send_s * size[end]
-            while busy and busy[0][0] + travel_s > deadline_s + decode_s * size[busy[0][2]]:
+                busy.append(start)
+            while busy and before[busy[0]] <= encoded_s:
+                idle = busy.popleft()
+            while busy and leads_s[busy[0]] + travel_s > deadlines_s[busy[0]]:
                 busy.popleft()  # too late for this end and all further ones
             if busy:
-                sent[end], chosen[end] = busy[0][0] + travel_s, busy[0][2]
+                sent[end], chosen[end] = leads_s[busy[0]] + travel_s, busy[0]
             if idle >= 0:
                 sent_s = encoded_s - send_s * size[idle] + travel_s
-                if sent_s <= min(sent[end], deadline_s + decode_s * size[idle]):
+                if sent_s <= min(sent[end], deadlines_s[idle]):
                     sent[end], chosen[end] = sent_s, idle
         return sent, chosen
 

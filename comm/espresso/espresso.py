@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..plan.cluster import Cluster, Coder
+from ..plan.cluster import Cluster
 from ..plan.constraints import (
     Constraint,
     all_to_all_twice,
@@ -20,7 +20,6 @@ from ..plan.constraints import (
     same_device,
     uncompressed,
 )
-from ..plan.curve import FREE
 from ..plan.model import Model
 from ..plan.plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
 from ..plan.tree import Comm, Device, Option, Step, all_options
@@ -227,15 +226,6 @@ ESPRESSO_PLANNERS: Mapping[str, Planner] = MappingProxyType(
         "espresso-dense": restricted(uncompressed),
     }
 )
-
-
-def upper_bound_s(model: Model, cluster: Cluster, options: Sequence[Option] | None = None) -> float:
-    """Return an iteration time that no strategy beats: compression takes no time (thesis, Section 4.8.1)."""
-    free = Coder(compress=FREE, decompress=FREE, accumulate=FREE)
-    coders = dict.fromkeys(cluster.compressor.coders, free)
-    costless = replace(cluster, compressor=replace(cluster.compressor, coders=coders))
-    job = Espresso(model, costless, [option for option in options or all_options() if gpu_only(option)])
-    return cluster.forward_s + job.best(range(len(job.options))).bound_s
 
 
 def espresso_plan(

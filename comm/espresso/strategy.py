@@ -131,9 +131,9 @@ class Problem:
             state = (maxplus.compute(state, backward_s) + self.matrices(kind, choice)).max(axis=1)
         return float(state.max())
 
-    def timeline(self, strategy: Strategy, *, forward_s: float = 0.0) -> Timeline:
+    def timeline(self, strategy: Strategy) -> Timeline:
         """Return the timeline of a strategy."""
-        return derive(self.jobs(strategy), forward_s=forward_s, overlap=self.overlap)
+        return derive(self.jobs(strategy), overlap=self.overlap)
 
     def jobs(self, strategy: Strategy) -> tuple[TensorChain, ...]:
         """Return the tensors with the chains that a strategy gives them."""

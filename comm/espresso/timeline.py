@@ -1,4 +1,4 @@
-"""The iteration time F(S) of a strategy: when each tensor's steps run, and what they wait for (Section 4.3).
+"""The iteration time F(S) of a strategy: when each tensor's steps run (Section 4.3).
 
 Tensors become ready one after the other in the backward pass. Each then goes through its own chain of steps, each
 step on one resource:
@@ -85,25 +85,11 @@ class StepSpan:
         lane: The queue that serves it.
         tensor: The name of the job.
         label: `backward`, or the label of the work.
-        ready_s: When all it needs of its own tensor is there.
-        waits_for: The name of the job that makes it wait from `ready_s` to `start_s`, `backward` if the whole backward
-            pass does; empty if it does not wait.
     """
 
     lane: Lane
     tensor: str
     label: str
-    ready_s: float
-    start_s: float
-    end_s: float
-    waits_for: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bubble:
-    """A time in which the links wait for the tensor `before`; communicating the earlier ones faster gains nothing."""
-
-    before: int
     start_s: float
     end_s: float
 
@@ -113,14 +99,12 @@ class Timeline:
     """All steps of an iteration.
 
     Attributes:
-        iteration_s: Forward pass, backward pass and what follows it.
+        iteration_s: Backward pass and what follows it.
         spans: Every step, by tensor in ready order.
-        bubbles: In order.
     """
 
     iteration_s: float
     spans: tuple[StepSpan, ...]
-    bubbles: tuple[Bubble, ...]
 
 
 def places(chain: Sequence[Resource]) -> tuple[Place, ...]:
@@ -142,16 +126,16 @@ def places(chain: Sequence[Resource]) -> tuple[Place, ...]:
     )
 
 
-def derive(jobs: Sequence[TensorChain], *, forward_s: float = 0.0, overlap: bool = False) -> Timeline:
+def derive(jobs: Sequence[TensorChain], *, overlap: bool = False) -> Timeline:
     """Return the timeline of jobs in ready order; `overlap`: the links have a queue each."""
     made = _Derivation(overlap)
-    for index, job in enumerate(jobs):
-        made.add(index, job)
+    for job in jobs:
+        made.add(job)
     made.decode()
+    order = {job.name: index for index, job in enumerate(jobs)}
     return Timeline(
-        iteration_s=forward_s + max((span.end_s for span in made.spans), default=0.0),
-        spans=tuple(sorted(made.spans, key=lambda span: made.order[span.tensor])),
-        bubbles=tuple(made.bubbles),
+        iteration_s=max((span.end_s for span in made.spans), default=0.0),
+        spans=tuple(sorted(made.spans, key=lambda span: order[span.tensor])),
     )
 
 
@@ -161,65 +145,43 @@ class _Derivation:
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
         self.spans: list[StepSpan] = []
-        self.bubbles: list[Bubble] = []
-        self.order: dict[str, int] = {}
         self._free_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
-        self._owner: dict[Lane, str] = dict.fromkeys(Lane, "")
         self._decodings: list[tuple[str, Work, float]] = []
 
-    def add(self, index: int, job: TensorChain) -> None:
+    def add(self, job: TensorChain) -> None:
         """Place a job behind those before it."""
-        self.order[job.name] = index
         now_s = self._serve(Lane.GPU, job.name, "backward", self._free_s[Lane.GPU], job.backward_s)
-        stolen_s, communicates = 0.0, False
+        stolen_s = 0.0
         for work, place in zip(job.chain, places([work.resource for work in job.chain]), strict=True):
             if work.resource is Resource.GPU and place is Place.LAST:
                 self._decodings.append((job.name, work, now_s))
             elif work.resource is Resource.GPU and place is Place.MIDDLE:
                 stolen_s += work.seconds
                 end_s = now_s + work.seconds
-                self.spans.append(_span(Lane.GPU, job.name, work.label, now_s, now_s, end_s))
+                self.spans.append(
+                    StepSpan(lane=Lane.GPU, tensor=job.name, label=work.label, start_s=now_s, end_s=end_s)
+                )
                 now_s = end_s
             else:
-                if work.resource.link and not communicates:
-                    communicates = True
-                    self._note_bubble(index, now_s)
                 now_s = self._serve(_lane(work.resource, place), job.name, work.label, now_s, work.seconds)
         self._free_s[Lane.GPU] += stolen_s
 
     def decode(self) -> None:
         """Place the last GPU steps, after the backward pass."""
-        computed_s = self._free_s[Lane.GPU]
-        self._free_s[Lane.DECODE], self._owner[Lane.DECODE] = computed_s, "backward"
+        self._free_s[Lane.DECODE] = self._free_s[Lane.GPU]
         for name, work, ready_s in self._decodings:
             self._serve(Lane.DECODE, name, work.label, ready_s, work.seconds)
 
     def _serve(self, lane: Lane, name: str, label: str, ready_s: float, seconds: float) -> float:
-        free_s = self._free_s[lane]
-        waits_for = self._owner[lane] if free_s > ready_s and self._owner[lane] != name else ""
-        start_s = max(ready_s, free_s)
-        self.spans.append(_span(lane, name, label, ready_s, start_s, start_s + seconds, waits_for))
-        together = _LINKS if lane in _LINKS and not self._overlap else (lane,)
-        for taken in together:
-            self._free_s[taken], self._owner[taken] = start_s + seconds, name
-        return start_s + seconds
-
-    def _note_bubble(self, index: int, ready_s: float) -> None:
-        """Note that both links were idle before this tensor could be communicated."""
-        idle_s = max(self._free_s[Lane.INTRA], self._free_s[Lane.INTER])
-        if index and idle_s < ready_s:
-            self.bubbles.append(Bubble(before=index, start_s=idle_s, end_s=ready_s))
+        start_s = max(ready_s, self._free_s[lane])
+        end_s = start_s + seconds
+        self.spans.append(StepSpan(lane=lane, tensor=name, label=label, start_s=start_s, end_s=end_s))
+        for taken in _LINKS if lane in _LINKS and not self._overlap else (lane,):
+            self._free_s[taken] = end_s
+        return end_s
 
 
 def _lane(resource: Resource, place: Place) -> Lane:
     if resource is Resource.CPU and place is not Place.EARLY:
         return Lane.CPU_LATE
     return Lane(resource.value)
-
-
-def _span(
-    lane: Lane, tensor: str, label: str, ready_s: float, start_s: float, end_s: float, waits_for: str = ""
-) -> StepSpan:
-    return StepSpan(
-        lane=lane, tensor=tensor, label=label, ready_s=ready_s, start_s=start_s, end_s=end_s, waits_for=waits_for
-    )

@@ -13,13 +13,11 @@ class Sparsity:
         dense_bytes: M, the whole gradient in fp32.
         densities: d, d², … dⁿ: density of the sum of 1, 2, … n ranks; so n is its length.
         skew: How much more the fullest of n even ranges holds than the mean (1 is even).
-        block_densities: As `densities`, of blocks of 256 elements.
     """
 
     dense_bytes: float
     densities: Sequence[float]
     skew: float = 1.0
-    block_densities: Sequence[float] = ()
 
     @property
     def ranks(self) -> int:
@@ -47,11 +45,6 @@ def sparcml_bytes(found: Sparsity) -> float:
 def sparse_ps_bytes(found: Sparsity) -> float:
     """Return 2(n-1)/n·(d + dⁿ)·s·M: of the server with the fullest range."""
     return 2 * _share(found) * (found.densities[0] + found.densities[-1]) * found.skew * found.dense_bytes
-
-
-def balanced_coo_bytes(found: Sparsity) -> float:
-    """Return 2(n-1)/n·(d + dⁿ)·M."""
-    return 2 * _share(found) * (found.densities[0] + found.densities[-1]) * found.dense_bytes
 
 
 def zen_bytes(found: Sparsity) -> float:

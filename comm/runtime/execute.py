@@ -44,6 +44,7 @@ from .pieces import (
 log = logging.getLogger(__name__)
 
 _FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
+_SCATTERING = (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
 
 _Held = Tensor | Pieces | None
 
@@ -158,15 +159,12 @@ class _Run(Reduction):
         self._steps = steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
         self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
-        met = [index for index, step in enumerate(steps) if isinstance(step, Comm)]
-        others = [index for index, step in enumerate(steps) if isinstance(step, Comm) or step.device is Device.CPU]
-        # Where the stages begin and end.
-        self._begun, self._prepared, self._communicated, self._settled = others[0], met[0], met[-1] + 1, others[-1] + 1
-        scattered = prod(self._size(step) for step in steps if isinstance(step, Comm) and _scatters(step))
+        self._begun, self._prepared, self._communicated, self._settled = _ends(steps)
         flat = gradient.reshape(-1)
-        missing = -flat.numel() % scattered
-        self._held: _Held = F.pad(flat, (0, missing)) if missing else flat
-        self._numel = flat.numel() + missing
+        missing = -flat.numel() % self._shares(steps)
+        padded = F.pad(flat, (0, missing)) if missing else flat
+        self._held: _Held = padded
+        self._numel = padded.numel()
         self._run(0, self._begun)
 
     def prepare(self) -> None:
@@ -216,7 +214,7 @@ class _Run(Reduction):
         dense = self._on(held, device)
         following = self._steps[index + 1 :]
         until = next((i for i, step in enumerate(following) if isinstance(step, Decomp)), len(following))
-        count = prod(self._size(step) for step in following[:until] if isinstance(step, Comm) and _scatters(step))
+        count = self._shares(following[:until])
         pieces = []
         for piece, part in enumerate(dense.view(count, -1)):
             remembered = f"{self._key}/{index}/{piece}"
@@ -291,13 +289,17 @@ class _Run(Reduction):
         rooted = first.phase is Phase.INTRA1 and first.routine.rooted
         return phase is Phase.INTER and rooted and self._fabric.intra.rank != self._root(self._fabric.intra)
 
-    def _size(self, step: Comm) -> int:
-        return self._fabric.of(step.phase).size
+    def _shares(self, steps: Sequence[Step]) -> int:
+        """Return into how many shares those of `steps` cut a tensor after which each rank goes on with one."""
+        scatters = (step for step in steps if isinstance(step, Comm) and step.routine in _SCATTERING)
+        return prod(self._fabric.of(step.phase).size for step in scatters)
 
 
-def _scatters(step: Comm) -> bool:
-    """Tell whether each rank goes on with a share of what it had."""
-    return step.routine in (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
+def _ends(steps: Sequence[Step]) -> tuple[int, int, int, int]:
+    """Return how many steps are done after `begin`, `prepare`, `communicate` and `settle`."""
+    collectives = [index for index, step in enumerate(steps) if isinstance(step, Comm)]
+    elsewhere = [index for index, step in enumerate(steps) if isinstance(step, Comm) or step.device is Device.CPU]
+    return elsewhere[0], collectives[0], collectives[-1] + 1, elsewhere[-1] + 1
 
 
 def _tensor(held: _Held) -> Tensor:

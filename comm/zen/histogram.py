@@ -1,6 +1,5 @@
 """Two-pass histogram partition: which server gets which non-zeros, exact, stable and without hash memory."""
 
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +8,6 @@ from numba import cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..ops.coo import Coo
 from ..ops.kernels import CudaKernel, bits, check_list, check_range, cpu_kernel, host, host_bits
 from ..ops.op import Op
 from ..ops.spread import Spread, count_owners, index_cuda, owner_cuda, write_indices
@@ -29,11 +27,6 @@ class Parts(NamedTuple):
     indices: Tensor
     values: Tensor
     counts: list[int]
-
-    def split(self) -> list[Coo]:
-        """Return the list of each part, as views."""
-        ends = list(accumulate(self.counts, initial=0))
-        return [Coo(self.indices[low:high], self.values[low:high]) for low, high in pairwise(ends)]
 
 
 def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Parts:

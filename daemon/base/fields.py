@@ -49,11 +49,11 @@ class Fields:
             raise self._wrong(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def optional_number(self, name: str, low: float = 0.0, high: float = 1e9) -> float | None:
+    def optional_number(self, name: str) -> float | None:
         """Return the number in the field `name`, None when it is null or missing."""
-        return None if self._values.get(name) is None else self.number(name, low, high)
+        return None if self._values.get(name) is None else self.number(name)
 
-    def numbers(self, name: str, count: int, low: float = 0.0, high: float = 1e9) -> list[float]:
+    def numbers(self, name: str, count: int) -> list[float]:
         """Return the field `name`, an even number of at most `count` numbers.
 
         Raises:
@@ -62,7 +62,7 @@ class Fields:
         values = self._values.get(name)
         if not isinstance(values, list) or len(values) > count or len(values) % 2:
             raise self._wrong(name, f"an even number of at most {count} numbers")
-        return [Fields({name: value}, self._what).number(name, low, high) for value in values]
+        return [Fields({name: value}, self._what).number(name) for value in values]
 
     def text(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
         """Return the text field `name`, 1 to `max_bytes` bytes of printable UTF-8.
@@ -107,15 +107,15 @@ class Fields:
             raise self._wrong(name, "a list of objects")
         return value
 
-    def integers(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> list[int]:
+    def integers(self, name: str, high: int = MAX_INTEGER) -> list[int]:
         """Return the field `name`, a list of integers.
 
         Raises:
             DaemonError: It is missing or no such list.
         """
         value = self._values.get(name)
-        if not isinstance(value, list) or not all(type(item) is int and low <= item <= high for item in value):
-            raise self._wrong(name, f"a list of integers from {low} to {high}")
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= high for item in value):
+            raise self._wrong(name, f"a list of integers from 0 to {high}")
         return value
 
     def binary(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:

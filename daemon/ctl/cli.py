@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,31 +77,34 @@ def _status_text(answer: dict[str, Any]) -> str:
     now_unix_s = time.time()
     lines += task_lines(answer.get("tasks", []), now_unix_s)
     for job in answer["jobs"]:
-        launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
-        watermark = job.get("watermark")
-        committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
-        lines.append(
-            f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
-            f"ranks {job.get('own_ranks', [])} of {job.get('world_size', 0)}, committed {committed}"
-        )
-        if job.get("failure"):
-            lines.append(f"  failed: {job['failure']}")
-        if (protection := job.get("protection")) is not None:
-            at_risk = f"{protection['steps_at_risk']} step(s) at risk"
-            why = f"not protected, at most {protection['most_steps']}: {protection['reason']}"
-            lines.append(f"  {at_risk}" if protection["protected"] else f"  {at_risk}; {why}")
-        if job.get("replication"):
-            lines.append(f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}")
-        lines += [f"  {seen['severity']}: {seen['kind']}: {seen['message']}" for seen in job.get("observations", [])]
-        lines += task_lines(job.get("tasks", []), now_unix_s)
-        lines += root_lines(job["root"], now_unix_s) if "root" in job else []
-        for slot in job["slots"]:
-            held = f"generation {slot['generation']} step {slot['step']}" if slot["step"] is not None else "-"
-            lines.append(
-                f"  rank {slot['rank']:<5} {slot['file']:<18} {slot['bytes'] / (1 << 20):>10.1f} MiB  "
-                f"{slot['state']:<8}  {held}"
-            )
+        lines += _job_lines(job, now_unix_s)
     return "\n".join(lines)
+
+
+def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
+    launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
+    watermark = job.get("watermark")
+    committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
+    yield (
+        f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
+        f"ranks {job.get('own_ranks', [])} of {job.get('world_size', 0)}, committed {committed}"
+    )
+    if job.get("failure"):
+        yield f"  failed: {job['failure']}"
+    if (protection := job.get("protection")) is not None:
+        why = f"; not protected, at most {protection['most_steps']}: {protection['reason']}"
+        yield f"  {protection['steps_at_risk']} step(s) at risk{'' if protection['protected'] else why}"
+    if job.get("replication"):
+        yield f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}"
+    for seen in job.get("observations", []):
+        yield f"  {seen['severity']}: {seen['kind']}: {seen['message']}"
+    yield from task_lines(job.get("tasks", []), now_unix_s)
+    if "root" in job:
+        yield from root_lines(job["root"], now_unix_s)
+    for slot in job["slots"]:
+        held = f"generation {slot['generation']} step {slot['step']}" if slot["step"] is not None else "-"
+        size = f"{slot['bytes'] / (1 << 20):>10.1f} MiB"
+        yield f"  rank {slot['rank']:<5} {slot['file']:<18} {size}  {slot['state']:<8}  {held}"
 
 
 resilientctl.add_command(export)

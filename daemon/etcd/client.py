@@ -186,11 +186,6 @@ class Etcd:
         request = rpc.DeleteRangeRequest(key=key.encode())
         await self._rpc.call(lambda member, options: member.kv.DeleteRange(request, **options))
 
-    async def delete_prefix(self, prefix: str) -> None:
-        """Delete every key that starts with `prefix`."""
-        request = rpc.DeleteRangeRequest(key=prefix.encode(), range_end=_end(prefix))
-        await self._rpc.call(lambda member, options: member.kv.DeleteRange(request, **options))
-
     async def commit(
         self,
         guards: Mapping[str, int],
@@ -203,7 +198,7 @@ class Etcd:
         Args:
             guards: Key → the revision of its last change that must still be current; 0: the key does not exist.
             puts: Key → value.
-            deletes: Keys to delete.
+            deletes: Keys to delete; of one that ends with "/" all below it.
             lease: Lease of every put.
 
         Returns:

@@ -99,6 +99,3 @@ def _endpoint(text: str) -> str:
             f"etcd endpoint {text!r} is not host[:port] (an IPv6 address goes in brackets, TLS is chosen by cacert=)"
         )
     return f"{host}:{port}"
-
-
-__all__ = ["DEFAULT_PORT", "RUNS", "EtcdConfig"]

@@ -23,26 +23,18 @@ class Reach:
         view: What is known of the job.
         ask: Returns once the daemon of a host has answered; raises `PeerError`.
         limit_s: How long a peer may be silent, 0 for ever.
-        clock: Monotonic seconds.
     """
 
-    def __init__(
-        self,
-        view: JobView,
-        ask: Callable[[str], Awaitable[None]],
-        limit_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, view: JobView, ask: Callable[[str], Awaitable[None]], limit_s: float) -> None:
         self._view = view
         self._ask = ask
         self._limit_s = limit_s
-        self._clock = clock
         self._heard_s: dict[str, float] = {}
 
     async def ask_all(self) -> None:
         """Ask every placement peer once; takes at most a quarter of the limit."""
         peers = self._peers()
-        self._heard_s = {host: self._heard_s.get(host, self._clock()) for host in peers}
+        self._heard_s = {host: self._heard_s.get(host, time.monotonic()) for host in peers}
         await asyncio.gather(*(self._ask_one(host) for host in peers))
 
     @property
@@ -54,7 +46,7 @@ class Reach:
         """Return how long each peer has been silent."""
         measures = []
         for host, heard_s in self._heard_s.items():
-            silent_s, (addr, port) = self._clock() - heard_s, self._view.addresses.get(host, ("?", 0))
+            silent_s, (addr, port) = time.monotonic() - heard_s, self._view.addresses.get(host, ("?", 0))
             measures.append(
                 Measure(
                     name=host,
@@ -82,4 +74,4 @@ class Reach:
         except (PeerError, TimeoutError) as error:
             log.debug("host %s does not answer: %s", host, error or "too late")
         else:
-            self._heard_s[host] = self._clock()
+            self._heard_s[host] = time.monotonic()

@@ -218,6 +218,3 @@ def _publish_as_older(slot: Slot) -> None:
         manifest=slot.manifest(),
         checksums=bytes(slot.buffer[header.checksums_offset : checksums_end]),
     )
-
-
-__all__ = ["DETACHED", "LOCAL", "Scene"]

@@ -89,6 +89,3 @@ class Detached:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-
-
-__all__ = ["Detached"]

@@ -128,6 +128,3 @@ class Injector:
                 # A fault that cannot be ordered must not be one for the job.
                 log.error("order %s dropped: %s", number, error)
                 return False
-
-
-__all__ = ["Injector"]

@@ -147,6 +147,3 @@ def _may_administer() -> bool:
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> _CAP_NET_ADMIN & 1)
-
-
-__all__ = ["CutInterface", "SlowInterface"]

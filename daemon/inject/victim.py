@@ -84,6 +84,3 @@ def kill_all(processes: Sequence[Any], timeout_s: float) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(processes, timeout=timeout_s)
-
-
-__all__ = ["Victim", "kill_all"]

@@ -113,23 +113,19 @@ class Holders:
             _, running = await asyncio.wait(
                 running, timeout=_LOOK_S if len(running) > 1 else None, return_when=asyncio.FIRST_COMPLETED
             )
-            hosts = {task: workers[task].host for task in running}
-            busy = [task for task, host in hosts.items() if download.outstanding(host)]
-            if not busy or len(busy) == len(running):
+            owing = {task: parts for task in running if (parts := download.outstanding(workers[task].host))}
+            if not 0 < len(owing) < len(running):
                 idle_since_s = None
                 continue
             idle_since_s = idle_since_s or clock()
-            best = max(download.delivered(host) for host in hosts.values())
+            best = max(download.delivered(workers[task].host) for task in running)
             part_s = (idle_since_s - began_s) / best if best else 0.0
-            for task in busy:
-                late, reason = too_late(
-                    waited_s=clock() - idle_since_s, outstanding=download.outstanding(hosts[task]), part_s=part_s
-                )
+            for task, parts in owing.items():
+                late, reason = too_late(waited_s=clock() - idle_since_s, outstanding=parts, part_s=part_s)
                 if late:
-                    log.info("host %s is left out: %s", hosts[task], reason)
+                    log.info("host %s is left out: %s", workers[task].host, reason)
                     task.cancel()
-        done = [task.result() for task in workers if not task.cancelled()]
-        return [error for error in done if error is not None]
+        return [error for task in workers if not task.cancelled() and (error := task.result()) is not None]
 
 
 def attempts(placed: Sequence[str], known: Mapping[str, Peer]) -> Iterator[Holders]:

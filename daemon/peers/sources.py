@@ -85,13 +85,10 @@ class Sources:
             else:
                 tried.append(f"host {host}: its daemon is not registered")
                 again = True
-        for holders in attempts(placed, known):
-            if (failure := await self._fetch_from(holders, rank, pair)) is None:
-                return tried, False
-            tried.append(failure[0])
-            again = again or failure[1]
-        if self._tier is not None and (insist or not again):
-            if (failure := await self._fetch_from(self._tier, rank, pair)) is None:
+        for source in (*attempts(placed, known), self._tier):
+            if source is None or (source is self._tier and again and not insist):
+                continue
+            if (failure := await self._fetch_from(source, rank, pair)) is None:
                 return tried, False
             tried.append(failure[0])
             again = again or failure[1]

@@ -20,7 +20,7 @@ from ..run.rounds import Pair, is_import, pair_value
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .committer import Committer
-from .decide import Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
+from .decide import Action, Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
 from .operator import HostRequest, Operator
 from .state import RootState
 from .view import RootView
@@ -206,54 +206,60 @@ class Root:
 
 def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the guards and puts that carry out `decision`, decided on `seen`, all but the end of the run."""
-    generation = seen.generation
-    about = {"unix_s": now_unix_s, "root": seen.host, "generation": generation}
     puts: dict[str, Any] = {}
-    entries: list[dict[str, Any]] = []
-    noted: list[Failure] = []
-    guarded = [keys.ROUND, keys.DECISIONS]
     for action in decision.actions:
-        hosts: list[str] = []
         match action:
-            case Note(failure=failure, fault=kind):
-                noted.append(failure)
-                hosts = [failure.host] if failure.host else []
-            case PutInQuarantine(host=host, quarantine=quarantine):
-                kind, hosts = "quarantine", [host]
-                puts[keys.QUARANTINES(host)] = quarantine.to_value()
-            case Replace(hosts=wanted):
-                kind, hosts = "replace", list(wanted)
-            case FallBack(pair=pair):
-                kind = "fall_back"
-                puts[keys.WATERMARK] = pair_value(pair)
-                if is_import(pair):
+            case PutInQuarantine():
+                puts[keys.QUARANTINES(action.host)] = action.quarantine.to_value()
+            case FallBack():
+                puts[keys.WATERMARK] = pair_value(action.pair)
+                if is_import(action.pair):
                     puts[keys.COMMITTED] = {"world_size": None}
-            case Break(kind=cause, host=host, rank=rank, step=step):
-                kind, hosts = "break", [host] if host else []
-                failure = Failure(
-                    generation=generation,
-                    host=host,
-                    kind=cause,
-                    rank=rank,
-                    step=step,
-                    unix_s=now_unix_s,
-                    message=action.reason,
-                )
-                puts[keys.FAILURES(generation)] = failure.to_value()
-            case Overlook():
-                kind = "overlook"
-            case Stop():
-                kind = "stop"
-        entries.append({**about, "kind": kind, "hosts": hosts, "reason": action.reason})
-    if noted:
-        kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
-        puts[keys.HISTORY] = {"failures": [failure.to_item() for failure in kept]}
+            case Break():
+                puts[keys.FAILURES(seen.generation)] = _failure(action, seen.generation, now_unix_s).to_value()
     if any(isinstance(action, Stop) for action in decision.actions):
         # Whoever starts this run again has put something right.
         puts[keys.HISTORY] = {"failures": []}
-    guards = {key: seen.revisions.get(key, 0) for key in (*guarded, *puts)}
-    puts[keys.DECISIONS] = _kept(seen.decisions, *entries)
+    elif noted := [action.failure for action in decision.actions if isinstance(action, Note)]:
+        kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
+        puts[keys.HISTORY] = {"failures": [failure.to_item() for failure in kept]}
+    guards = {key: seen.revisions.get(key, 0) for key in (keys.ROUND, keys.DECISIONS, *puts)}
+    about = {"unix_s": now_unix_s, "root": seen.host, "generation": seen.generation}
+    puts[keys.DECISIONS] = _kept(seen.decisions, *({**about, **_entry(action)} for action in decision.actions))
     return guards, puts
+
+
+def _failure(action: Break, generation: int, now_unix_s: float) -> Failure:
+    return Failure(
+        generation=generation,
+        host=action.host,
+        kind=action.kind,
+        rank=action.rank,
+        step=action.step,
+        unix_s=now_unix_s,
+        message=action.reason,
+    )
+
+
+def _entry(action: Action) -> dict[str, Any]:
+    """Return what `root/decisions` says of `action` alone."""
+    hosts: list[str] = []
+    match action:
+        case Note(fault=kind, failure=failure):
+            hosts = [failure.host] if failure.host else []
+        case PutInQuarantine(host=host):
+            kind, hosts = "quarantine", [host]
+        case Replace():
+            kind, hosts = "replace", list(action.hosts)
+        case FallBack():
+            kind = "fall_back"
+        case Break(host=host):
+            kind, hosts = "break", [host] if host else []
+        case Overlook():
+            kind = "overlook"
+        case Stop():
+            kind = "stop"
+    return {"kind": kind, "hosts": hosts, "reason": action.reason}
 
 
 def _kept(before: Iterable[dict[str, Any]], *entries: dict[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,3 @@ class Order:
     def to_value(self) -> dict[str, Any]:
         """Return what `parse` reads."""
         return asdict(self)
-
-
-__all__ = ["KINDS", "Corruption", "Kind", "Order", "Scope"]

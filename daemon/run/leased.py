@@ -50,13 +50,13 @@ class LeasedKeys:
         written: dict[str, Mapping[str, Any]] = {}
         lease: Lease | None = None
         while True:
-            await self._view.wait_for(lambda: self._lease is not lease or self._wanted != written)  # noqa: B023
+            await self._view.wait_for(
+                lambda: self._lease is not None and (self._lease is not lease or self._wanted != written)  # noqa: B023
+            )
             if self._lease is not lease:
                 # Whatever the lease before this one held has vanished with it.
                 lease, written = self._lease, {}
-            if lease is None:
-                await self._view.wait_for(lambda: self._lease is not None)
-                continue
+            assert lease is not None
             try:
                 for name in written.keys() - self._wanted.keys():
                     await etcd.delete(self._prefix + name)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,6 @@ class Persister:
         view: What is known of the job.
         slots: What this host holds of it.
         supervisor: Of the job's tasks.
-        clock: The time, Unix seconds.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Persister:
         view: JobView,
         slots: JobSlots,
         supervisor: Supervisor,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._run_id = run_id
         self._prefix = keys.prefix(run_id)
@@ -65,7 +62,6 @@ class Persister:
         self._view = view
         self._slots = slots
         self._supervisor = supervisor
-        self._clock = clock
         self._request: PersistRequest | None = None
         self._seeing = asyncio.Lock()
         self._taken: list[Snapshot] = []
@@ -75,7 +71,7 @@ class Persister:
         self._answered: Pair | None = None
         self._error: str | None = None
         self._refused: set[Pair] = set()
-        self._publisher = Publisher(run_id=run_id, policy=policy, tier=tier, view=view, clock=clock)
+        self._publisher = Publisher(run_id=run_id, policy=policy, tier=tier, view=view)
 
     # What the mirror of the watermark and the root's commit need.
 
@@ -122,7 +118,7 @@ class Persister:
         if pair is None or is_import(pair) or revision is None or etcd is None or not self._view.own_ranks:
             return
         if self._request is None or self._request.pair != pair:
-            request = PersistRequest(pair=pair, unix_s=self._clock())
+            request = PersistRequest(pair=pair, unix_s=time.time())
             with contextlib.suppress(EtcdUnavailable):
                 # Another host may have asked already; then its request shows up in the mirror.
                 guards = {self._prefix + keys.WATERMARK: revision}

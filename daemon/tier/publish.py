@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -31,19 +32,15 @@ class Publisher:
         policy: How often, and how many pairs are kept.
         tier: Where to.
         view: What is known of the job.
-        clock: The time, Unix seconds.
     """
 
-    def __init__(
-        self, *, run_id: str, policy: PersistPolicy, tier: Tier, view: JobView, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, run_id: str, policy: PersistPolicy, tier: Tier, view: JobView) -> None:
         self._run_id = run_id
         self._prefix = keys.prefix(run_id)
         self._policy = policy
         self._tier = tier
         self._view = view
-        self._clock = clock
-        self._began_unix_s = clock()
+        self._began_unix_s = time.time()
         self._answers: dict[str, PersistAnswer] = {}
         self._published: tuple[Pair, ...] | None = None
         self._published_revision = 0
@@ -64,18 +61,18 @@ class Publisher:
             settled=last is not None and self.is_settled(last.pair),
             since_step=max((step for _, step in self._published), default=0),
             since_unix_s=self._began_unix_s,
-            now_unix_s=self._clock(),
+            now_unix_s=time.time(),
         )
         if not due:
             return {}
         log.debug("generation %d step %d is persisted: %s", *pair, reason)
-        return {keys.PERSIST: PersistRequest(pair=pair, unix_s=self._clock()).to_value()}
+        return {keys.PERSIST: PersistRequest(pair=pair, unix_s=time.time()).to_value()}
 
     async def run(self, etcd: Etcd, requested: Callable[[], PersistRequest | None]) -> None:
         """Publish what `requested` returns while this host is the root; until cancelled."""
         while True:
             await self._view.wait_for(lambda: self._view.is_root)
-            self._began_unix_s = self._clock()
+            self._began_unix_s = time.time()
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._mirror(etcd)), group.create_task(self._publish(etcd, requested))]

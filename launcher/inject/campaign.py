@@ -182,6 +182,3 @@ def _choice(entry: Any, where: str) -> Choice:
         value["rank"] = 0
     order = Order.parse(value, where)
     return Choice(kind=order.kind, weight=float(weight), parameters=asdict(order.parameters))
-
-
-__all__ = ["Campaign", "Choice", "Limits", "PlannedFault", "plan_campaign"]

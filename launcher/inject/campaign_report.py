@@ -65,6 +65,3 @@ def _recovery(entry: dict[str, Any]) -> str:
     longest = max(entry["recoveries"], key=lambda event: event["total_s"])
     sources = sorted({source for event in entry["recoveries"] for source in event["sources"]})
     return f"{longest['total_s']:.2f} s from {'/'.join(sources) or 'the beginning'}"
-
-
-__all__ = ["render", "summarize"]

@@ -144,6 +144,3 @@ class CampaignRun:
             "recoveries": recoveries,
             "steps_lost": max(lost, default=0),
         }
-
-
-__all__ = ["CampaignRun"]

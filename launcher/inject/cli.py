@@ -177,5 +177,3 @@ def _parameter(text: str) -> tuple[str, Any]:
 
 if __name__ == "__main__":
     resilient_inject(prog_name="resilient-inject")
-
-__all__ = ["resilient_inject"]

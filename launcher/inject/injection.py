@@ -222,6 +222,3 @@ class Injection:
                 async with self._changed:
                     self.sight.see(entries, self._prefix)
                     self._changed.notify_all()
-
-
-__all__ = ["Injection", "InjectionError", "Outcome", "Sight"]

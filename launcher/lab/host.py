@@ -208,6 +208,3 @@ class LabHost:
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-__all__ = ["BRIDGE", "NETWORK", "HostStatus", "LabHost"]

@@ -162,18 +162,3 @@ def run(*command: str) -> str:
 def namespace_exists(namespace: str) -> bool:
     """Tell whether a network namespace of this name exists."""
     return Path("/run/netns", namespace).exists()
-
-
-__all__ = [
-    "LABS",
-    "LabState",
-    "NetLabError",
-    "changing_labs",
-    "check_name",
-    "lab_names",
-    "namespace_exists",
-    "parse_rate",
-    "run",
-    "started_ticks",
-    "unavailable",
-]

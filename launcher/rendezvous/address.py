@@ -28,6 +28,3 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
-
-
-__all__ = ["is_loopback", "own_address"]

@@ -91,6 +91,3 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
 def _options(job: Agreement) -> str:
     """Return the options of a launcher that would make this job."""
     return f"--nnodes={job.min_nodes}:{job.max_nodes}{' --rr-allow-injection' if job.injection else ''}"
-
-
-__all__ = ["Terms", "agree"]

@@ -76,6 +76,3 @@ def machine_name(run_id: str) -> str:
 def _address(run_id: str, host: str) -> str:
     digest = hashlib.blake2b(f"{run_id}\0{host}".encode(), digest_size=16).hexdigest()
     return f"\0resilient-run/{os.getuid()}/{digest}"
-
-
-__all__ = ["HostClaim", "machine_name"]

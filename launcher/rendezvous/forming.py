@@ -183,6 +183,3 @@ class Announcer:
         level = logging.WARNING if decision.notable else logging.INFO
         until = f" (for another {left_s:.0f} s, join_timeout)" if decision.notable and decision.wait_s else ""
         log.log(level, "run %s, generation %d: %s%s", self._run_id, generation, decision.reason, until)
-
-
-__all__ = ["LATER_LAST_CALL_S", "Announcer", "Arrivals", "FormingDecision", "next_round", "standby"]

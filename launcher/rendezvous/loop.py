@@ -64,6 +64,3 @@ class LoopThread:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
-
-
-__all__ = ["LoopThread"]

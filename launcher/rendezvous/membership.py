@@ -378,6 +378,3 @@ async def _cancel(tasks: "set[asyncio.Task[None]]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-__all__ = ["Membership", "new_session"]

@@ -55,6 +55,3 @@ def _seconds(params: RendezvousParameters, name: str, default: float) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{name}={text} in --rdzv-conf is not a positive number of seconds")
     return seconds
-
-
-__all__ = ["Deadline", "Patience"]

@@ -30,7 +30,7 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat
 from .address import is_loopback, own_address
 from .agreement import Terms
 from .claim import HostClaim, machine_name
-from .forming import Announcer, Arrivals, next_round, standby
+from .forming import Announcer, Arrivals, FormingDecision, next_round, standby
 from .membership import new_session
 from .patience import Deadline, Patience
 from .rounds import View, broken, newcomers
@@ -67,6 +67,7 @@ class EtcdRendezvous(RendezvousHandler):
         """Whether the generation joined last was one that this host waited for as a standby."""
         self.broke: Failure | None = None
         """Why the generation before that one broke, as this host saw it while it waited; None if it did not."""
+        self._avoided: Quarantine | None = None
         self._registered = False
         self._offered = 0
         self._generation = 0
@@ -141,7 +142,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """End the run for everyone if this host is part of it, leave, and tell whether etcd knows."""
-        if self._generation and not self._link.left and self._in_round(self._link.membership.view.round):
+        if self._generation and not self._link.left and self._rank_in(self._link.membership.view.round) is not None:
             # torch calls this in a `finally`: an exception under way tells a failed run from one that succeeded.
             error = sys.exc_info()[1]
             how = "ended" if error is None else f"failed with {type(error).__name__}"
@@ -245,49 +246,38 @@ class EtcdRendezvous(RendezvousHandler):
     # How a generation is joined.
 
     def _join(self, deadline: Deadline) -> RendezvousInfo:
-        self.stood_by, self.broke = False, None
+        """Return this host's place in the first whole round later than its own that has it."""
+        self.stood_by, self.broke, self._avoided = False, None, None
         self._break_own_generation(deadline)
         arrivals, announcer = Arrivals(), Announcer(self._run_id)
-        avoided: Quarantine | None = None
         while True:
             view, version = self._link.look()
             self._raise_if_over()
-            current = view.generation
-            failure = broken(view, current)
-            whole = failure is None
-            inside = self._in_round(view.round)
-            if view.round is not None and whole and inside and current > self._generation:
-                if (info := self._enter(view.round, deadline)) is not None:
+            failure = broken(view, view.generation)
+            whole = view.round if failure is None else None
+            rank = self._rank_in(whole)
+            if whole is not None and rank is not None and whole.generation > self._generation:
+                if (info := self._enter(whole, rank, deadline)) is not None:
                     return info
                 continue
             self.broke = failure and (self.broke or replace(failure, unix_s=time.time()))
-            self._offer(current + 1, deadline)
+            self._offer(view.generation + 1, deadline)
             now_unix_s = time.time()
-            if (quarantine := view.quarantine_of(self._host, now_unix_s)) not in (None, avoided):
-                avoided = quarantine
-                log.warning("host %s %s", self._host, quarantine.describe(now_unix_s))
-            waiting = standby(view, self._max_nodes, now_unix_s) if whole and not inside else None
+            self._warn_of_quarantine(view, now_unix_s)
+            waiting = standby(view, self._max_nodes, now_unix_s) if whole is not None and rank is None else None
             if waiting is not None:
-                deadline.restart()
                 self.stood_by = True
-                decision = waiting
-            else:
-                decision = next_round(
-                    view,
-                    generation=current + 1,
-                    min_nodes=self._min_nodes,
-                    max_nodes=self._max_nodes,
-                    since_arrival_s=arrivals.since_last_s(view, current + 1),
-                    last_call_s=self._patience.last_call_s,
-                    now_unix_s=now_unix_s,
-                )
-            announcer.tell(decision, current + 1, deadline.left_s)
-            self._raise_if_late(deadline, current + 1, decision.reason)
-            # Nothing in etcd changes when a cool-down ends.
-            wait_s = view.cool_down_s(now_unix_s) if decision.wait_s is None else decision.wait_s
+                deadline.restart()
+            decision = waiting or self._next_round(view, arrivals, now_unix_s)
+            announcer.tell(decision, view.generation + 1, deadline.left_s)
+            self._raise_if_late(deadline, view.generation + 1, decision.reason)
+            wait_s = decision.wait_s
             if decision.members is not None:
                 # The mirror will show a formed round, but not that forming failed because the watermark has moved.
                 wait_s = 1.0 if self._form(view, decision.members, deadline) else 0.05
+            elif wait_s is None:
+                # Nothing in etcd changes when a cool-down ends.
+                wait_s = view.cool_down_s(now_unix_s)
             self._link.wait(version, deadline.left_s if wait_s is None else min(wait_s, deadline.left_s))
 
     def _break_own_generation(self, deadline: Deadline) -> None:
@@ -300,13 +290,30 @@ class EtcdRendezvous(RendezvousHandler):
             failure = self._failure("restart", f"host {self._host} restarts its workers")
         self._link.request(lambda: self._link.membership.fail(failure), deadline.at_s)
 
+    def _warn_of_quarantine(self, view: View, now_unix_s: float) -> None:
+        """Log once that this host is in a quarantine, and again when it is in another one."""
+        quarantine = view.quarantine_of(self._host, now_unix_s)
+        if quarantine is not None and quarantine != self._avoided:
+            self._avoided = quarantine
+            log.warning("host %s %s", self._host, quarantine.describe(now_unix_s))
+
+    def _next_round(self, view: View, arrivals: Arrivals, now_unix_s: float) -> FormingDecision:
+        generation = view.generation + 1
+        return next_round(
+            view,
+            generation=generation,
+            min_nodes=self._min_nodes,
+            max_nodes=self._max_nodes,
+            since_arrival_s=arrivals.since_last_s(view, generation),
+            last_call_s=self._patience.last_call_s,
+            now_unix_s=now_unix_s,
+        )
+
     def _form(self, view: View, members: tuple[Seat, ...], deadline: Deadline) -> bool:
         return self._link.request(lambda: self._link.membership.form(view, members), deadline.at_s)
 
-    def _enter(self, formed: Round, deadline: Deadline) -> RendezvousInfo | None:
-        """Return our place in a round that has us, None when it breaks before we are connected."""
-        rank = formed.rank_of(self._host, self._session)
-        assert rank is not None
+    def _enter(self, formed: Round, rank: int, deadline: Deadline) -> RendezvousInfo | None:
+        """Return our place in a round that has us at `rank`, None when it breaks before we are connected."""
         joined = self._serve_store(formed, deadline) if rank == 0 else self._reach_store(formed, deadline)
         if joined is None:
             return None
@@ -391,8 +398,8 @@ class EtcdRendezvous(RendezvousHandler):
             "raise join_timeout in --rdzv-conf"
         )
 
-    def _in_round(self, formed: Round | None) -> bool:
-        return formed is not None and formed.rank_of(self._host, self._session) is not None
+    def _rank_in(self, formed: Round | None) -> int | None:
+        return None if formed is None else formed.rank_of(self._host, self._session)
 
     def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
         return Failure(
@@ -408,6 +415,3 @@ class EtcdRendezvous(RendezvousHandler):
 
 def _line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-__all__ = ["EtcdRendezvous"]

@@ -207,6 +207,3 @@ def _recovery(fields: Fields, event: Mapping[str, Any]) -> Mapping[str, Any]:
         raise DaemonError(f"field 'ranks' must be sources by rank, got {str(ranks)[:80]}")
     fields.optional_integer("restored_step"), fields.optional_integer("steps_lost")
     return event
-
-
-__all__ = ["View", "assign_ranks", "broken", "explained", "newcomers"]

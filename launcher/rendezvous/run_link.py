@@ -104,6 +104,3 @@ class RunLink:
             self._version += 1
             self._changed.notify_all()
         os.eventfd_write(self.changed_fd, 1)
-
-
-__all__ = ["RunLink"]

@@ -2,12 +2,15 @@
 
 The model: training makes `interval_s` of progress, then stands still for `stall_s` to take a checkpoint, which can be
 restored `checkpoint_s` later. Failures come at random. Each costs `overhead_s` and `retrieval_s`, from the start if
-another one interrupts it, and the progress since the newest checkpoint that can be restored.
+another one interrupts it, and the progress since the newest checkpoint that can be restored. Memory survives the loss
+of some hosts with a probability that is sampled here, and counted in `resilient_run.ckpt.format.survival`.
 """
 
 import math
 import random
 from dataclasses import dataclass
+
+from resilient_run.ckpt.format.placement import Placement
 
 DAY_S = 86_400.0
 
@@ -80,3 +83,14 @@ def simulated_ratio(scheme: CheckpointCost, failures_per_day: float, *, days: fl
         now_s += lived_s
         recovery_s = scheme.overhead_s + scheme.retrieval_s
     return saved_s / end_s
+
+
+def sampled_survival(plan: Placement, failures: int, *, samples: int, rng: random.Random) -> float:
+    """Return the share of `samples` random losses of `failures` hosts that leave every checkpoint somewhere."""
+    keepers = plan.keepers()
+    survived = 0
+    for _ in range(samples):
+        lost = set(rng.sample(range(len(keepers)), failures))
+        # A checkpoint whose own host lives is safe, so only those of lost hosts are looked at.
+        survived += not any(lost.issuperset(keepers[host]) for host in lost)
+    return survived / samples
