@@ -36,6 +36,8 @@ from resilient_run.daemon.run.view import JobView
 from resilient_run.daemon.slots.memory import MemoryBudget
 from resilient_run.daemon.slots.slots import MAX_SLOT_BYTES, JobSlots, SlotFile
 
+pytestmark = pytest.mark.jobs
+
 TRANSPORTS = ("daemon", "trainer")
 IN_THE_MIDDLE = 100_000
 """A byte of a capture's payload, counted from the first that its owner's daemon sends."""
@@ -349,7 +351,7 @@ def test_capture_that_changes_on_the_way_is_refused_and_comes_again(job: Job, tr
     assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
 
 
-@pytest.mark.parametrize("lost", ["daemons", "owner", "nobody", pytest.param("receiver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lost", ["daemons", "owner", "nobody", "receiver"])
 def test_one_transport_brings_what_the_other_does_not(job: Job, lost: str) -> None:
     """Daemons cannot reach each other, or a trainer sticks in the middle of a capture: it is committed all the same.
 
