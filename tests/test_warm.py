@@ -488,6 +488,18 @@ def _sets_threads(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     return _start(starter, "-u", _script("import os; os.environ['OMP_NUM_THREADS'] = '2'"))
 
 
+def _imports_what_sets_threads(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    Path("package").mkdir()
+    Path("package", "__init__.py").write_text("from . import (first,\n    second)\n")
+    Path("package", "first.py").write_text("")
+    Path("package", "second.py").write_text("from .. import outside\nfrom .third.deep import anything")
+    Path("package", "third").mkdir()
+    Path("package", "third", "deep.py").write_text("anything = 1\nimport os, settings as s; os.getcwd()")
+    Path("settings.py").write_text("import package\nimport os\nos.environ['OMP_NUM_THREADS'] = '2'")
+    Path("outside.py").write_text("")
+    return _start(starter, "-u", _script("if False:\n    import package.third.deep"))
+
+
 def _hides_module(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     Path("typing_extensions.py").write_text("")
     return _start(starter, "-u", _script())
@@ -518,6 +530,7 @@ def _broken_sitecustomize(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
         (_other_program, "program is not"),
         (_other_flags, "options other than -u and -m"),
         (_sets_threads, "names 'OMP_NUM_THREADS'"),
+        (_imports_what_sets_threads, "settings.py names 'OMP_NUM_THREADS'"),
         (_hides_module, "takes the place of module typing_extensions"),
         (_preloaded_module, "torch.version is itself imported"),
         (_starts_thread, "started a thread, which a fork would lose: spy"),
@@ -532,6 +545,28 @@ def test_what_cannot_be_forked_starts_cold(
     assert not isinstance(process, WarmProcess)
     assert process.wait(60) == 0
     assert reason in caplog.text
+
+
+def test_what_is_expected_is_waited_for_and_what_comes_in_its_place_gets_a_zygote_of_its_own(
+    starter: WorkerStarter, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = (sys.executable, "-u", _script())
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
+        starter.expect(args, {**os.environ, "OMP_NUM_THREADS": "3"})
+        first = _start(starter, *args[1:])
+        assert isinstance(first, WarmProcess)
+        assert first.wait(60) == 0
+        assert "made for other workers (environment variable OMP_NUM_THREADS has changed" in caplog.text
+        assert isinstance(_restart(starter), WarmProcess)
+    assert caplog.text.count("the zygote is ready") == 2
+
+
+def test_closing_while_a_zygote_is_prepared_leaves_no_process() -> None:
+    before = set(psutil.Process().children())
+    starter = WorkerStarter(warm=True)
+    starter.expect((sys.executable, "-u", _script()), dict(os.environ))
+    starter.close()
+    assert set(psutil.Process().children()) <= before
 
 
 def test_hook_that_is_not_reached_never_runs_the_script(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,6 @@ from .rebind import rebound
 
 log = logging.getLogger(__name__)
 
-_PREPARE_AFTER_S = 1.0
 _START_TIMEOUT_S = 60.0
 _FORK_TIMEOUT_S = 20.0
 _MAX_PACKET_BYTES = 1 << 16
@@ -48,6 +48,9 @@ _LOAD_TIME = re.compile(
 )
 """Names, quoted in a script, of variables that only have an effect when set before torch is imported."""
 
+_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]*(\([^)]*\)|[^#;\n]*)", re.M)
+_MAX_SOURCES = 200
+
 
 class ColdStart(Exception):
     """This worker cannot be forked from a zygote; the message says why."""
@@ -55,17 +58,17 @@ class ColdStart(Exception):
 
 @contextmanager
 def warm_workers(*, enabled: bool = True) -> Iterator["WorkerStarter"]:
-    """Let torch's agent restart workers warm, and bind them to this process's life, while the block runs.
+    """Let torch's agent start workers warm, and bind them to this process's life, while the block runs.
 
-    The first workers start cold, as soon as under torchrun; the zygote for the next ones is prepared meanwhile. Whoever
-    waits for its first workers can have it prepared earlier with the `expect` of what is yielded.
+    The zygote is prepared at the first start, or before, with the `expect` of what is yielded: torch is then imported
+    once, while the rendezvous is under way.
 
     Enter it on the thread that runs the agent: that thread's end kills the workers.
 
     Args:
         enabled: False starts every worker cold, still bound to this process.
     """
-    starter = WorkerStarter(warm=enabled, prepare_after_s=_PREPARE_AFTER_S)
+    starter = WorkerStarter(warm=enabled)
     handler = partial(_Handler, starter)
     with rebound(torch_multiprocessing, "get_subprocess_handler", get_subprocess_handler, handler):
         try:
@@ -102,17 +105,15 @@ class WorkerStarter:
 
     Args:
         warm: False starts every worker cold.
-        prepare_after_s: How long after the first start a zygote is prepared in the background, until which workers
-            start cold; None makes it at the first start, which waits for it.
     """
 
-    def __init__(self, *, warm: bool, prepare_after_s: float | None = None) -> None:
+    def __init__(self, *, warm: bool) -> None:
         self._refusal = None if warm else "warm start is switched off"
-        self._prepare_after_s = prepare_after_s
         self._preparing: threading.Thread | None = None
+        self._prepared = threading.Event()
         self._closing = threading.Event()
-        self._lock = threading.Lock()
         self._zygote: Zygote | None = None
+        self._has_forked = False
         self._bind = death_with_parent(os.getpid())
 
     def start(
@@ -122,6 +123,7 @@ class WorkerStarter:
         try:
             streams = [0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
             pid = self._zygote_for(args, env).fork(env, streams)
+            self._has_forked = True
         except ColdStart as reason:
             log.info("cold start of %s: %s", args[0], reason)
             return subprocess.Popen(
@@ -131,7 +133,7 @@ class WorkerStarter:
 
     def expect(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         """Prepare for workers that will be started with `args` and, but for what differs by worker, `env`."""
-        if self._refusal is None and self._prepare_after_s is not None and self._preparing is None:
+        if self._refusal is None and self._preparing is None:
             self._preparing = threading.Thread(target=self._prepare, args=(args, env), name="zygote", daemon=True)
             self._preparing.start()
 
@@ -153,25 +155,32 @@ class WorkerStarter:
         if self._refusal is not None:
             raise ColdStart(self._refusal)
         self.expect(args, env)
-        with self._lock:
-            if self._zygote is not None and not self._zygote.alive():
-                log.warning("the zygote (pid %d) died; starting another", self._zygote.pid)
-                self._discard()
-            elif self._zygote is None and self._preparing is not None:
-                raise ColdStart("the zygote is not prepared yet")
-            if self._zygote is None:
-                self._make_zygote(args, env)
-            assert self._zygote is not None
+        self._prepared.wait()
+        if self._refusal is not None:
+            raise ColdStart(self._refusal)
+        if self._zygote is not None and not self._zygote.alive():
+            log.warning("the zygote (pid %d) died; starting another", self._zygote.pid)
+            self._discard()
+        if self._zygote is None:
+            self._make_zygote(args, env)
+        assert self._zygote is not None
+        try:
             self._zygote.check(args, env)
-            return self._zygote
+        except ColdStart as difference:
+            if self._has_forked:
+                raise
+            log.info("the zygote was made for other workers (%s); starting another", difference)
+            self._discard()
+            self._make_zygote(args, env)
+        return self._zygote
 
     def _prepare(self, args: Sequence[str], env: Mapping[str, str]) -> None:
-        if not self._closing.wait(self._prepare_after_s):
-            with self._lock:
-                try:
-                    self._make_zygote(args, env)
-                except ColdStart as reason:
-                    log.info("workers will restart cold: %s", reason)
+        try:
+            self._make_zygote(args, env)
+        except ColdStart as reason:
+            log.info("workers will start cold: %s", reason)
+        finally:
+            self._prepared.set()
         # The kernel would kill the zygote with the thread that started it.
         self._closing.wait()
 
@@ -179,6 +188,8 @@ class WorkerStarter:
         try:
             _check_command(args)
             self._zygote = Zygote(args, env, self._bind)
+            if self._closing.is_set():
+                self._zygote.kill()
             self._zygote.wait_ready()
             log.info("the zygote is ready (pid %d)", self._zygote.pid)
         except ColdStart as reason:
@@ -308,17 +319,38 @@ def _check_command(args: Sequence[str]) -> None:
         raise ColdStart(f"the workers' program is not {sys.executable}")
     match args[1:4]:
         case ["-u", "-m", module, *_]:
-            path = Path(*module.split("."))
-            sources = [path.with_suffix(".py"), path / "__main__.py"]
+            path, root = Path(*module.split(".")), Path()
+            programs = [path.with_suffix(".py"), path / "__main__.py"]
         case ["-u", script, *_] if not script.startswith("-"):
-            sources = [Path(script), Path(script, "__main__.py")]
+            root = Path(script).resolve() if Path(script).is_dir() else Path(script).resolve().parent
+            programs = [Path(script), Path(script, "__main__.py")]
         case _:
             raise ColdStart("the interpreter has options other than -u and -m")
-    for source in sources:
-        if source.is_file() and (name := _LOAD_TIME.search(source.read_bytes())):
+    for source, text in _sources(programs, root):
+        if name := _LOAD_TIME.search(text):
             raise ColdStart(f"{source} names {name[0].decode()}, which takes effect before torch is imported")
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError as error:
             raise ColdStart(f"standard stream {descriptor} is closed") from error
+
+
+def _sources(programs: Sequence[Path], root: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield the files of `programs` that there are, and the modules below `root` that they import, with their text."""
+    seen: set[Path] = set()
+    remaining = deque(programs)
+    while remaining and len(seen) < _MAX_SOURCES:
+        path = remaining.popleft()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        text = path.read_bytes()
+        yield path, text
+        for dots, module, names in _IMPORT.findall(text):
+            base = path.resolve().parents[len(dots) - 1] if dots else root
+            for name in (b"", *re.findall(rb"[\w.]+", names)):
+                parts = [part.decode() for part in [*module.split(b"."), *name.split(b".")] if part]
+                for end in range(1, len(parts) + 1):
+                    place = base.joinpath(*parts[:end])
+                    remaining += [place.parent / f"{place.name}.py", place / "__init__.py"]

@@ -40,8 +40,8 @@ _MAX_PACKET_BYTES = 1 << 16
 
 _AT_ONCE = ("torch.distributed",)
 _LATER = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
-"""What training scripts import besides; any optimizer needs the first. Workers that are waited for would not start
-sooner with it, but later ones do, so it is imported when nobody waits."""
+"""What training scripts import besides; any optimizer needs the first. It is imported before the first workers if the
+program names an optimizer, and else when nobody waits."""
 
 _LATER_S = 1.0
 
@@ -70,13 +70,16 @@ def _serve(control: socket.socket) -> bool:
     has_sitecustomize = _import_hidden_sitecustomize()
     bind = _binding_to_launcher()
     _preload(_AT_ONCE)
+    if _names_optimizer():
+        _preload(_LATER)
     refusal = _refusal()
     _tell(control, {"refused": refusal} if refusal else {"ready": True})
-    pause_s: float | None = _LATER_S
+    pause_s = _LATER_S if _LATER[0] not in sys.modules else None
     while True:
         if pause_s is not None and not select.select([control], [], [], pause_s)[0]:
             _preload(_LATER)
             refusal = _refusal()
+            pause_s = None
         packet, descriptors, _, _ = socket.recv_fds(control, _MAX_PACKET_BYTES, 4)
         if not packet:
             os._exit(0)
@@ -94,7 +97,6 @@ def _serve(control: socket.socket) -> bool:
                 return has_sitecustomize
         for descriptor in streams:
             os.close(descriptor)
-        pause_s = _LATER_S if _LATER[0] not in sys.modules else None
 
 
 def _tell(launcher: socket.socket, message: dict[str, Any]) -> None:
@@ -134,6 +136,13 @@ def _preload(modules: Sequence[str]) -> None:
         # What a worker cannot import must fail there, where the user sees it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def _names_optimizer() -> bool:
+    """Tell whether the program, if it is a file, has the word in it."""
+    with contextlib.suppress(OSError), open(sys.orig_argv[2], "rb") as program:
+        return b"optim" in program.read()
+    return False
 
 
 def _refusal() -> str | None:
