@@ -28,8 +28,15 @@ if not torch.cuda.is_available():
 _TIERS = ("lab", "jobs", "fast")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in no other tier as fast; long ones begin, so that processes end together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is nightly unless ``-m`` names it, and mark what is in no other tier as fast.
+
+    Long ones begin, so that processes end together.
+    """
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly and "nightly" not in config.option.markexpr:
+        items[:] = [item for item in items if item not in nightly]
+        config.hook.pytest_deselected(items=nightly)
     for item in items:
         if not any(item.get_closest_marker(tier) for tier in (*_TIERS, "nightly")):
             item.add_marker("fast")

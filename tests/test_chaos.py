@@ -12,6 +12,7 @@ from resilient_run.launcher.netlab import unavailable
 CHAOS = Path(__file__).parent.parent / "benchmarks" / "chaos.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_a_broken_run_ends_bit_identical(tmp_path: Path) -> None:

@@ -268,6 +268,7 @@ def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     assert gathered.sizes_bytes[0] == 4
 
 
+@pytest.mark.nightly
 def test_from_profile_to_a_planned_run_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """The four commands of the example; then the same plan, made to compress, with and without a kill."""
     paths = {name: tmp_path / f"{name}.json" for name in ("model", "system", "plan", "compressing")}

@@ -119,8 +119,10 @@ def assert_same_end(job: Job, reference: Host) -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "nproc", "leaf"),
-    [(1, 2, "model.blocks.1.mlp.0.weight"), (2, 1, "optimizer.state.3.exp_avg_sq")],
-    ids=["one host", "two hosts"],
+    [
+        pytest.param(1, 2, "model.blocks.1.mlp.0.weight", id="one host"),
+        pytest.param(2, 1, "optimizer.state.3.exp_avg_sq", id="two hosts", marks=pytest.mark.nightly),
+    ],
 )
 def test_training_goes_back_to_the_step_on_which_all_agreed(
     job: Job, tmp_path_factory: pytest.TempPathFactory, hosts: int, nproc: int, leaf: str
@@ -193,6 +195,7 @@ def test_a_run_may_end_with_a_corruption(job: Job) -> None:
     assert not job.hosts[0].recoveries()
 
 
+@pytest.mark.nightly
 def test_replicas_of_shards_are_compared(job: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hybrid sharding over 2 x 2 ranks: rank 3 is compared with rank 1, which holds the same shards."""
     script = [REPLICAS, "hybrid", "60"]
@@ -205,6 +208,7 @@ def test_replicas_of_shards_are_compared(job: Job, tmp_path_factory: pytest.Temp
     assert_same_end(job, reference)
 
 
+@pytest.mark.nightly
 def test_what_one_rank_has_more_of_hides_nothing(job: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
     """An average on rank 0 only and uneven objects that shrink, all before the model, of which a bit is flipped."""
     script = [REPLICAS, "uneven", "50"]
@@ -217,7 +221,13 @@ def test_what_one_rank_has_more_of_hides_nothing(job: Job, tmp_path_factory: pyt
     assert_same_end(job, undisturbed(tmp_path_factory.mktemp("undisturbed"), script, 2))
 
 
-@pytest.mark.parametrize("script", [[*GPT, "--fsdp"], [REPLICAS, "mixed", "60", "16"]], ids=["fsdp", "mixed"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param([*GPT, "--fsdp"], id="fsdp"),
+        pytest.param([REPLICAS, "mixed", "60", "16"], id="mixed", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_ranks_may_differ_in_is_no_corruption(job: Job, script: list[str]) -> None:
     """And what they hold in common is learned beside it."""
     job.launch(script, hosts=1, nproc=2, corruption="rollback")

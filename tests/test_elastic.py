@@ -75,7 +75,7 @@ def test_second_host_does_not_disturb_what_it_cannot_join(run: Run, reference: d
     assert_same_training([first, second], reference[1])
 
 
-@pytest.mark.parametrize(("names", "nnodes"), [("ab", "1:2"), ("abc", "2:3")])
+@pytest.mark.parametrize(("names", "nnodes"), [("ab", "1:2"), pytest.param("abc", "2:3", marks=pytest.mark.nightly)])
 def test_lost_host_is_waited_for(run: Run, reference: dict[int, Host], tmp_path: Path, names: str, nnodes: str) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
@@ -112,7 +112,7 @@ def test_run_that_nobody_joins_ends_with_the_cause_and_goes_on_later(
     assert_same_training([first, second], reference[2])
 
 
-@pytest.mark.parametrize("attached", ["attached", "plain"])
+@pytest.mark.parametrize("attached", ["attached", pytest.param("plain", marks=pytest.mark.nightly)])
 def test_nothing_committed_is_as_elastic_as_torchrun(run: Run, tmp_path: Path, attached: str) -> None:
     """Also where a Checkpointer is attached, as long as there is nothing to lose."""
     (tmp_path / "script.py").write_text(ELASTIC_SCRIPT)

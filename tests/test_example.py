@@ -71,7 +71,9 @@ def test_text_output_ends_with_the_hash() -> None:
     assert text[-1].startswith("parameters ")
 
 
-@pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param((), id="ddp"), pytest.param(("--fsdp",), id="fsdp", marks=pytest.mark.nightly)]
+)
 def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple[str, ...]) -> None:
     """With three ranks the order of a sum shows in its last bit."""
     undisturbed = lines_of(run(*TORCHRUN, "3", str(EXAMPLE), *SMALL, *mode))

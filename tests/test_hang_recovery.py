@@ -140,6 +140,7 @@ def test_log_only_lets_a_stopped_worker_go_on(job: Job, reference: Host) -> None
     same_training(host, reference)
 
 
+@pytest.mark.nightly
 def test_orders_and_exits_leave_a_short_grace(job: Job, reference: Host) -> None:
     """An order from outside costs no attempt; a worker that cannot hear SIGTERM does not cost 30 s."""
     host = job.host
@@ -177,6 +178,7 @@ def test_order_without_a_checkpointer_uses_an_attempt(job: Job, tmp_path: Path) 
     assert "Signal 9 (SIGKILL)" in host.output
 
 
+@pytest.mark.nightly
 def test_stopped_worker_and_stopped_launcher_among_hosts(tmp_path: Path, etcd_endpoint: str, reference: Host) -> None:
     """The rank that stands still is blamed, not those that wait; a launcher that wakes up late stops what it left."""
     cluster = Cluster(tmp_path)

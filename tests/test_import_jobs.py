@@ -82,6 +82,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
     return directory, digest
 
 
+@pytest.mark.nightly
 def test_two_ddp_ranks_go_on_as_three_fsdp_ranks(cluster: Cluster, tmp_path: Path, saved: tuple[Path, object]) -> None:
     """And a rank that dies before anything is committed makes all of them import again."""
     source, digest = saved
@@ -97,6 +98,7 @@ def test_two_ddp_ranks_go_on_as_three_fsdp_ranks(cluster: Cluster, tmp_path: Pat
     assert recovery["restored_step"] == 4
 
 
+@pytest.mark.nightly
 def test_lost_memory_takes_every_rank_back_to_the_import(
     cluster: Cluster, tmp_path: Path, saved: tuple[Path, object], etcd_endpoint: str
 ) -> None:

@@ -116,6 +116,7 @@ def test_faults_of_ranks_and_replicas(cluster: Cluster, etcd_endpoint: str) -> N
     assert "no host runs rank 9" in job.refused("kill-rank", "--rank", "9")
 
 
+@pytest.mark.nightly
 def test_faults_of_hosts(cluster: Cluster, etcd_endpoint: str) -> None:
     """A standby comes in for each host that goes; a host that was only silent comes back as one."""
     job = Job(cluster, etcd_endpoint, "ab", "--rr-allow-injection")

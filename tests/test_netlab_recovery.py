@@ -92,6 +92,7 @@ def test_partitioned_host_is_replaced_and_comes_back_as_a_standby(
     assert_same_training([a, b, c, d], undisturbed)
 
 
+@pytest.mark.nightly
 def test_lost_etcd_member_changes_nothing(lab: Callable[..., LabCluster], undisturbed: Host) -> None:
     """The leader dies, the member that everybody talks to: training and commits go on, and so do recoveries."""
     cluster = lab(rate="1gbit", etcd_members=3)

@@ -60,7 +60,7 @@ def assert_nothing_committed_lost(hosts: list[Host], kept: list[int]) -> None:
 
 
 @pytest.mark.parametrize("victims", ["one worker", "all workers"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
 def test_killed_workers_on_one_host(cluster: Cluster, undisturbed: dict[int, Host], victims: str, seed: int) -> None:
     """Kills at seeded moments of a step fall into capture, commit, forward or backward."""
     moments = random.Random(seed)
@@ -80,7 +80,7 @@ def test_killed_workers_on_one_host(cluster: Cluster, undisturbed: dict[int, Hos
     assert_nothing_committed_lost([host], kept)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_killed_while_restoring(cluster: Cluster, undisturbed: dict[int, Host], seed: int) -> None:
     """A worker that dies again just after its restart, before it has its state back, costs nothing more."""
     moments = random.Random(seed)
@@ -116,7 +116,7 @@ def ranks(hosts: list[Host]) -> dict[str, set[int]]:
     return {host.name: {line["rank"] for line in host.lines if "pid" in line} for host in hosts}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_killed_workers_on_three_hosts(
     cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str, seed: int
 ) -> None:
@@ -142,7 +142,7 @@ def test_killed_workers_on_three_hosts(
     assert sorted(rank for held in ranks(hosts).values() for rank in held) == [0, 1, 2], "a host changed its rank"
 
 
-@pytest.mark.parametrize("lost_rank", [0, 1, 2])
+@pytest.mark.parametrize("lost_rank", [0, *(pytest.param(rank, marks=pytest.mark.nightly) for rank in (1, 2))])
 def test_lost_host_is_replaced_from_peer_memory(
     cluster: Cluster, undisturbed: dict[int, Host], etcd_endpoint: str, lost_rank: int
 ) -> None:

@@ -561,7 +561,8 @@ def test_what_is_expected_is_waited_for_and_what_comes_in_its_place_gets_a_zygot
     assert caplog.text.count("the zygote is ready") == 2
 
 
-def test_closing_while_a_zygote_is_prepared_leaves_no_process() -> None:
+def test_closing_while_a_zygote_is_prepared_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     before = set(psutil.Process().children())
     starter = WorkerStarter(warm=True)
     starter.expect((sys.executable, "-u", _script()), dict(os.environ))
