@@ -18,10 +18,12 @@ import psutil
 import pytest
 from cluster import wait_until
 
+from resilient_run.launcher.workers import warm
 from resilient_run.launcher.workers.warm import WarmProcess, WorkerStarter, warm_workers
 
 pytestmark = pytest.mark.jobs
 
+NAMES_TORCH = warm._names_torch
 WORKER_ENV = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 COMMAND = (sys.executable, "-u", "script.py", "positional", "--rr-off", "--flag=é")
 
@@ -270,6 +272,14 @@ class Bench:
         (self.directory / "script.py").write_text(textwrap.dedent(source))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def any_program_waits() -> Iterator[None]:
+    """Let programs start warm that do not name torch, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm, "_names_torch", lambda args: True)
+        yield
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     directory = tmp_path_factory.mktemp("bench")
@@ -327,9 +337,9 @@ def test_error_file_of_record(bench: Bench, tmp_path: Path) -> None:
         main()
     """)
     messages = []
-    for warm in (False, True):
-        path = tmp_path / f"{warm}.json"
-        bench.run(warm=warm, TORCHELASTIC_ERROR_FILE=str(path))
+    for is_warm in (False, True):
+        path = tmp_path / f"{is_warm}.json"
+        bench.run(warm=is_warm, TORCHELASTIC_ERROR_FILE=str(path))
         message = json.loads(path.read_text())["message"]
         messages.append((message["message"], message["extraInfo"]["py_callstack"]))
     assert messages[0] == messages[1]
@@ -559,6 +569,27 @@ def test_what_is_expected_is_waited_for_and_what_comes_in_its_place_gets_a_zygot
         assert "made for other workers (environment variable OMP_NUM_THREADS has changed" in caplog.text
         assert isinstance(_restart(starter), WarmProcess)
     assert caplog.text.count("the zygote is ready") == 2
+
+
+def test_what_does_not_name_torch_does_not_wait(
+    starter: WorkerStarter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warm, "_names_torch", NAMES_TORCH)
+    Path("module.py").write_text("import torch")
+    names = (
+        ("-u", _script("import module")),
+        ("-u", "-m", "torch.version"),
+        ("-u", "x.py", "torch"),
+        ("-X", "dev", "x.py"),
+    )
+    assert [NAMES_TORCH((sys.executable, *command)) for command in names] == [True] * 4
+    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
+        first = _start(starter, "-u", _script("pass"))
+        assert not isinstance(first, WarmProcess)
+        assert "does not name torch" in caplog.text
+        wait_until(lambda: "the zygote is ready" in caplog.text, timeout_s=60, what="a zygote")
+        assert isinstance(_restart(starter), WarmProcess)
+    assert first.wait(60) == 0
 
 
 def test_closing_while_a_zygote_is_prepared_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

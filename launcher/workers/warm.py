@@ -49,7 +49,8 @@ _LOAD_TIME = re.compile(
 """Names, quoted in a script, of variables that only have an effect when set before torch is imported."""
 
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]*(\([^)]*\)|[^#;\n]*)", re.M)
-_MAX_SOURCES = 200
+_MAX_SOURCES = 2000
+_UNHURRIED_S = 1.0
 
 
 class ColdStart(Exception):
@@ -61,7 +62,7 @@ def warm_workers(*, enabled: bool = True) -> Iterator["WorkerStarter"]:
     """Let torch's agent start workers warm, and bind them to this process's life, while the block runs.
 
     The zygote is prepared at the first start, or before, with the `expect` of what is yielded: torch is then imported
-    once, while the rendezvous is under way.
+    once, while the rendezvous is under way. A program that does not name torch is not kept waiting for that.
 
     Enter it on the thread that runs the agent: that thread's end kills the workers.
 
@@ -114,6 +115,7 @@ class WorkerStarter:
         self._closing = threading.Event()
         self._zygote: Zygote | None = None
         self._has_forked = False
+        self._waits = True
         self._bind = death_with_parent(os.getpid())
 
     def start(
@@ -134,6 +136,7 @@ class WorkerStarter:
     def expect(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         """Prepare for workers that will be started with `args` and, but for what differs by worker, `env`."""
         if self._refusal is None and self._preparing is None:
+            self._waits = _names_torch(args)
             self._preparing = threading.Thread(target=self._prepare, args=(args, env), name="zygote", daemon=True)
             self._preparing.start()
 
@@ -155,6 +158,8 @@ class WorkerStarter:
         if self._refusal is not None:
             raise ColdStart(self._refusal)
         self.expect(args, env)
+        if not self._waits and not self._prepared.is_set():
+            raise ColdStart("the zygote is not prepared yet, and the program does not name torch")
         self._prepared.wait()
         if self._refusal is not None:
             raise ColdStart(self._refusal)
@@ -175,6 +180,8 @@ class WorkerStarter:
         return self._zygote
 
     def _prepare(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        if not self._waits and self._closing.wait(_UNHURRIED_S):
+            return
         try:
             self._make_zygote(args, env)
         except ColdStart as reason:
@@ -317,16 +324,7 @@ def _check_command(args: Sequence[str]) -> None:
     """Raise `ColdStart` unless `args` is ``python -u [-m] program …`` whose program may find torch imported already."""
     if args[0] != sys.executable:
         raise ColdStart(f"the workers' program is not {sys.executable}")
-    match args[1:4]:
-        case ["-u", "-m", module, *_]:
-            path, root = Path(*module.split(".")), Path()
-            programs = [path.with_suffix(".py"), path / "__main__.py"]
-        case ["-u", script, *_] if not script.startswith("-"):
-            root = Path(script).resolve() if Path(script).is_dir() else Path(script).resolve().parent
-            programs = [Path(script), Path(script, "__main__.py")]
-        case _:
-            raise ColdStart("the interpreter has options other than -u and -m")
-    for source, text in _sources(programs, root):
+    for source, text in _sources(args):
         if name := _LOAD_TIME.search(text):
             raise ColdStart(f"{source} names {name[0].decode()}, which takes effect before torch is imported")
     for descriptor in range(3):
@@ -336,19 +334,44 @@ def _check_command(args: Sequence[str]) -> None:
             raise ColdStart(f"standard stream {descriptor} is closed") from error
 
 
-def _sources(programs: Sequence[Path], root: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield the files of `programs` that there are, and the modules below `root` that they import, with their text."""
+def _names_torch(args: Sequence[str]) -> bool:
+    """Tell whether `args`, their program, or a module in its directory that it imports has the word in it."""
+    try:
+        return any("torch" in argument for argument in args) or any(b"torch" in text for _, text in _sources(args))
+    except ColdStart:
+        return True  # It is refused at once.
+
+
+def _sources(args: Sequence[str]) -> Iterator[tuple[Path, bytes]]:
+    """Yield the program of `args` and the modules in its directory that it imports, each with its text.
+
+    Raises:
+        ColdStart: The interpreter of `args` is not to run a program, or not as a worker does.
+    """
+    match args[1:4]:
+        case ["-u", "-m", module, *_]:
+            path, root = Path(*module.split(".")), Path()
+            programs = [path.with_suffix(".py"), path / "__main__.py"]
+        case ["-u", script, *_] if not script.startswith("-"):
+            root = Path(script).resolve() if Path(script).is_dir() else Path(script).resolve().parent
+            programs = [Path(script), Path(script, "__main__.py")]
+        case _:
+            raise ColdStart("the interpreter has options other than -u and -m")
     seen: set[Path] = set()
     remaining = deque(programs)
     while remaining and len(seen) < _MAX_SOURCES:
         path = remaining.popleft()
-        if path in seen or not path.is_file():
+        if path in seen:
             continue
         seen.add(path)
-        text = path.read_bytes()
+        try:
+            text = path.read_bytes() if path.is_file() else b""
+        except OSError:
+            continue
         yield path, text
         for dots, module, names in _IMPORT.findall(text):
-            base = path.resolve().parents[len(dots) - 1] if dots else root
+            above = path.resolve().parents
+            base = above[min(len(dots), len(above)) - 1] if dots else root
             for name in (b"", *re.findall(rb"[\w.]+", names)):
                 parts = [part.decode() for part in [*module.split(b"."), *name.split(b".")] if part]
                 for end in range(1, len(parts) + 1):
