@@ -1,5 +1,7 @@
 """An etcd server that a test configures, kills and starts again on the same port with the same data."""
 
+import contextlib
+import random
 import shutil
 import signal
 import socket
@@ -11,6 +13,17 @@ from pathlib import Path
 from resilient_run.launcher.etcd_server import find_etcd
 
 
+def kept_ports(count: int) -> list[int]:
+    """Return free ports that no connection is given by chance while their server is down: the kernel chooses others."""
+    chosen: list[int] = []
+    while len(chosen) < count:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            chosen.append(port)
+    return chosen
+
+
 class EtcdProcess:
     """A single etcd below `directory`; `flags` are etcd's own, with `{scheme}` http unless told otherwise."""
 
@@ -18,10 +31,7 @@ class EtcdProcess:
         self._directory = directory
         self._flags = flags
         self._scheme = scheme
-        with socket.socket() as client, socket.socket() as peer:
-            client.bind(("127.0.0.1", 0))
-            peer.bind(("127.0.0.1", 0))
-            self.port, self._peer_port = client.getsockname()[1], peer.getsockname()[1]
+        self.port, self._peer_port = kept_ports(2)
         self.endpoint = f"127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 

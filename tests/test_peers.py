@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cluster import wait_until
+from etcd_process import kept_ports
 from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
 
 from resilient_run.ckpt.errors import CheckpointError, SlotError
@@ -296,10 +297,7 @@ class RestartableEtcd:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            second.bind(("127.0.0.1", 0))
-            self.port, peer_port = first.getsockname()[1], second.getsockname()[1]
+        self.port, peer_port = kept_ports(2)
         client_url, peer_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{peer_port}"
         self._command = [*find_etcd(), "--name", "one", "--data-dir", str(directory / "etcd")]
         self._command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]

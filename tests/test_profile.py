@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -26,9 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from resilient_run.ckpt.transport.profile import Profiler
 
-kind, steps, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+kind, steps, rank, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
 if kind == "fsdp":
     for layer in model:
@@ -56,19 +55,13 @@ os._exit(0)  # not Python's own end: docs/api.md
 """
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_collectives_of_real_training_are_seen(kind: str, free_port: int, tmp_path: Path) -> None:
+def test_collectives_of_real_training_are_seen(kind: str, tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     workers = [
         subprocess.Popen(
-            [sys.executable, "-P", str(worker), kind, str(STEPS), str(rank), str(free_port)],
+            [sys.executable, "-P", str(worker), kind, str(STEPS), str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
