@@ -81,6 +81,7 @@ class Checkpointer:
         self._restored = False
         self._pid = os.getpid()
         self._closed = self._warned = False
+        self._told: set[str] = set()
         self._env = TrainerEnv.from_environ(os.environ)
         self._link: Link | None = None
         self._capturer: Capturer | None = None
@@ -211,13 +212,17 @@ class Checkpointer:
         self._pace.protection.stepped(n)
         if self._pace.captures:
             self._capturer.submit(n, self._state)
-            if (text := self._state.order.replaced) is not None:
-                self._state.order.replaced = None
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            self._warn(self._state.order.replaced or self._state.outgrown())
         self._pace.leave(n)
         if self._exchange is not None:
             self._exchange.begins(n)
         self._capturer.stats.stall_s += time.monotonic() - started_s
+
+    def _warn(self, text: str | None) -> None:
+        """Tell once what a recovery would not bring back."""
+        if text is not None and text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def pause(self, limit_s: float | None = None) -> AbstractContextManager[None]:
         """Return a context in which no rank of the run counts as hung: this one does something long, as an evaluation.

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +332,105 @@ def test_parameters_are_in_order_where_their_owner_hands_out_copies() -> None:
     text = r"parameter 0 of group 0 is owner\.0\.weight in the checkpoint, owner\.1\.weight in the optimizer"
     with pytest.raises(StateError, match=text):
         saved.load(**make(1, 0, 2))
+
+
+def test_dicts_of_objects_keep_their_kind() -> None:
+    counts: Any = defaultdict(int, {"a": 1})
+    nested = {"order": OrderedDict(x=1, y=OrderedDict(z=2)), "counts": counts, "again": counts}
+    holder = Holder()
+    saved = save(object=Holder(own=nested, lists=defaultdict(list), odd=defaultdict(lambda: 3)), plain=1)
+    saved.load(object=holder, plain=1)
+    own = holder.held["own"]
+    own["order"].move_to_end("x")
+    own["order"]["y"].move_to_end("z")
+    own["counts"]["new"] += 1
+    assert own["again"] is own["counts"] == {"a": 1, "new": 1}
+    assert holder.held["lists"]["x"] == []
+    assert type(holder.held["odd"]) is dict
+    tree = json.loads(saved.manifest)["tree"]
+    at = tree[1].index("kinds")
+    for wrong in ([["l"]], ["l", ["t", ["l", 9], "OrderedDict"]], ["l", ["t", ["l", 0, 0], "dict_keys"]], 7):
+        tree[2][at] = wrong
+        with pytest.raises(SlotError, match="malformed"):
+            saved.altered(tree=tree).load(object=Holder(), plain=1)
+
+
+def test_leaves_require_grad_again() -> None:
+    held, value = Holder(), [torch.zeros(2, requires_grad=True)]
+    saved = save(object=Holder(z=torch.ones(3, requires_grad=True), n=torch.ones(3)), values=[value])
+    target: dict[str, Any] = {"object": held, "values": [[]]}
+    saved.load(**target)
+    assert held.held["z"].requires_grad
+    assert held.held["z"].is_leaf
+    assert not held.held["n"].requires_grad
+
+
+def test_a_rate_that_an_object_and_an_optimizer_share_stays_one() -> None:
+    def make() -> dict[str, Any]:
+        model, _ = parts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        return {"own": Holder(lr=optimizer.param_groups[0]["lr"]), "model": model, "optimizer": optimizer}
+
+    before, after = make(), make()
+    before["own"].held["lr"].mul_(0.5)
+    assert save(**before).load(**after) == []
+    assert after["own"].held["lr"] is after["optimizer"].param_groups[0]["lr"]
+
+
+def test_names_for_groups_and_states_stay_right() -> None:
+    model, before = parts(
+        lambda optimizer: [optimizer.state[p].update(n=0) for p in optimizer.param_groups[0]["params"]]
+    )
+    before.param_groups[1]["lr"] = 0.7
+    states(before)[0]["n"] = 5
+    saved = save(model=model, optimizer=before)
+    model, after = parts(
+        lambda optimizer: [optimizer.state[p].update(n=0) for p in optimizer.param_groups[0]["params"]]
+    )
+    groups, group, state = after.param_groups, after.param_groups[1], states(after)[0]
+    saved.load(model=model, optimizer=after)
+    assert after.param_groups is groups
+    assert after.param_groups[1] is group
+    assert group["lr"] == 0.7
+    assert states(after)[0] is state
+    assert state["n"] == 5
+
+
+def test_what_values_and_objects_share_is_told_when_it_comes_apart() -> None:
+    log = [1]
+    found = save(object=Holder(log=log), values={"log": log}).load(object=Holder(), values={"log": [0]})
+    assert found == ["values.values.log: one object with object.log in the checkpoint, two now"]
+
+
+def test_a_list_of_objects_that_grows_is_told(daemon: SoloDaemon) -> None:
+    model, optimizer = parts()
+    models, optimizers = [model], {"first": optimizer, "later": None}
+    with Checkpointer(models=models, optimizers=optimizers) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        more, its = parts()
+        models.append(more)
+        with pytest.warns(RuntimeWarning, match="models has other objects than it was registered with"):
+            ckpt.step(2)
+        optimizers["later"] = its
+        models.pop()
+        with pytest.warns(RuntimeWarning, match="optimizers has other objects"):
+            ckpt.step(3)
+        ckpt.step(4)
+
+
+def test_an_array_that_a_later_tensor_views_is_refused() -> None:
+    holder = Holder(x=np.zeros(8))
+    state = TrainingState({"object": holder}, rng=False)
+    state.flatten()
+    holder.held["t"] = torch.from_numpy(holder.held["x"])
+    with pytest.raises(StateError, match=r"object\.x and object\.t share memory"):
+        state.flatten()
+
+
+def test_arrays_between_each_other_share_nothing() -> None:
+    stats = np.arange(8.0).reshape(4, 2)
+    held = Holder()
+    save(object=Holder(x=stats[:, 0], y=stats[:, 1])).load(object=held)
+    assert held.held["y"].tolist() == [1, 3, 5, 7]
+    held.held["y"].resize(9, refcheck=False)

@@ -92,6 +92,7 @@ class TensorSpec:
             tensor with gaps up to `MAX_SPAN`.
         within: Set if it shares memory with other tensors: the index of the first of them, and where it begins in the
             memory that they span, in bytes.
+        grad: Whether it is a leaf that requires grad.
     """
 
     kind: Kind
@@ -101,6 +102,7 @@ class TensorSpec:
     shard: ShardSpec | None = None
     stride: tuple[int, ...] | None = None
     within: tuple[int, int] | None = None
+    grad: bool = False
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -173,6 +175,8 @@ def encode_tensors(tensors: Sequence[TensorSpec], layout: Layout) -> bytes:
     for spec, offset in zip(tensors, layout.offsets, strict=True):
         row: dict[str, Any] = {"kind": spec.kind, "dtype": spec.dtype, "shape": spec.shape, "device": spec.device}
         row |= {"offset": offset, "nbytes": spec.nbytes}
+        if spec.grad:
+            row["grad"] = True
         if spec.shard is not None:
             row["shard"] = {name: getattr(spec.shard, name) for name in ShardSpec.__slots__}
         row |= {name: value for name in ("stride", "within") if (value := getattr(spec, name)) is not None}
@@ -276,6 +280,7 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
         shard=shard,
         stride=_sizes(row["stride"]) if "stride" in row else None,
         within=_parse_within(row["within"]) if "within" in row else None,
+        grad=row.get("grad") is True,
     )
     if (kind == "bytes" and spec.stride) or (kind != "torch" and spec.within):
         raise ValueError(f"strides or shared memory of {spec}")

@@ -60,10 +60,10 @@ def sharing_kept(item: Any) -> Iterator[None]:
 
 
 class OwnTensors:
-    """Tensors that an object's optimizers have as options and state: a learning rate that a script keeps a name for, a
-    list of its state that an optimizer keeps in an attribute.
+    """What an object's optimizers have, and others may have names for: groups, states, and the tensors in them.
 
-    torch replaces them by copies of what it loads.
+    A script may keep a learning rate, a wrapper the groups, an optimizer a list of its state in an attribute; torch
+    replaces all of them by copies of what it loads.
     """
 
     def __init__(self, item: Any) -> None:
@@ -73,6 +73,13 @@ class OwnTensors:
             (optimizer, [{key: value for key, value in group.items() if key != "params"} for group in groups])
             for optimizer in optimizers
             if (groups := getattr(optimizer, "param_groups", None))
+        ]
+        self._groups = [(optimizer, groups, list(groups)) for optimizer, groups in _lists_of_groups(optimizers)]
+        self._dicts = [
+            (optimizer, key, values)
+            for optimizer in optimizers
+            for key, values in (getattr(optimizer, "state", None) or {}).items()
+            if type(values) is dict
         ]
         self._states = [
             (optimizer, key, {name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
@@ -88,17 +95,41 @@ class OwnTensors:
     def put_back(self) -> None:
         """Let groups and states have them again, with the content of what took their place."""
         chosen: dict[int, torch.Tensor] = {}
+        taken: set[int] = set()
         for optimizer, befores in self._options:
             if len(optimizer.param_groups) == len(befores):
                 for group, before in zip(optimizer.param_groups, befores, strict=True):
                     for key, original in before.items():
                         if key in group:
-                            group[key] = _put_back(original, group[key], chosen)
+                            group[key] = _put_back(original, group[key], chosen, taken)
         for optimizer, parameter, values in self._states:
             loaded: Any = optimizer.state.get(parameter)
             for name, original in values.items() if isinstance(loaded, dict) else ():
                 if id(original) not in self._overlapping and _lies_alike(original, loaded.get(name)):
-                    loaded[name] = _put_back(original, loaded[name], chosen)
+                    loaded[name] = _put_back(original, loaded[name], chosen, taken)
+        for optimizer, groups, dicts in self._groups:
+            if optimizer.param_groups is not groups and len(optimizer.param_groups) == len(dicts):
+                groups[:] = [_refilled(one, other) for one, other in zip(dicts, optimizer.param_groups, strict=True)]
+                optimizer.param_groups = groups
+        for optimizer, key, values in self._dicts:
+            if type(loaded := optimizer.state.get(key)) is dict:
+                optimizer.state[key] = _refilled(values, loaded)
+
+
+def _lists_of_groups(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, list[Any]]]:
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", None)
+        if type(groups) is list and all(type(group) is dict for group in groups):
+            yield optimizer, groups
+
+
+def _refilled(before: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Return `before` with the content of `loaded`."""
+    if before is not loaded:
+        content = dict(loaded)
+        before.clear()
+        before.update(content)
+    return before
 
 
 def _lies_alike(original: torch.Tensor, new: Any) -> bool:
@@ -109,13 +140,14 @@ def _lies_alike(original: torch.Tensor, new: Any) -> bool:
     return one.stride() == other.stride() and other.untyped_storage().nbytes() == other.nbytes
 
 
-def _put_back(original: Any, new: Any, chosen: dict[int, torch.Tensor]) -> Any:
+def _put_back(original: Any, new: Any, chosen: dict[int, torch.Tensor], taken: set[int]) -> Any:
     if isinstance(original, tuple) and isinstance(new, tuple) and len(original) == len(new):
-        return tuple(_put_back(one, other, chosen) for one, other in zip(original, new, strict=True))
+        return tuple(_put_back(one, other, chosen, taken) for one, other in zip(original, new, strict=True))
     if not (isinstance(original, torch.Tensor) and isinstance(new, torch.Tensor)):
         return new
     # Groups that have one tensor between them in the checkpoint get one of these.
-    if id(new) not in chosen and not any(original is other for other in chosen.values()):
+    if id(new) not in chosen and id(original) not in taken:
+        taken.add(id(original))
         chosen[id(new)] = new if new is original else _filled(original, new)
     return chosen.get(id(new), new)
 

@@ -180,7 +180,7 @@ class ParameterOrder:
             for name, several in self._groups.items()
             for tensor, key in zip(chain(*several), chain(*self._names[name]), strict=True)
             # The shards that an optimizer has leave FSDP2's modules while those are gathered.
-            if id(tensor) in keys and key is None and not _is_sharded(tensor)
+            if id(tensor) in keys and key is None and keys[id(tensor)] in self._in_modules and not _is_sharded(tensor)
         )
         for name, key in found:
             return (

@@ -19,7 +19,7 @@ from .fits import check_fits, some
 from .held import dict_items, held_optimizers, parameters
 from .outside import other_classes, other_modes, outside, parse
 from .state import TrainingState, get_rng, set_rng
-from .tree import OPTIONAL_PARTS, Flattener, entries, link, shard_spec, unflatten
+from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, shard_spec, unflatten
 from .values import renew
 from .verify import Comparison, Difference
 
@@ -32,6 +32,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     if saved.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
         raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
     objects, now = entries(saved["objects"]), entries(entries(current.node)["objects"])
+    kinds = kinds_at(manifest.tree, unflatten(saved["kinds"], _no_leaf)) if "kinds" in saved else {}
     if "shared" in saved:
         link(manifest.tree, unflatten(saved["shared"], _no_leaf))
     check_fits(state.objects, objects, now, manifest.tensors, current.specs())
@@ -42,13 +43,17 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
     loader.keep(current, [(objects[name], now[name]) for name in modules])
     containers: dict[int, Any] = {}
-    values = unflatten(saved["values"], loader.own, containers)
+    values = unflatten(saved["values"], loader.own_leaf, containers, kinds)
     if not isinstance(values, dict):
         raise SlotError(f"manifest tree has a {type(values).__name__} for the values, not a dict")
     rng = unflatten(saved["rng"], loader.own)
     # Modules first: what others share with them is right by the time that they load it.
     states = {name: _module_state(item, objects[name], loader) for name, item in modules.items()}
-    states |= {name: unflatten(node, loader.own, containers) for name, node in objects.items() if name not in modules}
+    states |= {
+        name: unflatten(node, loader.own if name in state.held else loader.own_leaf, containers, kinds)
+        for name, node in objects.items()
+        if name not in modules
+    }
     trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
     before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
@@ -134,8 +139,6 @@ def _check(
             if isinstance(state.objects[name], torch.nn.Module) or _holds(state.objects[name]):
                 with _loading(f"{name}: state_dict() of what was loaded"):
                     put(state.objects[name], loaded)
-        for tensors in before:
-            tensors.put_back()
         strict, lenient, unshared = _differences(state, manifest, payload)
     if strict:
         raise _inexact(map(str, strict))
@@ -170,7 +173,11 @@ def _differences(
             lenient += [difference for difference in found if difference.plain]
     before, after = entries(saved["values"]), entries(now["values"])
     for name, node in before.items():
-        strict += comparison.differences(node, after[name], f"values.{name}")
+        found = list(comparison.differences(node, after[name], f"values.{name}"))
+        strict += found
+        if not found:
+            unshared += comparison.aliases(node, after[name], f"values.{name}")
+            unshared += comparison.sharing(node, after[name], f"values.{name}")
     return strict, lenient, unshared
 
 
@@ -271,6 +278,13 @@ class _Loader:
             self._owned[index] = self._make(index)
         return self._owned[index]
 
+    def own_leaf(self, index: int) -> Any:
+        """Return the same as `own`, requiring grad if it did."""
+        made = self.own(index)
+        if self._manifest.tensors[index].grad and index not in self._kept:
+            made.requires_grad_()
+        return made
+
     def owned(self, indices: Iterable[int]) -> set[int]:
         """Return the `id`s of those of these leaves that `own` has returned in memory of their own."""
         return {id(self._owned[index]) for index in indices if index in self._owned}
@@ -321,7 +335,11 @@ class _Loader:
 
 def _laid_out(stored: np.ndarray[Any, Any], stride: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return a copy of `stored` whose dimensions lie in memory as `stride` says; () if it is contiguous."""
-    order = np.argsort(stride, kind="stable")[::-1] if stride else np.arange(stored.ndim)
+    if not stride:
+        return stored.copy()
+    if sorted(stride) == list(stride):
+        return stored.copy("F")
+    order = np.argsort(stride, kind="stable")[::-1]
     return stored.transpose(order).copy("C").transpose(np.argsort(order))
 
 

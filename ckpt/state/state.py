@@ -5,7 +5,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,10 +15,7 @@ from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .held import ParameterOrder, held_optimizers, local, parameters
 from .outside import not_shown, outside, warning_of
-from .tree import Flattener, extent, overlaps
-
-_ARRAYS_OF_RNG: Final = 2
-"""Numpy arrays in what `get_rng` returns."""
+from .tree import Flattener, extent, overlaps, share
 
 
 @runtime_checkable
@@ -55,10 +52,13 @@ class TrainingState:
         """
         self.objects: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
+        self._containers: dict[str, Any] = {}
         for name, item in registered.items():
             objects = dict(_objects(name, item))
             if not objects:
                 self.values[name] = item
+            if objects and isinstance(item, list | dict):
+                self._containers[name] = item
             for path, found in objects.items():
                 if path in self.objects:
                     raise StateError(f"{path} is registered twice: give one of the two another name")
@@ -86,6 +86,17 @@ class TrainingState:
         self.objects |= objects
         self._find_trained()
 
+    def outgrown(self) -> str | None:
+        """Return what to tell of a registered list or dict that has other objects now, None if none has."""
+        for name, item in self._containers.items():
+            now = dict(_objects(name, item))
+            if any(self.objects.get(path) is not found for path, found in now.items()):
+                return (
+                    f"{name} has other objects than it was registered with, which are in no checkpoint: register them "
+                    "from the beginning, or call checkpointer.replace()"
+                )
+        return None
+
     def flatten(self) -> Flattener:
         """Return the current state, its tensors by reference.
 
@@ -100,6 +111,8 @@ class TrainingState:
             flat.add("outside", outside(self.held, self.modules))
             if flat.shared:
                 flat.add("shared", flat.shared)
+            if flat.kinds:
+                flat.add("kinds", flat.kinds)
             if flat.sharing or flat.repeating:
                 self._check_memory(flat)
             self._check_arrays(flat)
@@ -151,29 +164,29 @@ class TrainingState:
         self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         self.order = ParameterOrder()
-        self._arrays: dict[int, int] = {}
+        self._arrays: tuple[int, dict[int, int]] = (0, {})
         if hidden := list(not_shown(self.modules)):
             warnings.warn(warning_of(hidden), RuntimeWarning, stacklevel=4)
 
     def _check_arrays(self, flat: Flattener) -> None:
         """Refuse arrays of objects that share memory with something else, which a checkpoint does not bring back."""
-        arrays = {
-            index: extent(flat.leaves[index])[0] for index in flat.arrays[: -_ARRAYS_OF_RNG if self.has_rng else None]
-        }
-        if arrays == self._arrays:
+        lent = {index: extent(leaf)[0] for index in flat.arrays if not _owns(leaf := flat.leaves[index])}
+        if (len(flat.leaves), lent) == self._arrays:
             return
         paths = {index: path for path, index in leaf_paths(flat.node).items()}
         memory = {index: extent(leaf) for index, leaf in enumerate(flat.leaves) if not isinstance(leaf, bytes)}
         for overlap in overlaps({index: place for index, place in memory.items() if place[0] < place[1]}):
-            # Of values, the script's own are filled where they are.
-            concerned = sorted(paths[index] for index in overlap if paths[index].startswith("objects."))
-            if any(paths[index] in concerned for index in arrays.keys() & overlap.keys()):
-                others = sorted(paths[index] for index in overlap)
-                raise StateError(
-                    f"{' and '.join(path.removeprefix('objects.') for path in others[:3])} share memory, and one is a "
-                    "numpy array, which a checkpoint brings back with memory of its own: let state_dict() leave it out"
-                )
-        self._arrays = arrays
+            for index in overlap.keys() & set(flat.arrays):
+                for other in overlap.keys() - {index}:
+                    both = [paths.get(each, "a key") for each in sorted((index, other))]
+                    # Of values, the script's own are filled where they are.
+                    if paths.get(index, "").startswith("objects.") and share(flat.leaves[index], flat.leaves[other]):
+                        raise StateError(
+                            f"{' and '.join(path.removeprefix('objects.') for path in both)} share memory, and one is "
+                            "a numpy array, which a checkpoint brings back with memory of its own: let state_dict() "
+                            "leave it out"
+                        )
+        self._arrays = len(flat.leaves), lent
 
     def _check_memory(self, flat: Flattener) -> None:
         """Refuse tensors that could not be brought back as they lie in memory."""
@@ -242,6 +255,10 @@ def _unwrap(name: str, item: Any) -> Any:
     if fsdp1 is not None and any(isinstance(module, fsdp1) for module in item.modules()):
         raise StateError(f"{name}: FullyShardedDataParallel gathers its state across ranks; use fully_shard (FSDP2)")
     return item.module if isinstance(item, torch.nn.parallel.DistributedDataParallel) else item
+
+
+def _owns(array: Any) -> bool:
+    return array.base is None and bool(array.flags.owndata)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

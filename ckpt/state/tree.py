@@ -24,7 +24,12 @@ import torch
 from ..errors import SlotError, StateError
 from ..format.manifest import ITEM_BYTES, Node, ShardSpec, TensorSpec, check_numpy_dtype, is_dense, lies_apart
 
-OPTIONAL_PARTS: Final = frozenset({"order", "outside", "shared"})
+_ORDERED: Final = "OrderedDict"
+_FACTORIES: Final = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
+_ROOTS: Final = 2
+"""The length of the place of a registered object's state."""
+
+OPTIONAL_PARTS: Final = frozenset({"order", "outside", "shared", "kinds"})
 """Parts of the tree of a manifest beside the state; older versions did not write them."""
 
 LONG_BYTES: Final = 1024
@@ -38,6 +43,8 @@ Extent = tuple[int, int]
 Place = list[int]
 """The way from the root of a tree to a node: the positions of children."""
 
+_MAX_WORK: Final = 100_000
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
 
 PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
@@ -58,6 +65,7 @@ class Flattener:
     Attributes:
         node: The tree.
         shared: The places (`Place`) of each list or dict that occurs several times, for `link`.
+        kinds: The places of dicts that are an `OrderedDict` or a `defaultdict` of a builtin type, with `_kind`.
         leaves: What `["x", index]` refers to; of a DTensor the local shard.
         keys: One hashable key per leaf: two flattened trees with equal keys have equal `specs`.
         shards: The DTensor of each leaf that is a shard of one, by index.
@@ -79,8 +87,10 @@ class Flattener:
         self.shards: dict[int, Any] = {}
         self.repeating: list[int] = []
         self.arrays: list[int] = []
-        self._containers: dict[int, Node] = {}
-        self._occurring_again: set[int] = set()
+        self.shared: list[list[Place]] = []
+        self.kinds: list[tuple[Place, str]] = []
+        self._place: Place = []
+        self._containers: dict[int, tuple[Node, list[Place]]] = {}
         self._storages: dict[int, list[int]] = {}
         # Imported by whoever makes DTensors; importing it here would cost every trainer half a second.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
@@ -91,7 +101,6 @@ class Flattener:
             raise StateError(f"{path}: {error}; {_REMEDY}") from None
         except RecursionError:
             raise StateError(f"state is nested too deeply or contains itself; {_REMEDY}") from None
-        self.shared = _places(self.node, self._occurring_again) if self._occurring_again else []
         self.sharing = [
             overlap
             for indices in self._storages.values()
@@ -137,25 +146,34 @@ class Flattener:
         return self._rare(value)
 
     def _container(self, value: Any) -> Node:
-        node = self._containers.get(id(value))
-        if node is not None:
-            self._occurring_again.add(id(node))
+        known = self._containers.get(id(value))
+        if known is not None:
+            node, places = known
+            places.append(self._place.copy())
+            if len(places) == 2:
+                self.shared.append(places)
             return node
+        place = self._place.copy()
         if type(value) is list:
             node = ["l", *self._children(enumerate(value))]
         else:
             tag = "C" if type(value) is Counter else "d"
             node = [tag, [self._encode(key) for key in value], list(self._children(value.items()))]
-        self._containers[id(value)] = node
+            kind = _kind(value)
+            if kind is not None and len(place) > _ROOTS:
+                self.kinds.append((place, kind))
+        self._containers[id(value)] = node, [place]
         return node
 
     def _children(self, items: Iterable[tuple[Any, Any]]) -> Iterator[Node]:
-        for key, item in items:
+        for position, (key, item) in enumerate(items):
+            self._place.append(position)
             try:
                 yield self._encode(item)
             except _UnsupportedError as error:
                 error.path.append(str(key))
                 raise
+            self._place.pop()
 
     def _tensor(self, tensor: torch.Tensor) -> Node:
         shard, shard_key = None, None
@@ -180,7 +198,7 @@ class Flattener:
             _check_storage(tensor, storage.nbytes())
             index = self._indices[place] = len(self.leaves)
             self.leaves.append(tensor)
-            self.keys.append(key)
+            self.keys.append((*key, tensor.requires_grad))
             if tensor.numel():
                 self._storages.setdefault(storage.data_ptr(), []).append(index)
             if stride is not None and any(
@@ -253,6 +271,7 @@ class Flattener:
             shard=None if shard is None else shard_spec(shard),
             stride=leaf.stride() if laid_out else None,
             within=self._within.get(index),
+            grad=leaf.requires_grad and leaf.is_leaf,
         )
 
     def _can_share(self, index: int, offset: int) -> bool:
@@ -271,6 +290,21 @@ def extent(leaf: Leaf) -> Extent:
         return 0, 0
     elements = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
     return leaf.data_ptr(), leaf.data_ptr() + elements * leaf.element_size()
+
+
+def share(one: Leaf, other: Leaf) -> bool:
+    """Tell whether two tensors or arrays have a byte in common; those that cannot be told apart have."""
+    try:
+        return bool(np.shares_memory(_array(one), _array(other), max_work=_MAX_WORK))  # type: ignore[arg-type]
+    except (np.exceptions.TooHardError, TypeError, RuntimeError):
+        return True
+
+
+def _array(leaf: Leaf) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    plain = leaf.detach()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain.view(_WORDS[plain.element_size()])).numpy()
 
 
 def overlaps(extents: dict[int, Extent]) -> list[dict[int, int]]:
@@ -319,23 +353,6 @@ def _children_of(node: Node) -> tuple[list[Node], int]:
     return [], 0
 
 
-def _places(root: Node, wanted: set[int]) -> list[list[Place]]:
-    """Return the places below `root` of each node whose id is `wanted`."""
-    found: dict[int, list[Place]] = {}
-
-    def walk(node: Node, place: Place) -> None:
-        if id(node) in wanted:
-            found.setdefault(id(node), []).append(place)
-            if len(found[id(node)]) > 1:
-                return
-        children, first = _children_of(node)
-        for position, child in enumerate(children[first:]):
-            walk(child, [*place, position])
-
-    walk(root, [])
-    return list(found.values())
-
-
 def link(root: Node, shared: Any) -> None:
     """Make one node of those that were one list or dict, for `unflatten`, when `Flattener.shared` was `shared`.
 
@@ -354,6 +371,29 @@ def link(root: Node, shared: Any) -> None:
         raise SlotError(f"manifest tree is malformed: shared places {str(shared)[:80]}: {error!r}") from error
 
 
+def kinds_at(root: Node, kinds: Any) -> dict[int, str]:
+    """Return the kinds of dicts by the id of their node, when `Flattener.kinds` was `kinds`.
+
+    Raises:
+        SlotError: There are no dicts in these places.
+    """
+    try:
+        found = {id(node): kind for place, kind in kinds if (node := _at(root, place))[0] == "d"}
+    except (TypeError, ValueError, IndexError) as error:
+        raise SlotError(f"manifest tree is malformed: kinds {str(kinds)[:80]}: {error!r}") from error
+    if len(found) != len(kinds) or not all(kind == _ORDERED or kind in _FACTORIES for kind in found.values()):
+        raise SlotError(f"manifest tree is malformed: kinds {str(kinds)[:80]}")
+    return found
+
+
+def _kind(value: Any) -> str | None:
+    """Return what a dict is besides: ordered, or with a builtin type for keys that it lacks; None for another one."""
+    if type(value) is OrderedDict:
+        return _ORDERED
+    factory = value.default_factory if type(value) is defaultdict else None
+    return next((name for name, known in _FACTORIES.items() if known is factory), None)
+
+
 def _at(root: Node, place: Place) -> Node:
     for position in place:
         children, first = _children_of(root)
@@ -361,7 +401,12 @@ def _at(root: Node, place: Place) -> Node:
     return root
 
 
-def unflatten(node: Node, leaf: Callable[[int], Any], containers: dict[int, Any] | None = None) -> Any:
+def unflatten(
+    node: Node,
+    leaf: Callable[[int], Any],
+    containers: dict[int, Any] | None = None,
+    kinds: dict[int, str] | None = None,
+) -> Any:
     """Return the tree of `node`; `leaf` makes the value of each leaf index, once.
 
     Args:
@@ -369,12 +414,13 @@ def unflatten(node: Node, leaf: Callable[[int], Any], containers: dict[int, Any]
         leaf: Called with a leaf's index.
         containers: The lists and dicts made of the same manifest so far, by the id of their node: a node that occurs
             again is the same object.
+        kinds: What `kinds_at` returned.
 
     Raises:
         SlotError: The node is not one that `Flattener` writes.
     """
     try:
-        return _Decoder(leaf, {} if containers is None else containers).decode(node)
+        return _Decoder(leaf, {} if containers is None else containers, kinds or {}).decode(node)
     except (TypeError, ValueError, IndexError, RecursionError, RuntimeError, binascii.Error) as error:
         raise SlotError(f"manifest tree is malformed: {error!r}") from error
 
@@ -382,10 +428,11 @@ def unflatten(node: Node, leaf: Callable[[int], Any], containers: dict[int, Any]
 class _Decoder:
     """Makes values of nodes, one of each node."""
 
-    def __init__(self, leaf: Callable[[int], Any], containers: dict[int, Any]) -> None:
+    def __init__(self, leaf: Callable[[int], Any], containers: dict[int, Any], kinds: dict[int, str]) -> None:
         self._make_leaf = leaf
         self._leaves: dict[int, Any] = {}
         self._containers = containers
+        self._kinds = kinds
 
     def decode(self, node: Node) -> Any:
         if not isinstance(node, list):
@@ -429,6 +476,11 @@ class _Decoder:
             case ["d" | "C" as tag, list(keys), list(values)]:
                 pairs = zip(keys, values, strict=True)
                 mapping = {self.decode(key): self.decode(value) for key, value in pairs}
+                kind = self._kinds.get(id(node))
+                if kind == _ORDERED:
+                    return OrderedDict(mapping)
+                if kind is not None:
+                    return defaultdict(_FACTORIES[kind], mapping)
                 return Counter(mapping) if tag == "C" else mapping
         return _malformed(node)
 

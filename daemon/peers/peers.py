@@ -218,6 +218,8 @@ async def _send_range(
     async def send(count: int) -> None:
         nonlocal at
         async with asyncio.timeout(_SEND_TIMEOUT_S):
+            if writer.transport.is_closing():
+                raise ConnectionError("the connection is closed")
             try:
                 await loop.sendfile(writer.transport, source, at, count, fallback=False)
             except asyncio.SendfileNotAvailableError as error:

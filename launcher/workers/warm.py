@@ -48,8 +48,13 @@ _LOAD_TIME = re.compile(
 )
 """Names, quoted in a script, of variables that only have an effect when set before torch is imported."""
 
-_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]*(\([^)]*\)|[^#;\n]*)", re.M)
-_MAX_SOURCES = 2000
+_IMPORT = re.compile(
+    rb"(?:^|[;:])[ \t]{0,200}(?:from[ \t]{1,20}(\.{0,20})([\w.]{0,200})[ \t]{1,20})?"
+    rb"import\b[ \t]{0,20}(\([^)]*\)|(?:[^#;\n\\]|\\\n)*)",
+    re.M,
+)
+_MAX_SOURCES = 200
+_MAX_CANDIDATES = 20_000
 _UNHURRIED_S = 1.0
 
 
@@ -113,6 +118,7 @@ class WorkerStarter:
         self._preparing: threading.Thread | None = None
         self._prepared = threading.Event()
         self._closing = threading.Event()
+        self._lock = threading.Lock()
         self._zygote: Zygote | None = None
         self._has_forked = False
         self._waits = True
@@ -143,8 +149,8 @@ class WorkerStarter:
     def close(self) -> None:
         """End the zygote; its workers go on."""
         self._closing.set()
-        if self._zygote is not None:
-            self._zygote.kill()
+        if (zygote := self._zygote) is not None:
+            zygote.kill()
         if self._preparing is not None:
             self._preparing.join()
         self._discard()
@@ -161,6 +167,10 @@ class WorkerStarter:
         if not self._waits and not self._prepared.is_set():
             raise ColdStart("the zygote is not prepared yet, and the program does not name torch")
         self._prepared.wait()
+        with self._lock:
+            return self._checked(args, env)
+
+    def _checked(self, args: Sequence[str], env: Mapping[str, str]) -> "Zygote":
         if self._refusal is not None:
             raise ColdStart(self._refusal)
         if self._zygote is not None and not self._zygote.alive():
@@ -183,7 +193,8 @@ class WorkerStarter:
         if not self._waits and self._closing.wait(_UNHURRIED_S):
             return
         try:
-            self._make_zygote(args, env)
+            with self._lock:
+                self._make_zygote(args, env)
         except ColdStart as reason:
             log.info("workers will start cold: %s", reason)
         finally:
@@ -199,11 +210,11 @@ class WorkerStarter:
                 self._zygote.kill()
             self._zygote.wait_ready()
             log.info("the zygote is ready (pid %d)", self._zygote.pid)
-        except ColdStart as reason:
+        except Exception as error:
             # What this run's command is refused for once, it would be refused for at every start.
-            self._refusal = str(reason)
+            self._refusal = str(error) if isinstance(error, ColdStart) else f"the zygote cannot be made: {error!r}"
             self._discard()
-            raise
+            raise ColdStart(self._refusal) from error
 
 
 class Zygote:
@@ -324,6 +335,8 @@ def _check_command(args: Sequence[str]) -> None:
     """Raise `ColdStart` unless `args` is ``python -u [-m] program …`` whose program may find torch imported already."""
     if args[0] != sys.executable:
         raise ColdStart(f"the workers' program is not {sys.executable}")
+    if len(args) > 2 and os.path.exists(args[2]) and not (os.path.isfile(args[2]) or os.path.isdir(args[2])):
+        raise ColdStart(f"{args[2]} is not a regular file")
     for source, text in _sources(args):
         if name := _LOAD_TIME.search(text):
             raise ColdStart(f"{source} names {name[0].decode()}, which takes effect before torch is imported")
@@ -351,23 +364,24 @@ def _sources(args: Sequence[str]) -> Iterator[tuple[Path, bytes]]:
     match args[1:4]:
         case ["-u", "-m", module, *_]:
             path, root = Path(*module.split(".")), Path()
-            programs = [path.with_suffix(".py"), path / "__main__.py"]
+            packages = [parent / "__init__.py" for parent in path.parents if parent.name]
+            programs = [path.with_suffix(".py"), path / "__main__.py", path / "__init__.py", *packages]
         case ["-u", script, *_] if not script.startswith("-"):
             root = Path(script).resolve() if Path(script).is_dir() else Path(script).resolve().parent
             programs = [Path(script), Path(script, "__main__.py")]
         case _:
             raise ColdStart("the interpreter has options other than -u and -m")
-    seen: set[Path] = set()
-    remaining = deque(programs)
-    while remaining and len(seen) < _MAX_SOURCES:
+    seen = set(programs)
+    remaining, count = deque(programs), 0
+    while remaining:
         path = remaining.popleft()
-        if path in seen:
-            continue
-        seen.add(path)
         try:
-            text = path.read_bytes() if path.is_file() else b""
+            if not path.is_file():
+                continue
+            text = path.read_bytes()
         except OSError:
             continue
+        count += 1
         yield path, text
         for dots, module, names in _IMPORT.findall(text):
             above = path.resolve().parents
@@ -376,4 +390,8 @@ def _sources(args: Sequence[str]) -> Iterator[tuple[Path, bytes]]:
                 parts = [part.decode() for part in [*module.split(b"."), *name.split(b".")] if part]
                 for end in range(1, len(parts) + 1):
                     place = base.joinpath(*parts[:end])
-                    remaining += [place.parent / f"{place.name}.py", place / "__init__.py"]
+                    found = [place.parent / f"{place.name}.py", place / "__init__.py"]
+                    remaining += [candidate for candidate in found if candidate not in seen]
+                    seen.update(found)
+        if count > _MAX_SOURCES or len(seen) > _MAX_CANDIDATES:
+            raise ColdStart(f"the program has more than {_MAX_SOURCES} modules of its own, too many to look through")

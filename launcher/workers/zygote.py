@@ -68,18 +68,18 @@ def _serve(control: socket.socket) -> bool:
     """Return in a worker, whether the user has a ``sitecustomize``."""
     control.set_inheritable(False)
     has_sitecustomize = _import_hidden_sitecustomize()
+    changed = _changed_variable()
     bind = _binding_to_launcher()
     _preload(_AT_ONCE)
     if _names_optimizer():
         _preload(_LATER)
-    refusal = _refusal()
+    refusal = changed or _refusal()
     _tell(control, {"refused": refusal} if refusal else {"ready": True})
-    pause_s = _LATER_S if _LATER[0] not in sys.modules else None
+    pause_s: float | None = None
     while True:
         if pause_s is not None and not select.select([control], [], [], pause_s)[0]:
             _preload(_LATER)
-            refusal = _refusal()
-            pause_s = None
+            refusal = changed or _refusal()
         packet, descriptors, _, _ = socket.recv_fds(control, _MAX_PACKET_BYTES, 4)
         if not packet:
             os._exit(0)
@@ -97,6 +97,7 @@ def _serve(control: socket.socket) -> bool:
                 return has_sitecustomize
         for descriptor in streams:
             os.close(descriptor)
+        pause_s = _LATER_S if _LATER[0] not in sys.modules else None
 
 
 def _tell(launcher: socket.socket, message: dict[str, Any]) -> None:
@@ -121,6 +122,17 @@ def _import_hidden_sitecustomize() -> bool:
     return True
 
 
+def _changed_variable() -> str | None:
+    """Say which variable the start of the interpreter has changed: it may have gone by what differs by worker."""
+    with open("/proc/self/environ", "rb") as file:
+        before = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0") if entry)
+    now = dict(os.environb)
+    for name in sorted((before.keys() | now.keys()) - {CONTROL_FD.encode(), b"PYTHONPATH"}):
+        if before.get(name) != now.get(name):
+            return f"sitecustomize, or a .pth file, changed environment variable {os.fsdecode(name)}"
+    return None
+
+
 def _binding_to_launcher() -> Callable[[], None]:
     """Return the function that ends a worker with the launcher, and forget the modules that it comes from."""
     from resilient_run.launcher.workers.prctl import death_with_parent
@@ -140,8 +152,11 @@ def _preload(modules: Sequence[str]) -> None:
 
 def _names_optimizer() -> bool:
     """Tell whether the program, if it is a file, has the word in it."""
-    with contextlib.suppress(OSError), open(sys.orig_argv[2], "rb") as program:
-        return b"optim" in program.read()
+    program = sys.orig_argv[2]
+    if not os.path.isfile(program):
+        return False
+    with contextlib.suppress(OSError), open(program, "rb") as file:
+        return b"optim" in file.read()
     return False
 
 
