@@ -25,6 +25,13 @@ if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Shorten the folder of one of several processes: the path of a socket has at most 107 bytes."""
+    if hasattr(config, "workerinput"):
+        config.option.basetemp = config.option.basetemp.replace("popen-gw", "")
+
+
 _TIERS = ("lab", "jobs", "fast")
 
 
