@@ -212,7 +212,8 @@ class Checkpointer:
         self._pace.protection.stepped(n)
         if self._pace.captures:
             self._capturer.submit(n, self._state)
-            self._warn(self._state.order.replaced or self._state.outgrown())
+            self._warn(self._state.order.replaced)
+            self._warn(self._state.outgrown())
         self._pace.leave(n)
         if self._exchange is not None:
             self._exchange.begins(n)

@@ -396,6 +396,22 @@ def test_names_for_groups_and_states_stay_right() -> None:
     assert state["n"] == 5
 
 
+def test_states_that_were_one_dict_before_a_restore_are_not_mixed_up() -> None:
+    def together(optimizer: Stateful) -> None:
+        both = {"n": 0}
+        optimizer.state.update(dict.fromkeys(optimizer.param_groups[0]["params"], both))
+
+    def apart(optimizer: Stateful) -> None:
+        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            optimizer.state[parameter] = {"n": number}
+
+    model, before = parts(apart)
+    saved = save(model=model, optimizer=before)
+    model, after = parts(together)
+    saved.load(model=model, optimizer=after)
+    assert [state["n"] for state in states(after)[:2]] == [0, 1]
+
+
 def test_what_values_and_objects_share_is_told_when_it_comes_apart() -> None:
     log = [1]
     found = save(object=Holder(log=log), values={"log": log}).load(object=Holder(), values={"log": [0]})
@@ -417,6 +433,12 @@ def test_a_list_of_objects_that_grows_is_told(daemon: SoloDaemon) -> None:
         with pytest.warns(RuntimeWarning, match="optimizers has other objects"):
             ckpt.step(3)
         ckpt.step(4)
+        optimizers["later"] = None
+        models[0], optimizers["first"] = more, its
+        ckpt.replace(models=models, **{"optimizers.first": its})
+        ckpt.step(5)
+        models[0] = None  # type: ignore[call-overload]
+        ckpt.step(6)
 
 
 def test_an_array_that_a_later_tensor_views_is_refused() -> None:

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -510,6 +512,43 @@ def _imports_what_sets_threads(starter: WorkerStarter) -> "subprocess.Popen[byte
     return _start(starter, "-u", _script("if False:\n    import package.third.deep"))
 
 
+def _package_sets_threads(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    Path("package", "inner").mkdir(parents=True)
+    Path("package", "__init__.py").write_text("import os; import settings")
+    Path("package", "inner", "train.py").write_text("")
+    Path("settings.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '2'")
+    return _start(starter, "-u", "-m", "package.inner.train")
+
+
+def _has_many_modules(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    names = [f"module_{number}" for number in range(300)]
+    for name in names:
+        Path(f"{name}.py").write_text("")
+    return _start(starter, "-u", _script(f"import {', '.join(names)}"))
+
+
+def _is_a_pipe(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    os.mkfifo("pipe.py")
+    written = threading.Thread(target=Path("pipe.py").write_text, args=("open('ran', 'w')",))
+    written.start()
+    process = _start(starter, "-u", "pipe.py")
+    assert process.wait(60) == 0
+    written.join()
+    assert Path("ran").exists()
+    return process
+
+
+def _sitecustomize_goes_by_the_rank(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    Path("sitecustomize.py").write_text("import os; os.environ['MY_GPU'] = os.environ.get('LOCAL_RANK', 'none')")
+    return _start(starter, "-u", _script(), PYTHONPATH=os.getcwd())
+
+
+def _temporary_folder_is_gone(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", f"{os.getcwd()}/nowhere")
+        return _start(starter, "-u", _script("text = '''\nfrom ......... import x\n'''"))
+
+
 def _hides_module(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     Path("typing_extensions.py").write_text("")
     return _start(starter, "-u", _script())
@@ -541,6 +580,11 @@ def _broken_sitecustomize(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
         (_other_flags, "options other than -u and -m"),
         (_sets_threads, "names 'OMP_NUM_THREADS'"),
         (_imports_what_sets_threads, "settings.py names 'OMP_NUM_THREADS'"),
+        (_package_sets_threads, "settings.py names 'OMP_NUM_THREADS'"),
+        (_has_many_modules, "more than 200 modules of its own"),
+        (_is_a_pipe, "pipe.py is not a regular file"),
+        (_sitecustomize_goes_by_the_rank, "changed environment variable MY_GPU"),
+        (_temporary_folder_is_gone, "the zygote cannot be made: FileNotFoundError"),
         (_hides_module, "takes the place of module typing_extensions"),
         (_preloaded_module, "torch.version is itself imported"),
         (_starts_thread, "started a thread, which a fork would lose: spy"),

@@ -69,71 +69,65 @@ class OwnTensors:
     def __init__(self, item: Any) -> None:
         """Remember those that `item` has now."""
         optimizers = held_optimizers(item)
-        self._options = [
-            (optimizer, [{key: value for key, value in group.items() if key != "params"} for group in groups])
+        self._groups = [
+            (optimizer, groups, [(group, dict(group)) for group in groups])
             for optimizer in optimizers
             if (groups := getattr(optimizer, "param_groups", None))
         ]
-        self._groups = [(optimizer, groups, list(groups)) for optimizer, groups in _lists_of_groups(optimizers)]
-        self._dicts = [
-            (optimizer, key, values)
-            for optimizer in optimizers
-            for key, values in (getattr(optimizer, "state", None) or {}).items()
-            if type(values) is dict
-        ]
         self._states = [
-            (optimizer, key, {name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
+            (optimizer, key, state, dict(state))
             for optimizer in optimizers
-            for key, values in (getattr(optimizer, "state", None) or {}).items()
-            if isinstance(values, dict)
+            for key, state in (getattr(optimizer, "state", None) or {}).items()
+            if isinstance(state, dict)
         ]
         trained = [tensor for optimizer in optimizers for tensor in parameters(optimizer)]
-        in_state = {id(value): value for *_, values in self._states for value in values.values()}
-        extents = {id(tensor): extent(local(tensor)) for tensor in [*trained, *in_state.values()]}
+        in_state = [
+            value for *_, before in self._states for value in before.values() if isinstance(value, torch.Tensor)
+        ]
+        extents = {id(tensor): extent(local(tensor)) for tensor in [*trained, *in_state]}
         self._overlapping = set(chain(*overlaps({key: place for key, place in extents.items() if place[0] < place[1]})))
 
     def put_back(self) -> None:
         """Let groups and states have them again, with the content of what took their place."""
         chosen: dict[int, torch.Tensor] = {}
         taken: set[int] = set()
-        for optimizer, befores in self._options:
-            if len(optimizer.param_groups) == len(befores):
-                for group, before in zip(optimizer.param_groups, befores, strict=True):
-                    for key, original in before.items():
-                        if key in group:
-                            group[key] = _put_back(original, group[key], chosen, taken)
-        for optimizer, parameter, values in self._states:
-            loaded: Any = optimizer.state.get(parameter)
-            for name, original in values.items() if isinstance(loaded, dict) else ():
-                if id(original) not in self._overlapping and _lies_alike(original, loaded.get(name)):
-                    loaded[name] = _put_back(original, loaded[name], chosen, taken)
-        for optimizer, groups, dicts in self._groups:
-            if optimizer.param_groups is not groups and len(optimizer.param_groups) == len(dicts):
-                groups[:] = [_refilled(one, other) for one, other in zip(dicts, optimizer.param_groups, strict=True)]
+        for optimizer, groups, befores in self._groups:
+            loaded_groups = optimizer.param_groups
+            if len(loaded_groups) != len(befores):
+                continue
+            for loaded, (_, before) in zip(loaded_groups, befores, strict=True):
+                for key, original in before.items():
+                    if key != "params" and key in loaded:
+                        loaded[key] = _put_back(original, loaded[key], chosen, taken)
+            if loaded_groups is not groups and type(groups) is list:
+                groups[:] = [
+                    _refilled(group, loaded, taken) for loaded, (group, _) in zip(loaded_groups, befores, strict=True)
+                ]
                 optimizer.param_groups = groups
-        for optimizer, key, values in self._dicts:
-            if type(loaded := optimizer.state.get(key)) is dict:
-                optimizer.state[key] = _refilled(values, loaded)
+        for optimizer, key, state, before in self._states:
+            loaded_state = optimizer.state.get(key)
+            if not isinstance(loaded_state, dict):
+                continue
+            for name, original in before.items():
+                new = loaded_state.get(name)
+                if id(original) not in self._overlapping and _lies_alike(original, new):
+                    loaded_state[name] = _put_back(original, new, chosen, taken)
+            optimizer.state[key] = _refilled(state, loaded_state, taken)
 
 
-def _lists_of_groups(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, list[Any]]]:
-    for optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", None)
-        if type(groups) is list and all(type(group) is dict for group in groups):
-            yield optimizer, groups
-
-
-def _refilled(before: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """Return `before` with the content of `loaded`."""
-    if before is not loaded:
-        content = dict(loaded)
-        before.clear()
-        before.update(content)
+def _refilled(before: dict[Any, Any], loaded: dict[Any, Any], taken: set[int]) -> dict[Any, Any]:
+    """Return `before` with the content of `loaded`, or `loaded` where `before` is taken, or another kind of dict."""
+    if before is loaded or type(before) is not type(loaded) or id(before) in taken:
+        return loaded
+    taken.add(id(before))
+    content = dict(loaded)
+    before.clear()
+    before.update(content)
     return before
 
 
-def _lies_alike(original: torch.Tensor, new: Any) -> bool:
-    """Tell whether `new` has the strides of `original`, and memory that no other tensor has."""
+def _lies_alike(original: Any, new: Any) -> bool:
+    """Tell whether `new` is a tensor with the strides of `original`, and with memory that no other tensor has."""
     if not isinstance(new, torch.Tensor) or type(original) is not type(new):
         return False
     one, other = local(original), local(new)

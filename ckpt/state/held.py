@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from ..format.manifest import leaf_paths
-from .tree import PLAIN_TENSORS, Flattener, Leaf
+from .tree import PLAIN_TENSORS, Flattener, Leaf, bytes_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -82,13 +82,14 @@ class ParameterOrder:
     of the only leaf of no module that is equal to it bit for bit: an object may hand out copies.
 
     Attributes:
+        in_modules: The parameters of registered modules by key, when `names` was called last.
         replaced: What to tell of a parameter that left its module since `names` was called before, None if none did.
     """
 
     def __init__(self) -> None:
         """Know nothing."""
         self._groups: dict[str, list[list[torch.Tensor]]] = {}
-        self._in_modules: dict[str, torch.Tensor] = {}
+        self.in_modules: dict[str, torch.Tensor] = {}
         self._in_leaves: list[tuple[torch.Tensor, int]] = []
         self._named: dict[str, set[int]] = {}
         self._names: dict[str, list[list[str | None]]] = {}
@@ -108,10 +109,10 @@ class ParameterOrder:
             for name, module in modules.items()
             for key, parameter in module.named_parameters(remove_duplicate=False)
         }
-        if not (_are_same(groups, self._groups) and _are_one(in_modules, self._in_modules) and self._are_leaves(flat)):
-            keys = {id(parameter): key for key, parameter in self._in_modules.items()}
+        if not (_are_same(groups, self._groups) and _are_one(in_modules, self.in_modules) and self._are_leaves(flat)):
+            keys = {id(parameter): key for key, parameter in self.in_modules.items()}
             self._groups = {name: [list(group) for group in several] for name, several in groups.items()}
-            self._in_modules = in_modules
+            self.in_modules = in_modules
             self._find(flat)
             self.replaced = self._replaced(keys)
         return self._names
@@ -129,7 +130,7 @@ class ParameterOrder:
             for position, (key, parameter) in enumerate(zip(before, now, strict=False)):
                 allowed = {id(parameter)} if has_state else members
                 is_now = self._names[name][index][position]
-                if key is None and is_now in self._in_modules and not _is_sharded(parameter):
+                if key is None and is_now in self.in_modules and not _is_sharded(parameter):
                     yield (
                         f"{name}: parameter {position} of group {index} is {is_now} in the optimizer, which had "
                         f"another one in the checkpoint: what the module had as {is_now} was not trained. Give the "
@@ -145,7 +146,7 @@ class ParameterOrder:
                     return
 
     def _find(self, flat: Flattener) -> None:
-        named = [(key, id(parameter)) for key, parameter in self._in_modules.items()]
+        named = [(key, id(parameter)) for key, parameter in self.in_modules.items()]
         known = {identity for _, identity in named}
         others = {id(tensor): tensor for several in self._groups.values() for group in several for tensor in group}
         others = {identity: tensor for identity, tensor in others.items() if identity not in known}
@@ -154,7 +155,7 @@ class ParameterOrder:
             leaves = {_in_memory(leaf): index for index, leaf in enumerate(flat.leaves)}
             found = {identity: leaves.get(_in_memory(tensor)) for identity, tensor in others.items()}
             self._in_leaves = [(others[identity], index) for identity, index in found.items() if index is not None]
-            taken = {leaves.get(_in_memory(parameter)) for parameter in self._in_modules.values()} | set(found.values())
+            taken = {leaves.get(_in_memory(parameter)) for parameter in self.in_modules.values()} | set(found.values())
             copies = _equal_leaves(
                 {identity: others[identity] for identity, index in found.items() if index is None},
                 {index: leaf for index, leaf in enumerate(flat.leaves) if index not in taken},
@@ -180,7 +181,7 @@ class ParameterOrder:
             for name, several in self._groups.items()
             for tensor, key in zip(chain(*several), chain(*self._names[name]), strict=True)
             # The shards that an optimizer has leave FSDP2's modules while those are gathered.
-            if id(tensor) in keys and key is None and keys[id(tensor)] in self._in_modules and not _is_sharded(tensor)
+            if id(tensor) in keys and key is None and keys[id(tensor)] in self.in_modules and not _is_sharded(tensor)
         )
         for name, key in found:
             return (
@@ -219,8 +220,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 def _content(tensor: torch.Tensor) -> Hashable:
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
         return id(tensor)
-    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    return _form(tensor), xxhash.xxh3_128_digest(data.numpy().data)
+    return _form(tensor), xxhash.xxh3_128_digest(bytes_of(tensor).numpy().data)
 
 
 def _in_memory(leaf: Any) -> Hashable:

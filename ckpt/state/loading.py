@@ -17,7 +17,7 @@ from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from .exact import OwnTensors, put, sharing_kept, without_uncastable
 from .fits import check_fits, some
 from .held import dict_items, held_optimizers, parameters
-from .outside import other_classes, other_modes, outside, parse
+from .outside import other_classes, other_modes, parse
 from .state import TrainingState, get_rng, set_rng
 from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, shard_spec, unflatten
 from .values import renew
@@ -37,8 +37,8 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         link(manifest.tree, unflatten(saved["shared"], _no_leaf))
     check_fits(state.objects, objects, now, manifest.tensors, current.specs())
     modules = state.modules
-    is_outside, was_outside = outside(state.held, modules), parse(saved["outside"]) if "outside" in saved else None
-    if was_outside is not None and (others := list(other_classes(was_outside, is_outside))):
+    was_outside = parse(saved["outside"]) if "outside" in saved else None
+    if was_outside is not None and (others := list(other_classes(was_outside, state.outside()))):
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(others)}; start a new run id")
     _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
     loader.keep(current, [(objects[name], now[name]) for name in modules])
@@ -82,7 +82,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
             set_rng(rng)
         _check_rng(saved["rng"], manifest, payload)
     if was_outside is not None:
-        warnings += other_modes(was_outside, outside(state.held, modules))
+        warnings += other_modes(was_outside, state.outside())
     return warnings
 
 

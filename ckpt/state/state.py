@@ -14,7 +14,7 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .held import ParameterOrder, held_optimizers, local, parameters
-from .outside import not_shown, outside, warning_of
+from .outside import not_shown, outside
 from .tree import Flattener, extent, overlaps, share
 
 
@@ -52,13 +52,13 @@ class TrainingState:
         """
         self.objects: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
-        self._containers: dict[str, Any] = {}
+        self._containers: dict[str, tuple[Any, dict[str, Any]]] = {}
         for name, item in registered.items():
             objects = dict(_objects(name, item))
             if not objects:
                 self.values[name] = item
-            if objects and isinstance(item, list | dict):
-                self._containers[name] = item
+            elif isinstance(item, list | tuple | dict):
+                self._containers[name] = item, dict(_leaves(name, item))
             for path, found in objects.items():
                 if path in self.objects:
                     raise StateError(f"{path} is registered twice: give one of the two another name")
@@ -84,18 +84,25 @@ class TrainingState:
                 )
             objects |= new
         self.objects |= objects
+        for name, (item, _) in self._containers.items():
+            if any(path == name or path.startswith(f"{name}.") for path in registered):
+                item = registered.get(name, item)
+                self._containers[name] = item, dict(_leaves(name, item))
         self._find_trained()
 
     def outgrown(self) -> str | None:
-        """Return what to tell of a registered list or dict that has other objects now, None if none has."""
-        for name, item in self._containers.items():
-            now = dict(_objects(name, item))
-            if any(self.objects.get(path) is not found for path, found in now.items()):
+        """Return what to tell of a registered list, tuple or dict that has other objects now, None if none has."""
+        for name, (item, known) in self._containers.items():
+            if any(leaf is not None and known.get(path) is not leaf for path, leaf in _leaves(name, item)):
                 return (
                     f"{name} has other objects than it was registered with, which are in no checkpoint: register them "
                     "from the beginning, or call checkpointer.replace()"
                 )
         return None
+
+    def outside(self) -> dict[str, Any]:
+        """Return what the state depends on and no `state_dict()` says; call it after `flatten`."""
+        return outside(self.held, self.modules, self.order.in_modules)
 
     def flatten(self) -> Flattener:
         """Return the current state, its tensors by reference.
@@ -108,7 +115,7 @@ class TrainingState:
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
             flat.add("order", self.order.names(self.held, self.modules, flat))
-            flat.add("outside", outside(self.held, self.modules))
+            flat.add("outside", self.outside())
             if flat.shared:
                 flat.add("shared", flat.shared)
             if flat.kinds:
@@ -165,8 +172,8 @@ class TrainingState:
         self.trained = frozenset([*self.held, *self.modules])
         self.order = ParameterOrder()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
-        if hidden := list(not_shown(self.modules)):
-            warnings.warn(warning_of(hidden), RuntimeWarning, stacklevel=4)
+        if text := not_shown(self.modules):
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _check_arrays(self, flat: Flattener) -> None:
         """Refuse arrays of objects that share memory with something else, which a checkpoint does not bring back."""

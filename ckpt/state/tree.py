@@ -391,7 +391,7 @@ def _kind(value: Any) -> str | None:
     if type(value) is OrderedDict:
         return _ORDERED
     factory = value.default_factory if type(value) is defaultdict else None
-    return next((name for name, known in _FACTORIES.items() if known is factory), None)
+    return None if factory is None else next((name for name, known in _FACTORIES.items() if known is factory), None)
 
 
 def _at(root: Node, place: Place) -> Node:
@@ -516,6 +516,12 @@ def _check_storage(tensor: torch.Tensor, held_bytes: int) -> None:
 
 def _name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the content of `tensor` as bytes of the CPU, contiguous; of its memory where that is possible."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.flatten().view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def same(left: Any, right: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..format.manifest import Manifest, Node, TensorSpec
-from .tree import Flattener, Leaf, unflatten
+from .tree import Flattener, Leaf, bytes_of, unflatten
 
 _SHOWN: Final = 60
 
@@ -204,8 +204,7 @@ def _bytes(leaf: Leaf) -> torch.Tensor:
         return torch.frombuffer(bytearray(leaf), dtype=torch.uint8) if leaf else torch.empty(0, dtype=torch.uint8)
     if isinstance(leaf, np.ndarray):
         return _bytes(leaf.tobytes())
-    leaf = leaf.detach().cpu().resolve_conj().resolve_neg()
-    return leaf.contiguous().view(-1).view(torch.uint8) if leaf.numel() else torch.empty(0, dtype=torch.uint8)
+    return bytes_of(leaf)
 
 
 def _first(spec: TensorSpec, stored: torch.Tensor, live: torch.Tensor) -> str:
