@@ -309,7 +309,7 @@ class Coordinator:
                 corruption=self._policy.detect.corruption,
                 digests=self._digests,
                 observe=self._observe,
-                operator=make_operator(self._policy.root, self._slots.record.uid),
+                operator=make_operator(self._policy.root),
                 group=requests,
                 supervisor=self._supervisor,
                 also_commit=None if self._persister is None else self._persister.requested_with,

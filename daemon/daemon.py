@@ -1,4 +1,4 @@
-"""`resilientd`: one per host and run directory. Read this first.
+"""`resilientd`: one per host and user. Read this first.
 
 Launchers and trainers come through a unix socket (`trainers.link`, `service`), peers through TCP (`peers.peers`). Each
 run id is a `Job` (`jobs`, `job`): its `Coordinator` talks to etcd, its `Replicator` moves captures, its `JobSlots` in
@@ -21,6 +21,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
+from .base.private import open_directory
 from .base.repeats import RepeatFilter
 from .base.settings import Settings
 from .base.supervise import Supervisor
@@ -29,7 +30,7 @@ from .notify import ServiceManager
 from .peers.peers import PeerServer
 from .service import DaemonService
 from .slots.memory import MemoryBudget
-from .slots.vault import Vault, open_directory
+from .slots.vault import Vault
 from .trainers.link import LinkServer
 
 log = logging.getLogger(__name__)
@@ -79,20 +80,19 @@ class Daemon:
             DaemonError: Another daemon serves this run directory or owns the vault, or a directory is not ours alone.
         """
         settings = self._options.settings
-        mode = 0o711 if os.geteuid() == 0 else 0o700
         loop, watcher = asyncio.get_running_loop(), asyncio.PidfdChildWatcher()
         loop.set_default_executor(_started_threads())
         # Needs no thread for each child, as the usual one does.
         watcher.attach_loop(loop)
         asyncio.set_child_watcher(watcher)
         with ExitStack() as held:
-            open_directory(settings.run_dir, mode=mode)
+            open_directory(settings.run_dir)
             held.enter_context(holding(settings.lock_path))
-            open_directory(settings.shm_dir, mode=mode)
+            open_directory(settings.shm_dir)
             held.enter_context(holding(settings.vault_lock_path))
             manager = held.enter_context(closing(ServiceManager(os.environ)))
             if manager.is_there:
-                settings.service_path.touch(mode=0o644)
+                settings.service_path.touch(mode=0o600)
             else:
                 settings.service_path.unlink(missing_ok=True)
             vault = Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, self._options.memory_limit_bytes))

@@ -378,7 +378,6 @@ def describe_slots(slots: JobSlots) -> dict[str, Any]:
         "run_id": slots.record.run_id,
         "host": slots.record.host,
         "replicas": slots.record.replicas,
-        "uid": slots.record.uid,
         "directory": str(slots.directory),
         "bytes": sum(file["bytes"] for file in files),
         "slots": files,

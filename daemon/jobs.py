@@ -70,11 +70,11 @@ class Jobs:
             await slots.adopt()
             log.info("adopted run %r: holds %s", slots.record.run_id, slots.held())
 
-    async def open(self, spec: JobSpec, *, uid: int, pid: int, notify: Callable[[dict[str, Any]], None]) -> Job:
+    async def open(self, spec: JobSpec, *, pid: int, notify: Callable[[dict[str, Any]], None]) -> Job:
         """Return the job that `spec` describes, now held open by the launcher `pid`; what it left is found again.
 
         Raises:
-            DaemonError: Another live launcher holds it open, or the run id is another user's.
+            DaemonError: Another live launcher holds it open, or nothing can be kept of it.
         """
         async with self._changing:
             job = self._jobs.get(spec.key)
@@ -88,7 +88,6 @@ class Jobs:
                 run_id=spec.run_id,
                 host=spec.host,
                 incarnation=None,
-                uid=uid,
                 replicas=spec.replicas,
                 attached=False,
                 launcher_pid=pid,
@@ -141,8 +140,8 @@ class Jobs:
                     del self._left[key]
                     await self._vault.remove(slots)
 
-    async def collect_garbage(self, may_see: Callable[[int], bool]) -> dict[str, Any]:
-        """Remove every job of visible users that nobody has open, and return what was removed.
+    async def collect_garbage(self) -> dict[str, Any]:
+        """Remove every job that nobody has open, and return what was removed.
 
         While a launcher of its run lives on this machine it stays: the run may have no other copy of these slots.
         """
@@ -150,21 +149,20 @@ class Jobs:
         async with self._changing:
             gone = self._gone()
             for job in list(self._jobs.values()):
-                if job.launcher_pid is None and may_see(job.slots.record.uid) and job.spec.key in gone:
+                if job.launcher_pid is None and job.spec.key in gone:
                     removed.append(job.spec.run_id)
                     freed_bytes += await self._discard(job)
             for key, (slots, _) in list(self._left.items()):
-                if may_see(slots.record.uid) and key in gone:
+                if key in gone:
                     removed.append(slots.record.run_id)
                     del self._left[key]
                     freed_bytes += await self._vault.remove(slots)
         return {"removed": removed, "freed_bytes": freed_bytes}
 
-    def describe(self, may_see: Callable[[int], bool]) -> list[dict[str, Any]]:
-        """Return every job of visible users, open or left, for `resilientctl status`."""
-        open_jobs = [job.describe() for job in self._jobs.values() if may_see(job.slots.record.uid)]
-        left = [describe_slots(slots) for slots, _ in self._left.values() if may_see(slots.record.uid)]
-        return open_jobs + left
+    def describe(self) -> list[dict[str, Any]]:
+        """Return every job, open or left, for `resilientctl status`."""
+        open_jobs = [job.describe() for job in self._jobs.values()]
+        return open_jobs + [describe_slots(slots) for slots, _ in self._left.values()]
 
     def totals(self) -> dict[str, int]:
         """Return what all slots together take and may take."""

@@ -76,10 +76,10 @@ class DaemonService:
             case "attach":
                 return await self._attach(connection, fields)
             case "status":
-                jobs, tasks = self._jobs.describe(connection.may_see), self._supervisor.describe()
+                jobs, tasks = self._jobs.describe(), self._supervisor.describe()
                 return {"pid": os.getpid(), "jobs": jobs, "tasks": tasks, **self._jobs.totals()}
             case "gc":
-                return await self._jobs.collect_garbage(connection.may_see)
+                return await self._jobs.collect_garbage()
         if (session := self._sessions.get(connection)) is None:
             raise DaemonError(
                 f"field 'op' names nothing that this connection may ask: {op!r}; a trainer sends attach first"
@@ -107,7 +107,8 @@ class DaemonService:
         except ValueError as error:
             raise DaemonError(f"open_job: field 'etcd': {error}") from error
         policy = Policy.parse(fields.object("policy"))
-        _check_persist(policy, run_id, connection.uid)
+        if policy.persist.target is not None:
+            Tier(policy.persist.target, run_id).check()
         address = await self._peers.listen(addr)
         spec = JobSpec(
             run_id=run_id,
@@ -124,7 +125,7 @@ class DaemonService:
                 # The same launcher has come back before its old connection was seen to break.
                 del self._launchers[other]
                 other.close()
-        job = await self._jobs.open(spec, uid=connection.uid, pid=connection.pid, notify=connection.notify)
+        job = await self._jobs.open(spec, pid=connection.pid, notify=connection.notify)
         self._launchers[connection] = job
         address_fields = {"peer_addr": address[0], "peer_port": address[1]}
         return {"pid": os.getpid(), "shm_dir": str(self._shm_dir), **address_fields}
@@ -142,7 +143,7 @@ class DaemonService:
         run_id, host = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.optional_text("host")
         # Workers and the daemon start at the same time; a worker may be here first.
         job = await self._jobs.find_opened(run_id, host, _OPEN_TIMEOUT_S)
-        if job is None or not connection.may_see(job.slots.record.uid):
+        if job is None:
             raise DaemonError("attach: field 'run_id' names no job that a launcher holds open here")
         trainer, answer = await job.sessions.attach(fields, connection.notify, connection.close)
         self._sessions[connection] = _Session(job=job, trainer=trainer)
@@ -167,21 +168,3 @@ def _check_version(fields: Fields) -> None:
                 f"this daemon has version {ours} of the {name} format, resilient-run of the job has {theirs}: install "
                 f"the same resilient-run for both; what is kept of the run stays"
             )
-
-
-def _check_persist(policy: Policy, run_id: str, uid: int) -> None:
-    """Check that a job of user `uid` may have its persistent tier.
-
-    Raises:
-        DaemonError: It may not, or the target cannot be used.
-    """
-    target = policy.persist.target
-    if target is None:
-        return
-    if uid != os.geteuid():
-        # Otherwise any user could let this daemon write wherever it may.
-        raise DaemonError(
-            f"persist.target: this daemon runs as uid {os.geteuid()} and writes with that user's rights, so it does "
-            f"not persist a job of uid {uid}; start a resilientd of that user (another RESILIENT_RUN_DIR)"
-        )
-    Tier(target, run_id).check()

@@ -106,7 +106,7 @@ def options() -> list[click.Parameter]:
             ["--rr-run-dir"],
             type=click.Path(file_okay=False, readable=False, path_type=Path),
             envvar="RESILIENT_RUN_DIR",
-            help="Directory of the daemon's socket. Default: /run/resilientd when the daemon is a service there, else "
+            help="Directory of the daemon's socket. Default: /run/resilientd/<user> when a service serves there, else "
             "$XDG_RUNTIME_DIR/resilient-run, else /tmp/resilient-run-<uid>.",
         ),
         click.Option(

@@ -15,6 +15,7 @@ from resilient_run.ckpt.errors import CheckpointError, DaemonError, WireError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.version import FORMATS
 from resilient_run.ckpt.link.client import DaemonClient
+from resilient_run.daemon.base.private import open_directory
 from resilient_run.daemon.base.settings import Settings, server_pid
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,14 @@ class DaemonLink:
         return self._client.address
 
     def start(self) -> None:
-        """Start a daemon unless one listens, and open the job in the background; `wait_open` reports the outcome."""
+        """Start a daemon unless one listens, and open the job in the background; `wait_open` reports the outcome.
+
+        Raises:
+            DaemonError: A directory is somebody else's.
+        """
+        if not self._settings.is_service:
+            open_directory(self._settings.run_dir)
+            open_directory(self._settings.shm_dir)
         self._client = DaemonClient(
             self._settings.address(),
             {"op": "open_job", "pid": os.getpid(), **FORMATS, **self._job.message()},
@@ -179,11 +187,12 @@ class DaemonLink:
                 return
             self._spawned_s = time.monotonic()
             self._process = self._spawn()
-        except OSError as error:
+        except (OSError, DaemonError) as error:
             self._note(f"cannot start a daemon in {self._settings.run_dir}: {error}")
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
-        self._settings.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # It may have gone with the login that made it.
+        open_directory(self._settings.run_dir)
         command = [sys.executable, "-P", "-m", "resilient_run.daemon"]
         command += ["--run-dir", str(self._settings.run_dir), "--shm-dir", str(self._settings.shm_dir)]
         command += ["--idle-exit", str(_IDLE_EXIT_S)]

@@ -131,10 +131,10 @@ def test_types_are_strict(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_unit_is_valid(tmp_path: Path) -> None:
-    unit = (ROOT / "systemd" / "resilientd.service").read_text()
+    unit = (ROOT / "systemd" / "resilientd@.service").read_text()
     here = re.sub(r"(?m)^(Exec\w+=[-@:+!]*)/\S*/", rf"\g<1>{Path(sys.executable).parent}/", unit)
-    (tmp_path / "resilientd.service").write_text(here)
-    run("systemd-analyze", "verify", "--man=no", str(tmp_path / "resilientd.service"))
+    (tmp_path / "resilientd@daemon.service").write_text(here)
+    run("systemd-analyze", "verify", "--man=no", str(tmp_path / "resilientd@daemon.service"))
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:

@@ -72,9 +72,7 @@ def test_receivers_have_the_same_place_or_take_turns() -> None:
 
 def test_patience_is_with_one_capture_and_one_trainer(tmp_path: Path) -> None:
     now_s = 100.0
-    record = JobRecord(
-        run_id="run", host="a", incarnation="i", uid=0, replicas=2, attached=True, launcher_pid=os.getpid()
-    )
+    record = JobRecord(run_id="run", host="a", incarnation="i", replicas=2, attached=True, launcher_pid=os.getpid())
     transport = TrainerTransport(
         run_id="run",
         view=JobView(host="a", replicas=2),

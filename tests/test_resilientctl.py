@@ -62,10 +62,9 @@ def test_daemon_replaces_what_a_killed_one_left(hosts: Hosts) -> None:
 def test_directories_are_private(hosts: Hosts) -> None:
     host = hosts["a"]
     host.start()
-    others = 0o011 if os.geteuid() == 0 else 0
-    assert stat.S_IMODE(host.run_dir.stat().st_mode) == 0o700 | others
-    assert stat.S_IMODE(host.shm_dir.stat().st_mode) == 0o700 | others
-    assert stat.S_IMODE(host.socket_path.stat().st_mode) == (0o666 if os.geteuid() == 0 else 0o600)
+    assert stat.S_IMODE(host.run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE(host.shm_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE(host.socket_path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,4 +1,4 @@
-"""The daemon as a service with a job of another user: stopped, started, upgraded and downgraded, it keeps the job."""
+"""The daemon as a user's service: stopped, started, upgraded and downgraded, it keeps the job."""
 
 import os
 import shutil
@@ -31,24 +31,28 @@ resilientd(prog_name="resilientd")
 
 
 class Service:
-    """What systemd does with the unit: it starts the daemon, waits until that is ready, and stops it."""
+    """What systemd does with the unit: it starts the daemon as its user, waits until that is ready, and stops it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, uid: int = 0) -> None:
         self.run_dir = root / "service"
         self.shm_dir = Path("/dev/shm") / f"{root.name}-{os.getpid()}-service"
         self.socket_path = self.run_dir / "resilientd.sock"
         self.log_path = root / "service.log"
         self._notify = root / "notify"
         self._process: subprocess.Popen[bytes] | None = None
+        self._prefix = () if uid == 0 else (*AS_USER, *MAY_READ)
+        self.run_dir.mkdir(mode=0o700)
+        os.chown(self.run_dir, uid, uid)
 
     def start(self, *program: str) -> None:
         """Start the daemon; `program` instead of the one that is installed."""
         directories = ["--run-dir", str(self.run_dir), "--shm-dir", str(self.shm_dir)]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, self.log_path.open("ab") as log:
             manager.bind(str(self._notify))
+            self._notify.chmod(0o666)
             manager.settimeout(60)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *(program or ("-m", "resilient_run.daemon")), *directories],
+                [*self._prefix, sys.executable, "-P", *(program or ("-m", "resilient_run.daemon")), *directories],
                 env={**os.environ, "NOTIFY_SOCKET": str(self._notify)},
                 stdout=log,
                 stderr=log,
@@ -84,20 +88,20 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    made = Service(tmp_path)
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
+    made = Service(tmp_path, uid=getattr(request, "param", 0))
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("user", ["another user", "root"])
+@pytest.mark.parametrize(("service", "uid"), [(USER, USER), (0, 0)], indirect=["service"], ids=["user", "root"])
 def test_a_service_keeps_its_job_over_stop_start_and_upgrade(
-    cluster: Cluster, service: Service, tmp_path: Path, user: str
+    cluster: Cluster, service: Service, tmp_path: Path, uid: int
 ) -> None:
     gate = Gate(tmp_path / "gate")
     service.start()
     host = cluster.host("a")
-    if user != "root":
+    if uid != 0:
         host.prefix = (*AS_USER, *MAY_READ)
         os.chown(host.events_path.parent, USER, USER)
     host.launch(

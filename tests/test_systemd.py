@@ -5,6 +5,8 @@ import configparser
 import contextlib
 import json
 import os
+import pwd
+import re
 import shutil
 import signal
 import socket
@@ -22,7 +24,8 @@ from resilient_run.daemon.notify import ServiceManager
 
 pytestmark = pytest.mark.jobs
 
-UNIT = Path(__file__).parent.parent / "systemd" / "resilientd.service"
+UNIT = Path(__file__).parent.parent / "systemd" / "resilientd@.service"
+MOST_EXPOSURE = 3.0
 WATCHDOG_USEC = "400000"
 SILENCE_S = 1.5
 
@@ -166,19 +169,39 @@ def test_abstract_addresses_are_understood() -> None:
         manager.close()
 
 
-def test_the_unit_keeps_slots_over_a_restart() -> None:
+def read_unit() -> configparser.ConfigParser:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read_string(UNIT.read_text())
-    service = unit["Service"]
+    return unit
+
+
+def test_the_unit_keeps_slots_over_a_restart() -> None:
+    service = read_unit()["Service"]
     assert (service["Type"], service["Restart"], service["LimitMEMLOCK"]) == ("notify", "always", "infinity")
     assert int(service["WatchdogSec"]) > 0
-    assert (service["RuntimeDirectory"], service["RuntimeDirectoryPreserve"]) == ("resilientd", "yes")
-    assert "--run-dir /run/resilientd" in service["ExecStart"]
-    assert "--shm-dir /dev/shm/" in service["ExecStart"]
-    # A private /dev/shm would go with the service.
-    assert "PrivateIPC" not in service
-    assert "/dev/shm" in service["ReadWritePaths"]
+    assert (service["RuntimeDirectory"], service["RuntimeDirectoryPreserve"]) == ("resilientd/%i", "yes")
+    assert service["ExecStart"].endswith(" --run-dir /run/resilientd/%i")
+    # A private or read-only /dev/shm, or one that is cleared, would cost the slots.
+    assert not {"PrivateIPC", "PrivateDevices", "RemoveIPC"} & set(service)
+    assert service["ProtectSystem"] == "full"
+
+
+def test_the_unit_runs_as_its_user_who_may_do_nothing_more() -> None:
+    service = read_unit()["Service"]
+    assert (service["User"], service["CapabilityBoundingSet"], service["NoNewPrivileges"]) == ("%i", "", "yes")
+    assert service["RuntimeDirectoryMode"] == "0700"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_unit_exposes_little(tmp_path: Path) -> None:
+    unit = tmp_path / "resilientd@daemon.service"
+    unit.write_text(UNIT.read_text())
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert found is not None, done.stderr
+    assert float(found[1]) <= MOST_EXPOSURE, done.stdout
 
 
 def _can_have_its_own_run() -> bool:
@@ -190,15 +213,16 @@ def _can_have_its_own_run() -> bool:
 def test_resilient_run_finds_the_daemon_of_the_service(tmp_path: Path) -> None:
     """In a mount namespace with a /run of its own the daemon runs as the unit starts it; nobody says where it is."""
     shm_dir = Path("/dev/shm") / f"rr-test-{os.getpid()}-{tmp_path.name}"
+    run_dir = f"/run/resilientd/{pwd.getpwuid(os.geteuid()).pw_name}"
     script = tmp_path / "script.py"
     script.write_text("import os; print('socket', os.environ['RESILIENT_SOCKET'])\n")
     code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
     inside = f"""
     mount -t tmpfs none /run
-    {sys.executable} -P -m resilient_run.daemon --run-dir /run/resilientd --shm-dir {shm_dir} &
+    {sys.executable} -P -m resilient_run.daemon --run-dir {run_dir} --shm-dir {shm_dir} &
     daemon=$!
     trap 'kill $daemon; wait $daemon' EXIT
-    while ! test -S /run/resilientd/resilientd.sock; do test -d /proc/$daemon || exit 3; sleep 0.05; done
+    while ! test -S {run_dir}/resilientd.sock; do test -d /proc/$daemon || exit 3; sleep 0.05; done
     echo status $({sys.executable} -P -c "{code}" status --json)
     {sys.executable} -P -m resilient_run --standalone --nproc-per-node 1 {script}
     """
@@ -211,5 +235,5 @@ def test_resilient_run_finds_the_daemon_of_the_service(tmp_path: Path) -> None:
         shutil.rmtree(shm_dir, ignore_errors=True)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
-    assert lines["socket"] == "/run/resilientd/resilientd.sock"
+    assert lines["socket"] == f"{run_dir}/resilientd.sock"
     assert json.loads(lines["status"])["jobs"] == []

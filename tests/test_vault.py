@@ -15,6 +15,7 @@ from seats import seats
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
+from resilient_run.daemon.base.private import open_directory
 from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.jobs import Jobs
@@ -22,7 +23,7 @@ from resilient_run.daemon.run.commit import Agreed
 from resilient_run.daemon.run.rounds import Pair, Round
 from resilient_run.daemon.slots.memory import MemoryBudget, default_limit_bytes
 from resilient_run.daemon.slots.slots import Geometry, JobSlots, SlotFile
-from resilient_run.daemon.slots.vault import Vault, open_directory
+from resilient_run.daemon.slots.vault import Vault
 
 MIB = 1 << 20
 OFFSET, CAPACITY = plan_layout(len(MANIFEST), PAYLOAD_BYTES)
@@ -33,7 +34,7 @@ LARGE = Geometry(capacity_bytes=CAPACITY + MIB, payload_offset=OFFSET)
 @pytest.fixture
 def shm_dir(tmp_path: Path) -> Iterator[Path]:
     path = Path("/dev/shm") / f"rr-test-{os.getpid()}-{tmp_path.name}"
-    open_directory(path, mode=0o700)
+    open_directory(path)
     yield path
     shutil.rmtree(path)
 
@@ -45,11 +46,8 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
-def record(run_id: str = "run", *, uid: int | None = None) -> JobRecord:
-    uid = os.geteuid() if uid is None else uid
-    return JobRecord(
-        run_id=run_id, host="a", incarnation="i", uid=uid, replicas=2, attached=False, launcher_pid=os.getpid()
-    )
+def record(run_id: str = "run") -> JobRecord:
+    return JobRecord(run_id=run_id, host="a", incarnation="i", replicas=2, attached=False, launcher_pid=os.getpid())
 
 
 def open_vault(shm_dir: Path, limit_bytes: int = 64 * MIB) -> Vault:
@@ -204,13 +202,6 @@ def test_files_are_private_and_allocated_in_full(shm_dir: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_run_id_of_another_user_is_refused(shm_dir: Path) -> None:
-    vault = open_vault(shm_dir)
-    vault.open(record())
-    with pytest.raises(DaemonError, match="another user"):
-        vault.open(record(uid=os.geteuid() + 1))
-
-
 def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Path) -> None:
     """A trainer has one job's slot mapped, another version wrote in the second, a launcher holds the third open."""
 
@@ -228,8 +219,8 @@ def test_garbage_is_only_what_nobody_has_open_and_this_version_wrote(shm_dir: Pa
             jobs.scan()
             await jobs.collect(orphan_ttl_s=0.0)
             assert {run_id for run_id, path in files.items() if path.exists()} == {"mapped", "newer", "open"}
-            assert (await jobs.collect_garbage(lambda uid: True))["removed"] == []
-        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == ["mapped"]
+            assert (await jobs.collect_garbage())["removed"] == []
+        assert (await jobs.collect_garbage())["removed"] == ["mapped"]
         assert {run_id for run_id, path in files.items() if path.exists()} == {"newer", "open"}
 
     asyncio.run(scenario())
@@ -245,13 +236,13 @@ def test_garbage_is_nothing_of_a_run_that_has_another_launcher_here(shm_dir: Pat
         jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
         jobs.scan()
         await jobs.collect(orphan_ttl_s=0.0)
-        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == []
+        assert (await jobs.collect_garbage())["removed"] == []
         assert len(list(open_vault(shm_dir).scan())) == 2
         for slots in open_vault(shm_dir).scan():
             slots.update_record(launcher_pid=None)
         jobs = Jobs(open_vault(shm_dir), asyncio.create_task)
         jobs.scan()
-        assert (await jobs.collect_garbage(lambda uid: True))["removed"] == ["run", "run"]
+        assert (await jobs.collect_garbage())["removed"] == ["run", "run"]
 
     asyncio.run(scenario())
 
@@ -288,7 +279,7 @@ def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.
 def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(DaemonError, match="must be a directory owned by"):
-        open_directory(tmp_path / "link", mode=0o700)
+        open_directory(tmp_path / "link")
 
 
 def test_budget_counts_every_job_and_says_what_to_change(shm_dir: Path) -> None:

@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 def dial(path: Path, timeout_s: float | None = None) -> socket.socket:
-    """Return a blocking connection to the daemon at `path`, which is root's or of this process's own user.
+    """Return a blocking connection to the daemon at `path`, which is of this process's own user.
 
     Raises:
         OSError: Nobody listens there within `timeout_s`, or somebody else does (PermissionError).
@@ -37,9 +37,9 @@ def dial(path: Path, timeout_s: float | None = None) -> socket.socket:
         sock.connect(str(path))
         sock.settimeout(None)
         _, uid = peer(sock)
-        if uid not in {0, os.geteuid()}:
+        if uid != os.geteuid():
             # Whoever made the directory first would be told secrets of the run, and where its state goes.
-            raise PermissionError(f"{path} is served by uid {uid}, neither root nor {os.geteuid()}")
+            raise PermissionError(f"{path} is served by uid {uid}, not by a daemon of uid {os.geteuid()}")
     except BaseException:
         sock.close()
         raise

@@ -47,7 +47,8 @@ class Door:
     Args:
         listener: A bound socket; the door listens and closes it.
         manners: What is asked of strangers.
-        source_of: Returns whose a connection is, for the share that each source has of the room.
+        source_of: Returns whose a connection is, for the share that each source has of the room; raises OSError for one
+            that is not let in.
         admit: Gets each connection, as a non-blocking socket, with its first message; it closes what it refuses.
     """
 
@@ -112,7 +113,7 @@ class Door:
             sock.setblocking(False)
             source = self._source_of(sock)
         except OSError as error:
-            log.info("a connection was gone before it was accepted: %s", error)
+            log.warning("a connection was not accepted: %s", error)
             sock.close()
             return
         stranger = _Stranger(sock, source, self._manners, self._heard)

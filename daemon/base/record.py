@@ -10,8 +10,10 @@ import psutil
 from resilient_run.ckpt.errors import DaemonError
 
 from .fields import Fields
+from .private import read_file
 
 RECORD_NAME = "job.json"
+_MAX_BYTES = 1 << 16
 
 JobKey = tuple[str, str]
 """Run id, and the name of this host in that run: several launchers of a run on one machine are as many hosts."""
@@ -25,7 +27,6 @@ class JobRecord:
         run_id: The run that the slots belong to.
         host: Name of this host in that run.
         incarnation: Life of the run id that made the slots, None until it is known.
-        uid: User who runs the job.
         replicas: Copies of each checkpoint.
         attached: A Checkpointer was seen in this incarnation.
         launcher_pid: The launcher that holds the job open, None once it is gone.
@@ -34,7 +35,6 @@ class JobRecord:
     run_id: str
     host: str
     incarnation: str | None
-    uid: int
     replicas: int
     attached: bool
     launcher_pid: int | None
@@ -58,8 +58,8 @@ class JobRecord:
         """
         path = directory / RECORD_NAME
         try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            values = json.loads(read_file(path, max_bytes=_MAX_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
             raise DaemonError(f"cannot read {path}: {error}") from error
         if not isinstance(values, dict):
             raise DaemonError(f"{path} is not a JSON object")
@@ -68,7 +68,6 @@ class JobRecord:
             run_id=fields.text("run_id"),
             host=fields.text("host"),
             incarnation=None if values.get("incarnation") is None else fields.text("incarnation"),
-            uid=fields.integer("uid"),
             replicas=fields.integer("replicas", low=1),
             attached=fields.flag("attached"),
             launcher_pid=fields.optional_integer("launcher_pid"),

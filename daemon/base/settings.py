@@ -1,6 +1,7 @@
 """Where a host's daemon lives: its run directory (socket, lock, log) and its vault, the tmpfs directory of slots."""
 
 import os
+import pwd
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from resilient_run.ckpt.format import wire
 
-SYSTEM_RUN_DIR = Path("/run/resilientd")
+SERVICES_DIR = Path("/run/resilientd")
+"""Below it is the run directory of each user whose daemon is a service (`resilientd@<user>`)."""
+
 _SOCKET_NAME = "resilientd.sock"
 
 
@@ -57,7 +60,7 @@ class Settings:
     @property
     def is_service(self) -> bool:
         """Tell whether the daemon of this run directory is a service: nobody else may start one there."""
-        return self.run_dir == SYSTEM_RUN_DIR or os.path.exists(self.service_path)
+        return self.run_dir.parent == SERVICES_DIR or os.path.exists(self.service_path)
 
     def address(self) -> Path:
         """Return the socket at which these directories' daemon is found now and after any restart.
@@ -102,9 +105,18 @@ def server_pid(socket_path: Path) -> int | None:
 
 def _default_run_dir(environ: Mapping[str, str], uid: int) -> Path:
     # A service that is being restarted has not gone: the slots of its jobs are with it.
-    service = Settings(run_dir=SYSTEM_RUN_DIR, shm_dir=SYSTEM_RUN_DIR)
+    run_dir = SERVICES_DIR / _user_name(uid)
+    service = Settings(run_dir=run_dir, shm_dir=run_dir)
     if os.path.exists(service.service_path) or server_pid(service.socket_path) is not None:
-        return SYSTEM_RUN_DIR
+        return run_dir
     if "XDG_RUNTIME_DIR" in environ:
         return Path(environ["XDG_RUNTIME_DIR"]) / "resilient-run"
     return Path(f"/tmp/resilient-run-{uid}")
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        # A container may have users without names.
+        return str(uid)

@@ -1,6 +1,5 @@
 """One question of a `resilientctl` command to the daemon of this host."""
 
-import socket
 from typing import Any
 
 import click
@@ -20,16 +19,15 @@ def ask(settings: Settings, op: str, **fields: Any) -> dict[str, Any]:
         click.ClickException: None answers, or it refuses.
     """
     address = settings.address()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(_ANSWER_TIMEOUT_S)
-        try:
-            sock.connect(str(address))
+    try:
+        with wire.dial(address, _ANSWER_TIMEOUT_S) as sock:
+            sock.settimeout(_ANSWER_TIMEOUT_S)
             sock.sendall(wire.encode({"id": 1, "op": op, **fields}))
             answer = wire.recv_message(sock)
-        except (OSError, CheckpointError) as error:
-            raise click.ClickException(
-                f"no daemon answers at {address}: {error}; is another RESILIENT_RUN_DIR meant?"
-            ) from error
+    except (OSError, CheckpointError) as error:
+        raise click.ClickException(
+            f"no daemon answers at {address}: {error}; is another RESILIENT_RUN_DIR meant?"
+        ) from error
     if answer is None:
         raise click.ClickException(f"the daemon at {address} closed the connection; see its log")
     if not answer.get("ok"):

@@ -12,6 +12,7 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
+from ..base.private import open_directory
 from ..base.settings import Settings, find_settings, server_pid
 from ..base.supervise import task_lines
 from ..daemon import holding
@@ -62,10 +63,11 @@ def _collect_without_daemon(settings: Settings) -> dict[str, Any]:
     if not settings.shm_dir.exists():
         return {"removed": [], "freed_bytes": 0}
     try:
+        open_directory(settings.shm_dir)
         with holding(settings.vault_lock_path):
             jobs = Jobs(Vault(settings.shm_dir, MemoryBudget(settings.shm_dir, None)), asyncio.create_task)
             jobs.scan()
-            return asyncio.run(jobs.collect_garbage(lambda uid: True))
+            return asyncio.run(jobs.collect_garbage())
     except DaemonError as error:
         raise click.ClickException(str(error)) from error
 

@@ -67,7 +67,7 @@ class Injector:
                 await self._moment(order)
                 await self._strike(etcd, number, entry, *LOCAL[order.kind](self._scene, order))
                 return
-            async with Detached.start(self._scene.slots.record.uid) as helper:
+            async with Detached.start() as helper:
                 await self._moment(order)
                 what = await helper.prepare(DETACHED[order.kind](self._scene, order))
                 await self._strike(etcd, number, entry, what, helper.go)

@@ -4,11 +4,10 @@ import asyncio
 import json
 import logging
 import os
-import pwd
 import shlex
 import signal
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..base.files import restore_file_limit
 from ..base.policy import RootPolicy
@@ -52,13 +51,11 @@ class Command:
     Args:
         command: Words as in a shell; no shell interprets them.
         timeout_s: When the command and its children are killed, seconds.
-        uid: User whose job it is: a daemon that runs as root runs the command as that user.
     """
 
-    def __init__(self, command: str, timeout_s: float, uid: int) -> None:
+    def __init__(self, command: str, timeout_s: float) -> None:
         self._command = command
         self._timeout_s = timeout_s
-        self._uid = uid
 
     async def replace(self, request: HostRequest) -> str:
         """Run the command, log what it prints, and return how it ended."""
@@ -72,7 +69,6 @@ class Command:
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, REQUEST_VARIABLE: body.decode()},
                 start_new_session=True,
-                **self._identity(),
             )
         except (OSError, ValueError, KeyError) as error:
             return f"{who} cannot be started: {error}; see root.operator_command"
@@ -89,15 +85,9 @@ class Command:
         log.info("%s printed: %s", who, output[-_OUTPUT_BYTES:].decode(errors="replace").strip() or "nothing")
         return f"{who} exited with code {process.returncode}"
 
-    def _identity(self) -> dict[str, Any]:
-        if os.geteuid() != 0 or self._uid == 0:
-            return {}
-        user = pwd.getpwuid(self._uid)
-        return {"user": self._uid, "group": user.pw_gid, "extra_groups": os.getgrouplist(user.pw_name, user.pw_gid)}
 
-
-def make_operator(policy: RootPolicy, uid: int) -> Operator:
-    """Return the operator that `policy` names for a job of the user `uid`."""
+def make_operator(policy: RootPolicy) -> Operator:
+    """Return the operator that `policy` names."""
     if policy.operator_command.strip():
-        return Command(policy.operator_command, policy.operator_timeout_s, uid)
+        return Command(policy.operator_command, policy.operator_timeout_s)
     return NoOperator()

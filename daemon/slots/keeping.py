@@ -3,8 +3,10 @@
 import fcntl
 from pathlib import Path
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.slot import MAGIC
 
+from ..base.private import opened
 from ..base.record import JobRecord
 
 
@@ -21,17 +23,23 @@ def is_kept(directory: Path, record: JobRecord) -> bool:
 def is_mapped(path: Path) -> bool:
     """Tell whether a trainer has the slot file `path` mapped: it holds a lock on it as long as it has."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except (OSError, DaemonError):
+        return False
     return False
 
 
 def version_of(path: Path) -> bytes:
-    """Return the first bytes of a slot file, which name its version; empty for one whose creation was cut short."""
-    with open(path, "rb") as file:
-        version = file.read(len(MAGIC))
+    """Return the first bytes of a slot file, which name its version.
+
+    Empty for one whose creation was cut short, and for what is no file of ours.
+    """
+    try:
+        with opened(path) as file:
+            version = file.read(len(MAGIC))
+    except (OSError, DaemonError):
+        return b""
     return version if version.strip(b"\0") else b""

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import itertools
 import logging
-import os
 import re
 import resource
 import shutil
@@ -168,7 +167,7 @@ class JobSlots:
                     found.append(file)
                 elif version in (b"", MAGIC):
                     log.error("removing %s, which is damaged or was never finished", path)
-                    path.unlink()
+                    _remove(path)
                 else:
                     log.error("%s is of another version (%s) and is left alone", path, version.hex())
                     self.budget.found(self.key, path.stat().st_size)
@@ -281,7 +280,7 @@ class JobSlots:
     async def remove(self) -> int:
         """Remove the job's directory with all its slots and return the bytes freed; no fetch may be running."""
         async with self._changing:
-            freed_bytes = sum(path.stat().st_size for path in self.directory.glob("*.slot"))
+            freed_bytes = sum(path.lstat().st_size for path in self.directory.glob("*.slot"))
             for file in self.files():
                 file.slot.close()
             self._files.clear()
@@ -359,8 +358,6 @@ class JobSlots:
 
     def _create_slot(self, path: Path, capacity_bytes: int, payload_offset: int) -> Slot:
         slot = Slot.create(path, capacity_bytes=capacity_bytes, payload_offset=payload_offset)
-        if self.record.uid != os.geteuid():
-            os.chown(path, self.record.uid, -1)
         self.budget.pin(slot.buffer)
         return slot
 
@@ -386,6 +383,14 @@ async def in_thread(function: Callable[..., _T], *args: Any) -> _T:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         raise
+
+
+def _remove(path: Path) -> None:
+    """Remove `path`, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _file_limit() -> str:

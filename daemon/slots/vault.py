@@ -1,9 +1,7 @@
 """The vault: the slots of every job of this host; they outlive the daemon and are adopted again by the next one."""
 
-import contextlib
 import hashlib
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
@@ -37,7 +35,7 @@ class Vault:
     def scan(self) -> list[JobSlots]:
         """Return the jobs that an earlier daemon left, not yet adopted; what cannot be read is left alone."""
         for directory in sorted(self._shm_dir.iterdir()):
-            if not _DIRECTORY_NAME.fullmatch(directory.name):
+            if not _DIRECTORY_NAME.fullmatch(directory.name) or directory.is_symlink():
                 continue
             try:
                 record = JobRecord.load(directory)
@@ -51,11 +49,9 @@ class Vault:
         """Return the slots of the job that `record` describes, those that exist included; the record is written.
 
         Raises:
-            DaemonError: The run id belongs to another user, or its slots to another version, or the tmpfs is full.
+            DaemonError: Its slots are another version's, or the tmpfs is full.
         """
         slots = self._jobs.get(record.key)
-        if any(run_id == record.run_id and job.record.uid != record.uid for (run_id, _), job in self._jobs.items()):
-            raise DaemonError(f"run id {record.run_id!r} is in use by another user on this host; choose another run id")
         if slots is None:
             name = "\0".join(record.key).encode()
             directory = self._shm_dir / hashlib.blake2b(name, digest_size=16).hexdigest()
@@ -66,8 +62,6 @@ class Vault:
                     f"{directory} has what another version kept of run {record.run_id!r}: go on with that version, or "
                     f"remove the directory"
                 ) from None
-            if record.uid != os.geteuid():
-                os.chown(directory, record.uid, -1)
             try:
                 record.save(directory)
             except OSError as error:
@@ -89,26 +83,9 @@ class Vault:
 
     def _leave(self, directory: Path, error: DaemonError) -> None:
         """Count a directory whose record cannot be read, unless it is one that a daemon was about to make."""
-        sizes_bytes = [path.stat().st_size for path in directory.glob("*.slot")]
+        sizes_bytes = [path.lstat().st_size for path in directory.glob("*.slot")]
         if not sizes_bytes and not (directory / RECORD_NAME).exists():
             shutil.rmtree(directory, ignore_errors=True)
             return
         log.error("%s is left alone: %s; remove it when no version needs it", directory, error)
         self.budget.found(directory.name, sum(sizes_bytes))
-
-
-def open_directory(path: Path, *, mode: int) -> None:
-    """Make sure that `path` is a directory of ours that nobody else can write to.
-
-    Raises:
-        DaemonError: It is something else, or somebody else's.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=mode, parents=True)
-    stat = path.lstat()
-    if path.is_symlink() or not path.is_dir() or stat.st_uid != os.geteuid():
-        raise DaemonError(
-            f"{path} must be a directory owned by uid {os.geteuid()}, it belongs to uid {stat.st_uid}; "
-            f"remove it or choose another (--run-dir, --shm-dir)"
-        )
-    path.chmod(mode)

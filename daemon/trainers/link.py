@@ -1,4 +1,4 @@
-"""The daemon's unix socket: admits processes by their uid, answers their requests, sends them notifications."""
+"""The daemon's unix socket: admits processes of its own user, answers their requests, sends them notifications."""
 
 import asyncio
 import contextlib
@@ -31,19 +31,14 @@ class Connection:
 
     Attributes:
         pid: The process.
-        uid: Its user.
         busy: Whether a message of it is being answered.
     """
 
     busy = False
 
-    def __init__(self, writer: asyncio.StreamWriter, pid: int, uid: int) -> None:
-        self.pid, self.uid = pid, uid
+    def __init__(self, writer: asyncio.StreamWriter, pid: int) -> None:
+        self.pid = pid
         self._writer = writer
-
-    def may_see(self, uid: int) -> bool:
-        """Tell whether this user may see the jobs of the user `uid`."""
-        return self.uid in {0, os.geteuid(), uid}
 
     def notify(self, message: wire.Message) -> None:
         """Send `message`; a process that does not read for a long time is disconnected."""
@@ -74,7 +69,7 @@ class Service(Protocol):
 
 
 class LinkServer:
-    """Serves `service` at a unix socket. A user's connections that hold nothing open make room for newer ones.
+    """Serves `service` at a unix socket. A process's connections that hold nothing open make room for newer ones.
 
     Args:
         service: Answers every message.
@@ -98,20 +93,15 @@ class LinkServer:
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
-        path.chmod(0o666 if os.geteuid() == 0 else 0o600)
-        return Door(listener, manners=_MANNERS, source_of=_uid, admit=self._admit)
+        path.chmod(0o600)
+        return Door(listener, manners=_MANNERS, source_of=_own_process, admit=self._admit)
 
     def _admit(self, sock: socket.socket, message: wire.Message) -> None:
-        pid, uid = wire.peer(sock)
-        if uid not in {0, os.geteuid()} and os.geteuid() != 0:
-            log.warning("closing the connection of pid %d: uid %d is not admitted", pid, uid)
-            sock.close()
-            return
-        self._spawn(self._serve(sock, pid, uid, message))
+        self._spawn(self._serve(sock, wire.peer(sock)[0], message))
 
-    async def _serve(self, sock: socket.socket, pid: int, uid: int, first: wire.Message) -> None:
+    async def _serve(self, sock: socket.socket, pid: int, first: wire.Message) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=sock)
-        connection = Connection(writer, pid, uid)
+        connection = Connection(writer, pid)
         message: wire.Message | None = first
         try:
             while message is not None:
@@ -137,14 +127,22 @@ class LinkServer:
         self._guests.discard(connection)
         if not self._service.is_guest(connection):
             return wire.MAX_FRAME_BYTES
-        if (turned_out := self._guests.add(connection, connection.uid)) is not None:
+        if (turned_out := self._guests.add(connection, connection.pid)) is not None:
             log.warning("closing a connection of pid %d, which holds nothing open: others want in", turned_out.pid)
             turned_out.close()
         return _GUEST_FRAME_BYTES
 
 
-def _uid(sock: socket.socket) -> str:
-    return f"uid {wire.peer(sock)[1]}"
+def _own_process(sock: socket.socket) -> str:
+    """Return which process connects.
+
+    Raises:
+        PermissionError: It is another user's: not even root has anything to ask of a daemon that is not its own.
+    """
+    pid, uid = wire.peer(sock)
+    if uid != os.geteuid():
+        raise PermissionError(f"pid {pid} is of uid {uid}, and this daemon serves uid {os.geteuid()} alone")
+    return f"pid {pid}"
 
 
 async def _answer(connection: Connection, message: wire.Message, service: Service) -> None:

@@ -1,0 +1,71 @@
+"""Places that are this process's user's alone: directories that nobody else may enter, files that nobody else made."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from resilient_run.ckpt.errors import DaemonError
+
+_REMEDY = "remove it, or choose another directory (RESILIENT_RUN_DIR, RESILIENT_SHM_DIR)"
+
+
+def open_directory(path: Path) -> None:
+    """Make sure that `path` is a directory of our user, and that nobody else may enter it.
+
+    Raises:
+        DaemonError: It is something else, or somebody else's.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=True)
+        # What is checked is what is changed, whatever takes its name meanwhile.
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise DaemonError(f"{path} cannot be used: {error.strerror}; {_REMEDY}") from error
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner != os.geteuid():
+            raise DaemonError(f"{path} must belong to uid {os.geteuid()}, it belongs to uid {owner}; {_REMEDY}")
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open the file `path` of our user for reading.
+
+    Raises:
+        DaemonError: It is something else: a link, a pipe, a directory, a file of another user.
+        OSError: It cannot be opened.
+    """
+    try:
+        # A pipe would be waited for without O_NONBLOCK.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise DaemonError(f"{path} is no file of uid {os.geteuid()}") from error
+        raise
+    with open(descriptor, "rb", buffering=0) as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+            raise DaemonError(f"{path} is no file of uid {os.geteuid()}")
+        yield file
+
+
+def read_file(path: Path, *, max_bytes: int) -> bytes:
+    """Return what is in the file `path` of our user.
+
+    Raises:
+        DaemonError: It is something else (see `opened`), or longer than `max_bytes`.
+        OSError: It cannot be read.
+    """
+    with opened(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise DaemonError(f"{path} is longer than {max_bytes} bytes")
+    return content

@@ -1,0 +1,325 @@
+"""Another user of the host, who gets nothing out of a daemon and nothing done by it, and hostile files in a vault.
+
+Each attack says what it gets: nothing. What the daemon does for its own user goes on.
+"""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import wait_until
+from hosts import Host, Hosts
+
+from resilient_run.ckpt.format import wire
+from resilient_run.daemon.etcd.client import EtcdConfig
+
+pytestmark = [
+    pytest.mark.jobs,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users"),
+]
+
+MALLORY = 65534
+SECRET = "what only its owner may read"
+CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
+
+
+def as_mallory(act: Callable[[], object]) -> int:
+    """Return the errno that `act` fails with as another user without any group, 0 when it succeeds."""
+    child = os.fork()
+    if child == 0:
+        code = 255
+        try:
+            os.setgroups([])
+            os.setresgid(MALLORY, MALLORY, MALLORY)
+            os.setresuid(MALLORY, MALLORY, MALLORY)
+            act()
+            code = 0
+        except OSError as error:
+            code = error.errno or 255
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def ask(path: Path, op: str = "status") -> None:
+    """Ask the daemon at `path` something; raises when it does not answer."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        sock.connect(str(path))
+        sock.sendall(wire.encode({"id": 1, "op": op}))
+        if not sock.recv(1):
+            raise ConnectionResetError("no answer")
+
+
+def resilientctl(host: Host, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "RESILIENT_RUN_DIR": str(host.run_dir), "RESILIENT_SHM_DIR": str(host.shm_dir)}
+    command = [sys.executable, "-P", "-c", CTL, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def launch(host: Host, script: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "resilient_run", "--standalone", "--nproc-per-node", "1"]
+    command += ["--rr-run-dir", str(host.run_dir), "--rr-shm-dir", str(host.shm_dir), str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory that every user can reach."""
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == 0 and not path.stat().st_mode & stat.S_IXOTH:
+            path.chmod(path.stat().st_mode | stat.S_IXOTH)
+    return tmp_path
+
+
+@pytest.fixture
+def host(place: Path) -> Iterator[Host]:
+    made = Host("a", place, run_id="unused", config=EtcdConfig(endpoints=("127.0.0.1:1",)))
+    yield made
+    made.close()
+
+
+def serves(host: Host) -> bool:
+    return host.status()["jobs"] == []
+
+
+# Who gets in.
+
+
+@pytest.mark.parametrize("where", ["run_dir", "shm_dir"])
+def test_no_other_user_reaches_the_socket(host: Host, where: str) -> None:
+    host.start()
+    path: Path = getattr(host, where) / "resilientd.sock"
+    assert as_mallory(lambda: ask(path)) != 0
+    assert as_mallory(lambda: os.listdir(path.parent)) != 0
+    assert serves(host)
+
+
+@pytest.mark.parametrize("op", ["status", "gc", "open_job", "attach"])
+def test_no_other_user_is_served_at_a_socket_that_stands_open(host: Host, op: str) -> None:
+    """The owner opened directory and socket for all: the daemon asks the kernel who is there."""
+    host.start()
+    host.run_dir.chmod(0o755)
+    host.socket_path.chmod(0o666)
+    assert as_mallory(lambda: socket.socket(socket.AF_UNIX).connect(str(host.socket_path))) == 0
+    assert as_mallory(lambda: ask(host.socket_path, op)) != 0
+    wait_until(lambda: f"is of uid {MALLORY}" in host.log, timeout_s=30, what="the refusal")
+    assert serves(host)
+
+
+def test_not_even_root_is_served_by_the_daemon_of_a_user(host: Host) -> None:
+    """Nor does root's launcher trust that daemon: root has one of its own."""
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv")
+    host.run_dir.mkdir()
+    os.chown(host.run_dir, MALLORY, MALLORY)
+    ids = (f"--reuid={MALLORY}", f"--regid={MALLORY}", "--clear-groups")
+    host.prefix = ("setpriv", *ids, "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+    host.start()
+    with pytest.raises(ConnectionError):
+        ask(host.socket_path)
+    done = resilientctl(host, "status")
+    assert done.returncode == 1
+    assert f"is served by uid {MALLORY}, not by a daemon of uid 0" in done.stderr
+
+
+# What another user put in place beforehand.
+
+
+@pytest.mark.parametrize("option", ["run_dir", "shm_dir"])
+@pytest.mark.parametrize("link", [False, True], ids=["directory", "link"])
+def test_a_daemon_starts_in_no_directory_of_another_user(host: Host, place: Path, option: str, link: bool) -> None:
+    planted: Path = getattr(host, option)
+    target = place / "target" if link else planted
+    target.mkdir()
+    os.chown(target, MALLORY, MALLORY)
+    if link:
+        planted.symlink_to(target)
+        os.chown(planted, MALLORY, MALLORY, follow_symlinks=False)
+    command = [sys.executable, "-P", "-m", "resilient_run.daemon"]
+    command += ["--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if link:
+        planted.unlink()
+    assert done.returncode == 1
+    assert "remove it, or choose another directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["run_dir", "shm_dir"])
+def test_a_launcher_writes_nothing_in_a_directory_of_another_user(host: Host, place: Path, option: str) -> None:
+    """The log of the daemon would have gone through a link to wherever its user may write."""
+    planted: Path = getattr(host, option)
+    planted.mkdir()
+    victim, script = place / "profile", place / "script.py"
+    victim.write_text(SECRET)
+    script.write_text("print('ran')\n")
+    (planted / "resilientd.log").symlink_to(victim)
+    (planted / "resilientd.lock").symlink_to(victim)
+    (planted / "vault.lock").symlink_to(victim)
+    os.chown(planted, MALLORY, MALLORY)
+    done = launch(host, script)
+    assert done.returncode != 0
+    assert f"{planted} must belong to uid 0, it belongs to uid {MALLORY}" in done.stderr
+    assert "ran" not in done.stdout
+    assert victim.read_text() == SECRET
+
+
+def test_a_socket_that_another_user_serves_hears_nothing(host: Host) -> None:
+    """Whoever made the directory first would have been told the run's secrets, and where its state goes."""
+    host.run_dir.mkdir()
+    os.chown(host.run_dir, MALLORY, MALLORY)
+    heard: list[bytes] = []
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setresgid(MALLORY, MALLORY, MALLORY)
+            os.setresuid(MALLORY, MALLORY, MALLORY)
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(host.socket_path))
+            listener.listen()
+            os.write(ready[1], b"1")
+            while True:
+                sock, _ = listener.accept()
+                os.write(done[1], sock.recv(4096) or b"-")
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    reader = threading.Thread(target=lambda: heard.append(os.read(done[0], 4096)))
+    reader.start()
+    answer = resilientctl(host, "status")
+    reader.join(30)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert answer.returncode == 1
+    assert f"is served by uid {MALLORY}" in answer.stderr
+    assert heard == [b"-"]
+
+
+def test_garbage_is_collected_in_no_directory_of_another_user(host: Host, place: Path) -> None:
+    """`resilientctl gc` works without a daemon; as root it would have removed, and written, by another user's links."""
+    victim = place / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text(SECRET)
+    host.shm_dir.mkdir()
+    (host.shm_dir / ("0" * 32)).symlink_to(victim)
+    (host.shm_dir / "vault.lock").symlink_to(victim / "kept")
+    os.chown(host.shm_dir, MALLORY, MALLORY)
+    done = resilientctl(host, "gc")
+    assert done.returncode == 1
+    assert f"belongs to uid {MALLORY}" in done.stderr
+    assert (victim / "kept").read_text() == SECRET
+
+
+# Hostile files in the vault cost the job that they are in, and nothing else.
+
+
+def fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path, secret: Path) -> None:
+    path.symlink_to(secret)
+
+
+def dangling(path: Path, secret: Path) -> None:
+    path.symlink_to(secret.parent / "nothing")
+
+
+def directory(path: Path, _: Path) -> None:
+    path.mkdir()
+    (path / "inside").write_text("x")
+
+
+def enormous(path: Path, _: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def deep(path: Path, _: Path) -> None:
+    path.write_text("[" * 50_000)
+
+
+def alien(path: Path, secret: Path) -> None:
+    shutil.copy(secret, path)
+    os.chown(path, MALLORY, MALLORY)
+
+
+def bare(path: Path, _: Path) -> None:
+    path.write_bytes(b"\0\xff\0")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_endpoint: str) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig.parse(etcd_endpoint, {}))
+    yield made
+    made.close()
+
+
+def left_by(hosts: Hosts) -> tuple[Host, Path]:
+    """Return a host whose daemon has ended, and the directory in which it left two committed steps of a job."""
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1, 2])
+    host = hosts["a"]
+    host.drop_clients()
+    wait_until(lambda: not host.status()["jobs"][0]["launcher_pid"], timeout_s=30, what="the launcher's end")
+    host.kill()
+    (left,) = (path for path in host.shm_dir.iterdir() if path.is_dir())
+    return host, left
+
+
+@pytest.mark.parametrize("plant", [fifo, link, dangling, directory, enormous, deep, alien, bare])
+def test_a_hostile_record_costs_its_job_alone(
+    hosts: Hosts, tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    host, left = left_by(hosts)
+    secret = tmp_path / "secret"
+    record = json.loads((left / "job.json").read_text())
+    secret.write_text(json.dumps({**record, "run_id": SECRET}))
+    other = host.shm_dir / ("0" * 32)
+    other.mkdir(mode=0o700)
+    (other / "rank0.0.slot").write_bytes(b"RRSLOT\x00\x01")
+    plant(other / "job.json", secret)
+    host.start("--orphan-ttl", "0.1")
+    wait_until(lambda: "is left alone" in host.log, timeout_s=30, what=lambda: host.log)
+    wait_until(lambda: not left.exists(), timeout_s=60, what=lambda: f"the orphan's end:\n{host.log}")
+    assert SECRET not in host.log + json.dumps(host.status())
+    assert other.exists()
+    assert host.stop() == 0
+
+
+@pytest.mark.parametrize("plant", [fifo, link, dangling, directory, enormous, alien])
+def test_a_hostile_slot_costs_itself_alone(hosts: Hosts, tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
+    """It is removed; the other slots of the job are adopted, and housekeeping goes on."""
+    host, left = left_by(hosts)
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    plant(left / "rank7.0.slot", secret)
+    host.start("--orphan-ttl", "3600")
+    wait_until(lambda: "adopted run" in host.log, timeout_s=60, what=lambda: host.log)
+    assert host.held() == {0: {(1, 1), (1, 2)}}
+    assert not os.path.lexists(left / "rank7.0.slot")
+    assert secret.read_text() == SECRET
+    assert host.client().request("gc")["removed"] == [hosts.run_id]
+    assert host.stop() == 0
+
+
+def test_a_link_in_the_place_of_a_job_is_not_followed(hosts: Hosts) -> None:
+    host, left = left_by(hosts)
+    elsewhere = left.with_name("elsewhere")
+    left.rename(elsewhere)
+    left.symlink_to(elsewhere)
+    host.start("--orphan-ttl", "0.1")
+    wait_until(lambda: "serves" in host.log, timeout_s=30, what=lambda: host.log)
+    assert serves(host)
+    assert len(list(elsewhere.glob("*.slot"))) == 2
