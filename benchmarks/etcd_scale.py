@@ -10,11 +10,13 @@ several reasons, which the columns of CPU time tell apart: etcd's own per step, 
 """
 
 import asyncio
+import contextlib
+import http.client
 import multiprocessing
 import multiprocessing.connection
 import os
+import socket
 import time
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +148,12 @@ def run(indices: range, endpoint: str, steps: int, pipe: multiprocessing.connect
 
 def etcd_counters(endpoint: str) -> dict[str, float]:
     """Return etcd's own counters."""
-    with urllib.request.urlopen(f"http://{endpoint}/metrics") as answer:
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(endpoint.removeprefix("unix:"))
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
         lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in lines}
     return {
