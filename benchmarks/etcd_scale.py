@@ -182,8 +182,6 @@ def measure(hosts: int, *, steps: int) -> dict[str, list[float]]:
     context = multiprocessing.get_context("spawn")
     samples: dict[str, list[float]] = {name: [] for name in COLUMNS}
     with EmbeddedEtcd() as etcd:
-        etcd.start()
-        etcd.wait_ready()
         asyncio.run(plant(etcd.endpoint, hosts))
         pipes, processes = [], []
         # The root is started, and so elected, first.
