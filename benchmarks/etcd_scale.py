@@ -10,11 +10,13 @@ several reasons, which the columns of CPU time tell apart: etcd's own per step, 
 """
 
 import asyncio
+import contextlib
+import http.client
 import multiprocessing
 import multiprocessing.connection
 import os
+import socket
 import time
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.comparison.digests import HostDigests
 from resilient_run.daemon.coordination import Coordinator
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.leased import LeasedKeys
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.run.view import JobView
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
@@ -71,6 +75,7 @@ class SimulatedHost:
             policy=Policy(),
             digests=HostDigests(self.view, self.slots, self._no_peer),  # type: ignore[arg-type]
             observe=lambda found: None,
+            leased=LeasedKeys(keys.prefix(RUN_ID), self.view),
             persister=None,
             config=config,
             address=("127.0.0.1", 1 + index),
@@ -146,7 +151,12 @@ def run(indices: range, endpoint: str, steps: int, pipe: multiprocessing.connect
 
 def etcd_counters(endpoint: str) -> dict[str, float]:
     """Return etcd's own counters."""
-    with urllib.request.urlopen(f"http://{endpoint}/metrics") as answer:
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(endpoint.removeprefix("unix:"))
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
         lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in lines}
     return {
@@ -175,8 +185,6 @@ def measure(hosts: int, *, steps: int) -> dict[str, list[float]]:
     context = multiprocessing.get_context("spawn")
     samples: dict[str, list[float]] = {name: [] for name in COLUMNS}
     with EmbeddedEtcd() as etcd:
-        etcd.start()
-        etcd.wait_ready()
         asyncio.run(plant(etcd.endpoint, hosts))
         pipes, processes = [], []
         # The root is started, and so elected, first.

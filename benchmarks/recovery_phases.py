@@ -88,8 +88,6 @@ def fleet(*, state_mb: int, lease_s: float, hang_s: float) -> Iterator[list[Memb
         directory = Path(tempfile.mkdtemp(prefix="resilient-bench-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         etcd = stack.enter_context(EmbeddedEtcd())
-        etcd.start()
-        etcd.wait_ready()
         policy = directory / "policy.toml"
         policy.write_text(f"[detect]\nhang_floor_s = {hang_s}\n")
         members: list[Member] = []

@@ -275,6 +275,7 @@ class Job:
         return {
             **describe_slots(self.slots),
             "launcher_pid": self.launcher_pid,
+            "etcd": self.spec.etcd.where,
             "generation": self.view.generation,
             "world_size": 0 if self.view.round is None else self.view.round.world_size,
             "own_ranks": list(self.view.own_ranks),

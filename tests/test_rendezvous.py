@@ -729,6 +729,8 @@ def test_unreachable_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a", "127.0.0.1:1", {"lease_ttl": "soon"}, "lease_ttl=soon"),
         ("a", "127.0.0.1:1", {"join_timeout": "-1"}, "join_timeout=-1"),
         ("a", "127.0.0.1:1", {"user": "trainer"}, "RESILIENT_ETCD_PASSWORD"),
+        ("a", "127.0.0.1:1", {"user": "trainer", "password": "x"}, "passwordfile="),
+        ("a", "unix:etcd.sock", {}, "unix:/path"),
     ],
 )
 def test_unusable_options_are_named(run_id: str, endpoint: str, options: dict[str, str], message: str) -> None:

@@ -130,6 +130,7 @@ def test_status_shows_jobs_slots_and_watermark(hosts: Hosts) -> None:
     assert answer["used_bytes"] == job["bytes"] > 0
     text = ctl(hosts, "status").stdout
     assert "committed step 2 (generation 1)" in text
+    assert f"etcd: {hosts.config.where}" in text
     assert "rank0.1.slot" in text
 
 

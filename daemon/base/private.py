@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from resilient_run.ckpt.errors import DaemonError
 
+_SECRET_BYTES = 4096
 _REMEDY = "remove it, or choose another directory (RESILIENT_RUN_DIR, RESILIENT_SHM_DIR)"
 
 
@@ -69,3 +70,36 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise DaemonError(f"{path} is longer than {max_bytes} bytes")
     return content
+
+
+def read_secret(path: Path | str) -> str:
+    """Return the text of a file that only its user, and root, can read, without the newline at its end.
+
+    A link is followed, as orchestrators mount secrets: what it leads to is checked.
+
+    Raises:
+        ValueError: It is missing, empty or too long, no regular file, or other users may own, read or write it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
+            # The group is how a user comes to read a file of root's.
+            others = 0o077 if found.st_uid == os.geteuid() else 0o027
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in {0, os.geteuid()} or found.st_mode & others:
+                raise ValueError(
+                    f"{path} is not for you alone (uid {found.st_uid}, mode {stat.filemode(found.st_mode)}): "
+                    f"a secret's file is a regular one that belongs to you; chmod 600 {path}"
+                )
+            content = file.read(_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > _SECRET_BYTES:
+        raise ValueError(f"{path} is longer than {_SECRET_BYTES} bytes; a secret should be in it")
+    try:
+        secret = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8; a secret should be in it") from None
+    if not secret:
+        raise ValueError(f"{path} is empty; a secret should be in it")
+    return secret

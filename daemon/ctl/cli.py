@@ -91,6 +91,8 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
         f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
         f"ranks {job.get('own_ranks', [])} of {job.get('world_size', 0)}, committed {committed}"
     )
+    if job.get("etcd"):
+        yield f"  etcd: {job['etcd']}"
     if job.get("failure"):
         yield f"  failed: {job['failure']}"
     if (protection := job.get("protection")) is not None:

@@ -22,7 +22,7 @@ def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
             "--etcd-conf",
             default="",
             metavar="NAME=VALUE,…",
-            help="As --rdzv-conf: user, password, cacert, cert, key. User and password may also be in "
+            help="As --rdzv-conf: user, passwordfile, cacert, cert, key. User and password may also be in "
             "RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD.",
         )
         endpoint = click.option(
@@ -30,7 +30,7 @@ def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
             default=default,
             show_default=default is not None,
             metavar="HOST[:PORT],…",
-            help="As --rdzv-endpoint of the run.",
+            help="As --rdzv-endpoint of the run; `resilientctl status` shows it.",
         )
         return endpoint(conf(command))
 

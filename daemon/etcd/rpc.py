@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
-from .config import RUNS, EtcdConfig
+from .config import RUNS, EtcdConfig, is_unix
 
 
 @contextmanager
@@ -73,6 +74,8 @@ class Endpoint:
 
     def __init__(self, endpoint: str, credentials: Any) -> None:
         options = list(_CHANNEL_OPTIONS)
+        if is_unix(endpoint):
+            endpoint = quote(endpoint, safe=":/")  # gRPC takes it for a URI
         if credentials is None:
             self.channel = grpc.aio.insecure_channel(endpoint, options=options)
         else:

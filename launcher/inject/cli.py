@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 def _etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--rdzv-conf", default="", help="As for resilient-run: cacert=…,cert=…,key=…,user=…,password=…"),
-        click.option("--rdzv-endpoint", required=True, help="As for resilient-run: host[:port][,…] of etcd."),
+        click.option("--rdzv-conf", default="", help="As for resilient-run: user, passwordfile, cacert, cert, key."),
+        click.option("--rdzv-endpoint", required=True, help="The run's, as `resilientctl status` shows it."),
         click.option("--run-id", required=True, help="The run's --rdzv-id."),
     ):
         command = option(command)

@@ -3,9 +3,13 @@
 import ipaddress
 import socket
 
+from resilient_run.daemon.etcd.config import is_unix
+
 
 def own_address(endpoint: str) -> str:
-    """Return this host's address on the route to `endpoint` ("host:port"), its name when there is no route."""
+    """Return this host's address on the route to an endpoint of etcd, its name when there is no route."""
+    if is_unix(endpoint):
+        return "127.0.0.1"  # Nobody comes from elsewhere.
     host, _, port = endpoint.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
