@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ class JobRequest:
     addr: str
     memory_limit_bytes: int | None
     policy: dict[str, Any]
+    run_key: str | None = field(default=None, repr=False)
+    first_port: int | None = None
+    last_port: int | None = None
 
     def message(self) -> wire.Message:
         """Return the fields of the `open_job` request."""

@@ -29,20 +29,21 @@ EDGES = {
     "daemon.run": "daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon.slots": "daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.tier": "daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
-    "daemon.peers": "daemon.tier daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
+    "daemon.trust": "ckpt.errors ckpt.format",
+    "daemon.peers": "daemon.trust daemon.tier daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.trainers": "daemon.peers daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.comparison": "daemon.peers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon.root": "daemon.comparison daemon.tier daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors",
     "daemon.health": "daemon.peers daemon.run daemon.base",
     "daemon.inject": "daemon.trainers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon": "daemon.* ckpt.errors ckpt.format",
-    "daemon.ctl": "daemon daemon.tier daemon.slots daemon.run daemon.base daemon.etcd"
+    "daemon.ctl": "daemon daemon.trust daemon.tier daemon.slots daemon.run daemon.base daemon.etcd"
     " ckpt.convert ckpt.errors ckpt.format",
     "launcher.rendezvous": "daemon.run daemon.base daemon.etcd ckpt.errors",
     "launcher.workers": "",
     "launcher.lab": "",
     "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors",
-    "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.run daemon.base daemon.tier"
+    "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.trust daemon.run daemon.base daemon.tier"
     " ckpt ckpt.convert ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
     "comm.sparsity": "",

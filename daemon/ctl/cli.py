@@ -24,6 +24,7 @@ from .export import export
 from .forget import forget
 from .goodput import goodput
 from .import_ import import_
+from .keygen import keygen
 from .placement import plan_placement
 
 
@@ -111,6 +112,7 @@ resilientctl.add_command(export)
 resilientctl.add_command(forget)
 resilientctl.add_command(goodput)
 resilientctl.add_command(import_)
+resilientctl.add_command(keygen)
 resilientctl.add_command(plan_placement)
 
 
