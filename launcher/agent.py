@@ -35,8 +35,8 @@ _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
 
 _OPEN = (
-    "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key (`resilientctl "
-    "keygen PATH`, then --rr-key-file PATH), or let etcd ask for credentials (RESILIENT_ETCD_USER and "
+    "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
+    "(`resilientctl keygen PATH`, then --rr-key-file PATH), or let etcd ask for credentials (RESILIENT_ETCD_USER and "
     "RESILIENT_ETCD_PASSWORD, or cert= and key= in --rdzv-conf), or say --rr-insecure"
 )
 
@@ -98,8 +98,8 @@ class ResilientAgent(LocalElasticAgent):
                 memory_limit_bytes=run_config.memory_limit_bytes,
                 policy=run_config.policy.to_dict(),
                 run_key=run_config.run_key,
-                first_port=run_config.ports and run_config.ports[0],
-                last_port=run_config.ports and run_config.ports[-1],
+                first_port=None if run_config.ports is None else run_config.ports[0],
+                last_port=None if run_config.ports is None else run_config.ports[-1],
             ),
             on_event=self._timeline.on_event,
         )

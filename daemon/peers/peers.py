@@ -42,7 +42,7 @@ _CONNECTIONS_PER_HOST = 16
 
 _CONNECTIONS = 4096
 _HANDSHAKE_S = 5.0
-_HANDSHAKES = 128
+_HANDSHAKES = 256
 """At a time; each may take some 100 KiB, and one that is meant well takes milliseconds."""
 
 

@@ -57,8 +57,13 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
             job = Agreement.parse(entry.value)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
-        asked = {"min_nodes": terms.min_nodes, "max_nodes": terms.max_nodes, "injection": terms.injection}
-        ours = replace(job, **asked, key_proof=terms.key_proof)
+        ours = replace(
+            job,
+            min_nodes=terms.min_nodes,
+            max_nodes=terms.max_nodes,
+            injection=terms.injection,
+            key_proof=terms.key_proof,
+        )
         if ours == job:
             return entry.revision
         # Bounds of a run that left no live launcher behind bind nobody; what it committed is still this run's.
