@@ -79,7 +79,7 @@ def _read(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DaemonError(f"cannot read the run key {path}: {error.strerror}") from error
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise DaemonError(f"the run key {path} is no regular file")
@@ -88,7 +88,9 @@ def _read(path: Path) -> str:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise DaemonError(f"others can get at the run key {path} (mode {mode:04o}): `chmod 600` it")
-        content = file.read(MAX_KEY_BYTES + 1)
+        content = os.read(descriptor, MAX_KEY_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > MAX_KEY_BYTES:
         raise DaemonError(f"the run key {path} has more than {MAX_KEY_BYTES} bytes: {_KEYGEN}")
     try:
