@@ -115,7 +115,13 @@ def test_a_run_with_a_key_on_chosen_ports_recovers(
     with socket.create_server(("127.0.0.1", first)):
         # The first one is taken by somebody else.
         a.launch(
-            [*on_etcd(cluster, etcd_endpoint), "--rr-key-file", str(tmp_path / "run.key"), "--rr-port", f"{first}-{last}"],
+            [
+                *on_etcd(cluster, etcd_endpoint),
+                "--rr-key-file",
+                str(tmp_path / "run.key"),
+                "--rr-port",
+                f"{first}-{last}",
+            ],
             [str(script)],
         )
         b.launch(on_etcd(cluster, etcd_endpoint), [str(script)], RESILIENT_KEY=key)
