@@ -8,7 +8,7 @@ range after range, with every checksum verified, as for a replica or a restore.
   daemons did before they encrypted. It is what a transfer costs at least.
 
 The rate is the payload over the time of one fetch, handshake included; processor time is that of both processes. The
-contenders take turns. Goal: on a network of 25 Gbit/s one core at each end suffices, that is 0.32 s per GB.
+contenders take turns. There is no goal: nobody may get in, and this says what that costs.
 """
 
 import asyncio
