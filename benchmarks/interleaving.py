@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from jobs import RESILIENT_RUN
+from lab_job import key_in
 from report import Summary, parser, table, write_json
 
 from resilient_run.launcher.etcd_server import find_etcd
@@ -53,6 +54,7 @@ def run(lab: NetLab, endpoint: str, root: Path, *, scheme: str, options: Any, ro
     arguments = [options.layers, options.compute_ms / 1e3, options.bucket_kib << 10, options.state_mib << 20, steps]
     command = [*RESILIENT_RUN, "--nnodes", str(options.hosts), "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3"]
     command += ["--rdzv-endpoint", endpoint, "--rdzv-id", f"{scheme}-{round_}", "--rr-no-warm-workers"]
+    command += ["--rr-key-file", str(key_in(root))]
     command += ["--rr-config", str(config), WORKER, *map(str, arguments)]
     messages = [(root / f"{index}.log").open("w+") for index in range(options.hosts)]
     hosts = [lab.host(f"h{index}") for index in range(options.hosts)]

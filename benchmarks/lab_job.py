@@ -4,9 +4,18 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from resilient_run.daemon.trust.secret import make_key
 from resilient_run.launcher.netlab import NetLab
 
 _END_TIMEOUT_S = 60
+
+
+def key_in(directory: Path) -> Path:
+    """Return the file in `directory` with the run key that all hosts of its runs are given, made at first use."""
+    path = directory / "run.key"
+    if not path.exists():
+        make_key(path)
+    return path
 
 
 def lines_of(lab: NetLab, command: Sequence[str], *, per_host: int = 1, port: int = 29500) -> Iterator[str]:

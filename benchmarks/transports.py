@@ -20,6 +20,7 @@ from typing import Any
 
 import jobs
 import report
+from lab_job import key_in
 
 from resilient_run.launcher.etcd_server import find_etcd
 from resilient_run.launcher.netlab import NetLab
@@ -55,6 +56,7 @@ def run(
     settings = "\n".join(f"{key} = {json.dumps(value)}" for key, value in replication.items())
     config.write_text(f"[replication]\n{settings}\n")
     arguments = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-endpoint", endpoint]
+    arguments += ["--rr-key-file", str(key_in(directory))]
     arguments += ["--rdzv-id", name, "--rr-config", str(config), WORKER, *worker]
     processes = [
         lab.host(host).popen(

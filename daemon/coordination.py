@@ -54,7 +54,7 @@ class Coordinator:
         address: Where peers reach this host's daemon.
         view: Written from what etcd says.
         slots: What this host holds.
-        on_incarnation: Awaited with the incarnation of the run id, before anything of that incarnation is seen.
+        on_agreement: Awaited with what the launchers agree on, before anything of that incarnation is seen.
         on_round: Awaited with each new round; it makes the round the current one.
         companions: Name → what runs with our connection to etcd beside our own tasks, until cancelled.
         persister: Writes committed pairs to the persistent tier, None without one.
@@ -76,7 +76,7 @@ class Coordinator:
         address: tuple[str, int],
         view: JobView,
         slots: JobSlots,
-        on_incarnation: Callable[[str], Awaitable[None]],
+        on_agreement: Callable[[Agreement], Awaitable[None]],
         on_round: Callable[[Round], Awaitable[None]],
         persister: Persister | None,
         supervisor: Supervisor,
@@ -93,7 +93,7 @@ class Coordinator:
         self._address = address
         self._view = view
         self._slots = slots
-        self._on_incarnation = on_incarnation
+        self._on_agreement = on_agreement
         self._on_round = on_round
         self._companions = companions
         self._persister = persister
@@ -176,8 +176,7 @@ class Coordinator:
         if entry is None or not changes:
             return
         job = Agreement.parse(entry.value)
-        await self._on_incarnation(job.incarnation)
-        self._view.token = job.token
+        await self._on_agreement(job)
         self._view.quarantines = _quarantines(entries)
         self._view.injection = job.injection
         if found is not None and (self._view.round is None or self._view.round.revision != found.revision):

@@ -21,7 +21,6 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .base.private import open_directory
 from .base.repeats import RepeatFilter
 from .base.settings import Settings
 from .base.supervise import Supervisor
@@ -32,6 +31,7 @@ from .service import DaemonService
 from .slots.memory import MemoryBudget
 from .slots.vault import Vault
 from .trainers.link import LinkServer
+from .trust.private import open_directory
 
 log = logging.getLogger(__name__)
 

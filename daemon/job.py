@@ -24,6 +24,7 @@ from .peers.pacing import Pacer
 from .peers.replication import Replicator
 from .run import keys
 from .run.leased import LeasedKeys
+from .run.records import Agreement
 from .run.rounds import Pair, Round, is_import, pair_value
 from .run.view import JobView
 from .slots.slots import JobSlots, SlotFile
@@ -31,6 +32,7 @@ from .tier.fetch import TierSource
 from .tier.persist import Persister
 from .tier.tier import Tier, TierError, call
 from .trainers.sessions import Sessions
+from .trust.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Job:
         orphaned_s: Monotonic time since when nobody does.
         failure: Why the job cannot go on, None while it can.
         sessions: The trainers.
+        identity: Who this host is to its peers, None while the run's secret is not known.
     """
 
     def __init__(self, spec: JobSpec, slots: JobSlots, disks: Sequence[Path] = ()) -> None:
@@ -57,6 +60,8 @@ class Job:
         self.launcher_pid: int | None = None
         self.orphaned_s = time.monotonic()
         self.failure: str | None = None
+        self.identity: Identity | None = None
+        self._agreement: Agreement | None = None
         self._notify_launcher: Callable[[dict[str, Any]], None] | None = None
         self._group = asyncio.TaskGroup()
         self._supervisor = supervisor = Supervisor(f"run {spec.run_id!r}")
@@ -80,6 +85,7 @@ class Job:
             group=self._group,
             supervisor=supervisor,
             tier=tier_source,
+            identity=lambda: self.identity,
         )
         self._digests = HostDigests(self.view, slots, self._replicator.peer)
         leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
@@ -102,7 +108,7 @@ class Job:
             address=spec.address,
             view=self.view,
             slots=slots,
-            on_incarnation=self._on_incarnation,
+            on_agreement=self._on_agreement,
             on_round=self._on_round,
             companions={"inject": self._inject} | ({} if self._persister is None else {"persist": self._persister.run}),
             persister=self._persister,
@@ -163,11 +169,6 @@ class Job:
         self.slots.update_record(launcher_pid=None)
 
     # What the peer server needs.
-
-    @property
-    def token(self) -> str | None:
-        """The secret that peers must show, None while it is not known."""
-        return self.view.token
 
     async def find(self, rank: int, pair: Pair) -> SlotFile | None:
         """Return the file that holds `pair` of `rank`, once the slots are verified."""
@@ -294,15 +295,20 @@ class Job:
             "tasks": self._supervisor.describe(),
         }
 
-    async def _on_incarnation(self, incarnation: str) -> None:
+    async def _on_agreement(self, agreement: Agreement) -> None:
         """Drop what another life of the run id left: its steps have nothing to do with this one's."""
-        known = self.slots.record.incarnation
+        known, incarnation = self.slots.record.incarnation, agreement.incarnation
         if known is not None and known != incarnation:
             log.info("run %r begins anew; removing the slots of its earlier life", self.spec.run_id)
             await self._replicator.abort()
             await self.slots.clear()
             self.slots.update_record(attached=False)
         self.slots.update_record(incarnation=incarnation)
+        if agreement != self._agreement:
+            secret = self.spec.run_key or agreement.token
+            self.identity = Identity(secret, run_id=self.spec.run_id, incarnation=incarnation, host=self.spec.host)
+            self._agreement = agreement
+            self.view.notify()
 
     async def _on_round(self, round_: Round) -> None:
         """Make `round_` the current one: end its predecessor's trainers and fetches, clear dead slots, repair."""

@@ -20,6 +20,7 @@ from .peers.peers import PeerServer
 from .tier.tier import Tier
 from .trainers.link import Connection
 from .trainers.trainer import Trainer
+from .trust.secret import checked_key
 
 _MAX_REPLICAS = 64
 _MAX_NPROC = 1 << 10
@@ -109,7 +110,8 @@ class DaemonService:
         policy = Policy.parse(fields.object("policy"))
         if policy.persist.target is not None:
             Tier(policy.persist.target, run_id).check()
-        address = await self._peers.listen(addr)
+        run_key = fields.secret("run_key")
+        address = await self._peers.listen(addr, _ports(fields))
         spec = JobSpec(
             run_id=run_id,
             host=fields.text("host"),
@@ -119,6 +121,7 @@ class DaemonService:
             address=address,
             memory_limit_bytes=fields.optional_integer("memory_limit_bytes"),
             policy=policy,
+            run_key=None if run_key is None else checked_key(run_key, "open_job"),
         )
         for other, job in list(self._launchers.items()):
             if job.spec.key == spec.key and other is not connection and other.pid == connection.pid:
@@ -168,3 +171,10 @@ def _check_version(fields: Fields) -> None:
                 f"this daemon has version {ours} of the {name} format, resilient-run of the job has {theirs}: install "
                 f"the same resilient-run for both; what is kept of the run stays"
             )
+
+
+def _ports(fields: Fields) -> range | None:
+    """Return the ports that peers may be listened for on, None for any."""
+    if (first := fields.optional_integer("first_port", low=1, high=65535)) is None:
+        return None
+    return range(first, fields.integer("last_port", low=first, high=65535) + 1)

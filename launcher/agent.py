@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import click
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -17,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError
 from resilient_run.daemon.run.records import Failure
+from resilient_run.daemon.trust.secret import key_proof
 
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
@@ -31,6 +33,12 @@ _SETTLE_S = 0.5
 _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
+
+_OPEN = (
+    "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
+    "(`resilientctl keygen PATH`, then --rr-key-file PATH), or let etcd ask for credentials (RESILIENT_ETCD_USER and "
+    "RESILIENT_ETCD_PASSWORD, or cert= and key= in --rdzv-conf), or say --rr-insecure"
+)
 
 ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost", "corruption"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
@@ -59,10 +67,14 @@ class ResilientAgent(LocalElasticAgent):
         self._config = run_config
         self._starter = starter
         self._rdzv = spec.rdzv_handler
+        if not run_config.insecure and run_config.run_key is None and self._rdzv.is_open:
+            self._rdzv.leave()
+            raise click.UsageError(_OPEN)
         self._rdzv.describe(
             spec.local_world_size,
             spec.role,
             injection=run_config.allow_injection,
+            key_proof="" if run_config.run_key is None else key_proof(run_config.run_key, self._rdzv.get_run_id()),
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.
@@ -85,6 +97,9 @@ class ResilientAgent(LocalElasticAgent):
                 addr=self._rdzv.addr,
                 memory_limit_bytes=run_config.memory_limit_bytes,
                 policy=run_config.policy.to_dict(),
+                run_key=run_config.run_key,
+                first_port=None if run_config.ports is None else run_config.ports[0],
+                last_port=None if run_config.ports is None else run_config.ports[-1],
             ),
             on_event=self._timeline.on_event,
         )

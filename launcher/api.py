@@ -1,5 +1,6 @@
 """`torch.distributed.launcher.api` with recovery: the same names and signatures, our agent and our worker start."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,8 @@ from torch.distributed.elastic.agent.server.health_check_server import HealthChe
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api as torch_api
 from torch.distributed.launcher.api import LaunchConfig
+
+from resilient_run.daemon.trust.secret import VARIABLE
 
 from .agent import make_agent
 from .config import RunConfig
@@ -27,10 +30,21 @@ def installed(run_config: RunConfig) -> Iterator[None]:
     if not run_config.enabled:
         yield
         return
-    with warm_workers(enabled=run_config.warm_workers) as starter:
+    with _withheld(VARIABLE), warm_workers(enabled=run_config.warm_workers) as starter:
         agent = partial(make_agent, run_config=run_config, starter=starter)
         with rebound(torch_api, "LocalElasticAgent", LocalElasticAgent, agent):
             yield
+
+
+@contextmanager
+def _withheld(variable: str) -> Iterator[None]:
+    """Take a variable out of the environment for the block: what is started in it does not need it."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[variable] = value
 
 
 def launch_agent(
@@ -45,6 +59,7 @@ def launch_agent(
 
     Raises:
         ChildFailedError: A worker failed, and restarting did not help.
+        click.UsageError: A variable has a value that its option would not take, or everybody may read and write etcd.
     """
     with installed(RunConfig.from_environ()):
         results: dict[int, Any] = torch_api.launch_agent(config, entrypoint, args, health_check_server)

@@ -14,6 +14,7 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
+from resilient_run.daemon.trust.secret import find_key
 
 _SOCKET_PATH_MAX_BYTES = 107
 _UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -36,6 +37,9 @@ class RunConfig:
         enabled: False runs as torchrun does, without daemon and etcd.
         policy: How the job is watched, replicated, persisted and recovered (`--rr-config`).
         allow_injection: `resilient-inject` may act on this run.
+        run_key: The secret of the run's hosts, None where the one in etcd has to do.
+        ports: Where this host's daemon may listen for those of the others, None for a port that the kernel chooses.
+        insecure: The run may have several hosts, an etcd that everybody reaches, and no run key.
         ephemeral: Nobody can ask for this run again, so its slots are of no use after it.
     """
 
@@ -51,6 +55,9 @@ class RunConfig:
     enabled: bool = True
     policy: Policy = field(default_factory=Policy)
     allow_injection: bool = False
+    run_key: str | None = field(default=None, repr=False)
+    ports: range | None = None
+    insecure: bool = False
     ephemeral: bool = False
 
     @classmethod
@@ -58,7 +65,7 @@ class RunConfig:
         """Return the configuration that the values of `options` by parameter name describe.
 
         Raises:
-            click.BadParameter: A directory does not fit in a socket address.
+            click.BadParameter: A directory does not fit in a socket address, or the run key cannot be used.
         """
         settings = find_settings(os.environ, run_dir=params["rr_run_dir"], shm_dir=params["rr_shm_dir"])
         for path, option in ((settings.socket_path, "--rr-run-dir"), (settings.vault_socket_path, "--rr-shm-dir")):
@@ -81,6 +88,9 @@ class RunConfig:
             enabled=not params["rr_off"],
             policy=_with_persist_target(params["rr_config"], params["rr_persist"]),
             allow_injection=params["rr_allow_injection"],
+            run_key=_find_key(params["rr_key_file"]),
+            ports=params["rr_port"],
+            insecure=params["rr_insecure"],
         )
 
     @property
@@ -193,6 +203,27 @@ def options() -> list[click.Parameter]:
             "persist.target in the configuration file.",
         ),
         click.Option(
+            ["--rr-key-file"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            envvar="RESILIENT_KEY_FILE",
+            help="File with the run key (resilientctl keygen), the same on all hosts: by it their daemons know each "
+            "other. RESILIENT_KEY holds the key itself. Default: a secret in etcd.",
+        ),
+        click.Option(
+            ["--rr-insecure"],
+            is_flag=True,
+            envvar="RESILIENT_INSECURE",
+            help="Run on several hosts without a run key although everybody may read and write etcd.",
+        ),
+        click.Option(
+            ["--rr-port"],
+            metavar="PORT|FIRST-LAST",
+            callback=_parse_ports,
+            envvar="RESILIENT_PORT",
+            help="Port, or the first free one of a range, on which this host's daemon listens for the others. "
+            "Default: one that the kernel chooses.",
+        ),
+        click.Option(
             ["--rr-off"],
             is_flag=True,
             envvar="RESILIENT_OFF",
@@ -222,6 +253,24 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -
             f"{value!r} is not a size: write a positive number and K, M, G or T, as 8G or 512MiB", ctx, param
         )
     return size_bytes
+
+
+def _parse_ports(ctx: click.Context, param: click.Parameter, value: str | None) -> range | None:
+    """Return the ports that `value` means."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", value.strip())
+    ports = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+    if not ports or ports[0] < 1 or ports[-1] > 65535:
+        raise click.BadParameter(f"{value!r} is no port or range of ports: write 29600 or 29600-29609", ctx, param)
+    return ports
+
+
+def _find_key(path: Path | None) -> str | None:
+    try:
+        return find_key(path, os.environ)
+    except DaemonError as error:
+        raise click.BadParameter(str(error), param_hint="--rr-key-file") from error
 
 
 def _read_policy(ctx: click.Context, param: click.Parameter, value: Path | None) -> Policy:

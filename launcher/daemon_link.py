@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from resilient_run.ckpt.errors import CheckpointError, DaemonError, WireError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.version import FORMATS
 from resilient_run.ckpt.link.client import DaemonClient
-from resilient_run.daemon.base.private import open_directory
 from resilient_run.daemon.base.settings import Settings, server_pid
+from resilient_run.daemon.trust.private import open_directory
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ class JobRequest:
     addr: str
     memory_limit_bytes: int | None
     policy: dict[str, Any]
+    run_key: str | None = field(default=None, repr=False)
+    first_port: int | None = None
+    last_port: int | None = None
 
     def message(self) -> wire.Message:
         """Return the fields of the `open_job` request."""

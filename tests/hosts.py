@@ -291,6 +291,7 @@ class Hosts:
     def __init__(self, root: Path, *, run_id: str, config: EtcdConfig) -> None:
         self._root, self.run_id, self.config = root, run_id, config
         self.prefix = f"/resilient-run/{run_id}/"
+        self.incarnation = "first"
         self.policy: dict[str, Any] = {}
         self.hosts: dict[str, Host] = {}
         self._runner = asyncio.Runner()
@@ -316,6 +317,7 @@ class Hosts:
         return self._runner.run(run())
 
     def create_job(self, incarnation: str = "first") -> None:
+        self.incarnation = incarnation
         value = {"incarnation": incarnation, "min_nodes": 1, "max_nodes": 9, "token": f"secret of {self.run_id}"}
         self.etcd(lambda etcd: etcd.put(f"{self.prefix}rdzv/job", value))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster import Cluster, Host, wait_until
 
+from resilient_run.daemon.trust.secret import make_key
 from resilient_run.launcher.etcd_server import find_etcd
 from resilient_run.launcher.netlab import LabHost, NetLab
 
@@ -124,6 +125,8 @@ class LabCluster(Cluster):
         self, build: Callable[..., NetLab], root: Path, names: Sequence[str], *, etcd_members: int = 1, rate: str
     ) -> None:
         super().__init__(root)
+        self._key = root / "run.key"
+        make_key(self._key)
         infrastructure = [f"etcd{index}" for index in range(etcd_members)]
         self.net = build([*names, *infrastructure], rate=rate)
         peers = {name: f"http://{self.net.host(name).address}:{_PEER_PORT}" for name in infrastructure}
@@ -162,7 +165,7 @@ class LabCluster(Cluster):
         hosts = [self.host(name) for name in names]
         arguments = ["--nnodes", str(nodes), "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3"]
         arguments += ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.name]
-        arguments += ["--rdzv-conf", f"lease_ttl={lease_ttl_s}"]
+        arguments += ["--rdzv-conf", f"lease_ttl={lease_ttl_s}", "--rr-key-file", str(self._key)]
         for host in hosts:
             host.launch(arguments, script)
         return hosts

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, suppress
-from functools import partial
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hosts import Hosts, payload, publish, restored_bytes
+from peer_talk import listening, some_identity
 
 from resilient_run.ckpt.errors import SlotError
 from resilient_run.ckpt.format import wire
@@ -18,6 +18,7 @@ from resilient_run.daemon.peers.download import RANGE_BYTES
 from resilient_run.daemon.peers.fetch import Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders, too_late
 from resilient_run.daemon.slots.slots import Geometry
+from resilient_run.daemon.trust.secure import SecureSocket
 
 pytestmark = pytest.mark.jobs
 
@@ -32,19 +33,11 @@ class Holder:
         self._slot, self._misdeed, self._since = slot, misdeed, since
         self.served = 0
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await wire.read_message(reader)
-            while (message := await wire.read_message(reader)) is not None:
-                await self._answer(message, writer)
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
+    async def serve(self, sock: SecureSocket) -> None:
+        while (message := await sock.receive_message(4096)) is not None:
+            await self._answer(message, sock)
 
-    async def _answer(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, message: dict[str, Any], sock: SecureSocket) -> None:
         answer = {"id": message["id"], "ok": True}
         header = self._slot.header()
         if message["op"] == "have":
@@ -53,20 +46,18 @@ class Holder:
             if self._misdeed == "empty":
                 answer = {"id": message["id"], "ok": False, "error": "SlotError", "message": "not here"}
             sizes = {"used_bytes": header.used_bytes, "payload_offset": header.payload_offset}
-            writer.write(wire.encode({**answer, **sizes}))
+            await sock.send_message({**answer, **sizes})
             return
         data = bytearray(self._slot.buffer[message["offset"] :][: message["size"]])
         misdeed = self._misdeed if self.served >= self._since else ""
         if misdeed == "silence":
             await asyncio.Event().wait()
         if misdeed == "hang up":
-            writer.close()
-            return
+            raise ConnectionError
         if misdeed == "lie":
             data[-1] ^= 1
         self.served += 1
-        writer.write(wire.encode({**answer, "size": len(data)}) + data)
-        await writer.drain()
+        await sock.send_all(wire.encode({**answer, "size": len(data)}) + data)
 
 
 @pytest.fixture(scope="module")
@@ -97,24 +88,12 @@ def with_peers(holders: Sequence[Holder], work: Callable[[Holders], Awaitable[An
         async with AsyncExitStack() as stack:
             peers = []
             for name, holder in zip("abc", holders, strict=False):
-                server = await asyncio.start_server(partial(serve, holder), "127.0.0.1", 0)
-                stack.callback(server.close)
-                address = server.sockets[0].getsockname()[:2]
-                peers.append(Peer(host=name, address=address, hello={"op": "hello"}))
+                address = await stack.enter_async_context(listening(some_identity(name), holder.serve))
+                peers.append(Peer(host=name, address=address, identity=some_identity("z")))
                 stack.push_async_callback(peers[-1].close)
-            try:
-                # Less than the time limit of a single answer: a silent holder is left out before that.
-                async with asyncio.timeout(20):
-                    return await work(Holders(peers))
-            finally:
-                for task in serving:
-                    task.cancel()
-                await asyncio.gather(*serving, return_exceptions=True)
-
-    serving: list[asyncio.Task[None]] = []
-
-    def serve(holder: Holder, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.append(asyncio.create_task(holder.serve(reader, writer)))
+            # Less than the time limit of a single answer: a silent holder is left out before that.
+            async with asyncio.timeout(20):
+                return await work(Holders(peers))
 
     return asyncio.run(run())
 

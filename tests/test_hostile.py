@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import socket
+import ssl
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import xxhash
 from hosts import Client, Hosts, wait_for_watermark
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peer_talk import dial, hello, identity_of, peer_address
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import manifest, wire
@@ -28,6 +30,7 @@ from resilient_run.ckpt.state.tree import Flattener, unflatten
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.commit import parse_held
 from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.trust.identity import Identity
 
 pytestmark = pytest.mark.jobs
 
@@ -110,7 +113,7 @@ def at_most(size_bytes: int) -> Iterator[None]:
 HONEST = b"".join(
     wire.encode(message)
     for message in (
-        {"op": "hello", "run_id": "run", "token": "secret", "host": "a"},
+        {"op": "hello", "wire": "2", "run_id": "run", "host": "a", "to": "b"},
         {"id": 1, "op": "get", "rank": 0, "generation": 1, "step": 2, "offset": 4096, "size": 1000},
         {"op": "complete", "path": "/dev/shm/rank0.0.slot", "generation": 1, "step": 2},
     )
@@ -410,17 +413,29 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
-def feed(family: int, address: Any, data: bytes) -> None:
+def feed(sock: socket.socket, data: bytes) -> None:
     """Send `data` and read until the other side closes."""
-    with socket.socket(family) as sock:
-        sock.settimeout(30)
-        sock.connect(address)
-        with contextlib.suppress(ConnectionError):
-            sock.sendall(data)
-            with contextlib.suppress(OSError):  # the other side was faster
-                sock.shutdown(socket.SHUT_WR)
-            while sock.recv(65536):
-                pass
+    with sock, contextlib.suppress(ConnectionError, ssl.SSLError):
+        sock.sendall(data)
+        with contextlib.suppress(OSError):  # the other side was faster
+            sock.shutdown(socket.SHUT_WR)
+        while sock.recv(65536):
+            pass
+
+
+def connect(family: int, address: Any) -> socket.socket:
+    sock = socket.socket(family)
+    sock.settimeout(30)
+    sock.connect(address)
+    return sock
+
+
+def client_hello(identity: Identity) -> bytes:
+    """Return how a client begins with TLS."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        identity.client.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
 
 
 def changed(dice: random.Random, data: bytes) -> bytes:
@@ -442,11 +457,8 @@ def test_a_daemon_outlives_changed_conversations(hosts: Hosts) -> None:
     hosts.commit([trainer], [1])
     host = hosts["a"]
     assert host.process is not None
-    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}ckpt/hosts/a"))
-    assert entry is not None
-    peer_address = (entry.value["addr"], entry.value["port"])
+    address, identity = peer_address(hosts, "a"), identity_of(hosts)
     replica = {"rank": 0, "generation": 1, "step": 1}
-    greeting = {"op": "hello", "run_id": hosts.run_id, "token": f"secret of {hosts.run_id}", "host": "b"}
     size = {"used_bytes": 1 << 20, "payload_offset": 1 << 16}
     from_peer = [
         {"id": 1, "op": "have", **replica},
@@ -461,22 +473,23 @@ def test_a_daemon_outlives_changed_conversations(hosts: Hosts) -> None:
         {"id": 4, "op": "job_status", "run_id": hosts.run_id},
         {"id": 5, "op": "status"},
     ]
-    talks = [
-        (socket.AF_INET, peer_address, b"".join(map(wire.encode, [greeting, *from_peer]))),
-        (socket.AF_UNIX, str(host.socket_path), b"".join(map(wire.encode, from_trainer))),
+    from_stranger = wire.encode(hello(hosts.run_id, "a")) + client_hello(identity)
+    talks: list[tuple[Callable[[], socket.socket], bytes]] = [
+        (lambda: connect(socket.AF_INET, address), from_stranger),
+        (lambda: dial(address, identity), b"".join(map(wire.encode, from_peer))),
+        (lambda: connect(socket.AF_UNIX, str(host.socket_path)), b"".join(map(wire.encode, from_trainer))),
     ]
     before_bytes = psutil.Process(host.process.pid).memory_info().rss
     half_open = []
     for turn in range(60):
-        for family, address, talk in talks:
-            feed(family, address, changed(dice, talk) if turn % 2 else talk[: dice.randrange(len(talk))])
-            sock = socket.socket(family)
-            sock.connect(address)
-            with contextlib.suppress(ConnectionError):
+        for made, talk in talks:
+            feed(made(), changed(dice, talk) if turn % 2 else talk[: dice.randrange(len(talk))])
+            sock = made()
+            with contextlib.suppress(OSError):
                 sock.sendall(struct.pack(">I", wire.MAX_FRAME_BYTES) + b'{"op":"')
             half_open.append(sock)
     grown_bytes = psutil.Process(host.process.pid).memory_info().rss - before_bytes
-    assert grown_bytes < 100 * MIB, "120 connections that announced 1 MiB each and sent nothing"
+    assert grown_bytes < 100 * MIB, "180 connections that announced 1 MiB each and sent nothing"
     client = Client(host.socket_path)
     assert client.request("status")["jobs"][0]["failure"] is None
     client.close()

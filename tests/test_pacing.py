@@ -78,28 +78,15 @@ def pacer_with(clock: Clock, **policy: Any) -> tuple[Pacer, list[int]]:
     return pacer, told
 
 
-class Transport(asyncio.WriteTransport):
-    """A connection that has nothing left to send."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__()
-        self.sock = sock
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self.sock
-
-    def is_closing(self) -> bool:
-        return False
-
-
 @pytest.fixture
-def transport() -> Iterator[Transport]:
+def sock() -> Iterator[socket.socket]:
+    """A connection that has nothing left to send."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        yield Transport(client)
+        yield client
 
 
 async def send_all(
-    pacer: Pacer, clock: Clock, transport: Transport, *, step: int, size_bytes: int
+    pacer: Pacer, clock: Clock, sock: socket.socket, *, step: int, size_bytes: int
 ) -> list[tuple[float, int]]:
     """Return time since the iteration began and size of each chunk, sent at 1 MB/s."""
     sent = []
@@ -109,7 +96,7 @@ async def send_all(
         sent.append((clock.now_s - began_s, count))
         clock.now_s += count / 1e6
 
-    task = asyncio.create_task(pacer.send(step, size_bytes, transport, send))
+    task = asyncio.create_task(pacer.send(step, size_bytes, sock, send))
     while not task.done():
         await asyncio.sleep(0)
         clock.now_s += 0.01
@@ -118,11 +105,11 @@ async def send_all(
     return sent
 
 
-def test_chunks_leave_in_the_spans_and_fill_them(transport: Transport) -> None:
+def test_chunks_leave_in_the_spans_and_fill_them(sock: socket.socket) -> None:
     clock = Clock()
     pacer, told = pacer_with(clock)
     pacer.captured(0, 1, checkpoint_bytes=3_000_000, copies=1)
-    sent = asyncio.run(send_all(pacer, clock, transport, step=1, size_bytes=3_000_000))
+    sent = asyncio.run(send_all(pacer, clock, sock, step=1, size_bytes=3_000_000))
     assert (pacer.every, told) == (1, [])
     assert sum(size for _, size in sent) == 3_000_000
     for at_s, size in sent:
@@ -143,7 +130,7 @@ def test_what_does_not_fit_in_an_iteration_lowers_the_frequency() -> None:
 
 
 @pytest.mark.parametrize("what", ["released", "detached", "another rank", "reset", "naive"])
-def test_nothing_waits_when_nobody_trains(what: str, transport: Transport) -> None:
+def test_nothing_waits_when_nobody_trains(what: str, sock: socket.socket) -> None:
     clock = Clock()
     pacer, _ = pacer_with(clock, scheme="naive" if what == "naive" else "interleaved")
     pacer.captured(0, 1, checkpoint_bytes=3_000_000, copies=1)
@@ -156,7 +143,7 @@ def test_nothing_waits_when_nobody_trains(what: str, transport: Transport) -> No
             pacer.attach(1, 7)
         case "reset":
             pacer.reset()
-    sent = asyncio.run(send_all(pacer, clock, transport, step=1, size_bytes=3_000_000))
+    sent = asyncio.run(send_all(pacer, clock, sock, step=1, size_bytes=3_000_000))
     assert sent[0][0] < 0.1
     assert [size for _, size in sent] == [1 << 20, 1 << 20, 3_000_000 - (2 << 20)]
 
@@ -169,12 +156,12 @@ def test_what_a_trainer_found_is_known_to_its_successor() -> None:
     assert pacer.attach(1, 7) is None
 
 
-def test_bandwidth_is_the_median_of_what_was_acknowledged(transport: Transport) -> None:
+def test_bandwidth_is_the_median_of_what_was_acknowledged(sock: socket.socket) -> None:
     meter = LinkMeter()
     assert meter.cost is None
     for seconds in (0.1, 0.1, 9.0):
-        meter.add(1_000_000, seconds, transport)
-    meter.add(10, 0.1, transport)  # too little to say anything
+        meter.add(1_000_000, seconds, sock)
+    meter.add(10, 0.1, sock)  # too little to say anything
     assert meter.cost is not None
     assert meter.cost.bytes_per_s == 1e7
     assert 0.001 <= meter.cost.startup_s < 1

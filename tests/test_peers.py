@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from cluster import wait_until
 from etcd_process import kept_ports
 from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
+from peer_talk import dial, hello, identity_of, listening, peer_address, some_identity, was_closed
 
 from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format import wire
@@ -24,6 +24,7 @@ from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.peers.download import RANGE_BYTES
 from resilient_run.daemon.peers.fetch import Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders
+from resilient_run.daemon.trust.secure import SecureSocket
 from resilient_run.launcher.etcd_server import find_etcd
 
 pytestmark = pytest.mark.jobs
@@ -36,29 +37,12 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
-def peer_address(hosts: Hosts, name: str) -> tuple[str, int]:
-    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}ckpt/hosts/{name}"))
-    assert entry is not None
-    return entry.value["addr"], entry.value["port"]
-
-
-def hello(hosts: Hosts, **changes: Any) -> dict[str, Any]:
-    return {"op": "hello", "run_id": hosts.run_id, "token": f"secret of {hosts.run_id}", "host": "b", **changes}
-
-
-def dial(address: tuple[str, int], *messages: dict[str, Any]) -> socket.socket:
-    sock = socket.create_connection(address, timeout=30)
-    for message in messages:
-        sock.sendall(wire.encode(message))
+def connect(family: int, address: Any, first: bytes = b"") -> socket.socket:
+    sock = socket.socket(family)
+    sock.settimeout(30)
+    sock.connect(address)
+    sock.sendall(first)
     return sock
-
-
-def was_closed(sock: socket.socket) -> bool:
-    """Tell whether the peer closes the connection; with a request unread that is a reset."""
-    try:
-        return sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def have(rank: int = 0, generation: int = 1, step: int = 1) -> dict[str, Any]:
@@ -69,35 +53,18 @@ def test_peer_that_knows_the_secret_is_served(hosts: Hosts) -> None:
     (trainer,) = hosts.run("a")
     path = trainer.capture(1)
     wait_for_watermark([trainer], (1, 1))
-    with dial(peer_address(hosts, "a"), hello(hosts), have()) as sock:
+    with dial(peer_address(hosts, "a"), identity_of(hosts), have()) as sock:
         answer = wire.recv_message(sock)
         assert answer is not None
         size = answer["used_bytes"]
         assert answer == {"id": 7, "ok": True, "used_bytes": size, "payload_offset": Slot.open(path).payload_offset}
         sock.sendall(wire.encode({**have(), "op": "get", "offset": size - 5, "size": 5}))
         assert wire.recv_message(sock) == {"id": 7, "ok": True, "size": 5}
-        assert sock.recv(5, socket.MSG_WAITALL) == payload(hosts.run_id, 0, (1, 1))[-5:]
+        assert sock.recv(5) == payload(hosts.run_id, 0, (1, 1))[-5:]
         sock.sendall(wire.encode(have(step=2)))
         refused = wire.recv_message(sock)
         assert refused is not None
         assert (refused["ok"], refused["error"]) == (False, "SlotError")
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        {"token": "wrong"},
-        {"token": None},
-        {"run_id": "another run"},
-        {"op": "have", "rank": 0, "generation": 1, "step": 1, "id": 1},
-        {"host": 5},
-    ],
-)
-def test_peer_that_does_not_is_not(hosts: Hosts, first: dict[str, Any]) -> None:
-    (trainer,) = hosts.run("a")
-    hosts.commit([trainer], [1])
-    with dial(peer_address(hosts, "a"), hello(hosts, **first), have()) as sock:
-        assert was_closed(sock)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +99,7 @@ def test_peer_that_does_not_is_not(hosts: Hosts, first: dict[str, Any]) -> None:
 def test_peer_that_asks_for_nonsense_is_disconnected(hosts: Hosts, request_: dict[str, Any]) -> None:
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
-    with dial(peer_address(hosts, "a"), hello(hosts), request_) as sock:
+    with dial(peer_address(hosts, "a"), identity_of(hosts), request_) as sock:
         assert was_closed(sock)
     hosts.commit([trainer], [2])
 
@@ -152,7 +119,7 @@ def test_offers_by_others_than_the_owner_are_ignored(hosts: Hosts) -> None:
         "watermark": {"generation": 1, "step": 1},
         "next": {"generation": 1, "step": 2},
     }
-    with dial(peer_address(hosts, "a"), hello(hosts, host="c"), offer, have()) as sock:
+    with dial(peer_address(hosts, "a"), identity_of(hosts, "c"), offer, have()) as sock:
         assert wire.recv_message(sock) is not None
     hosts.commit(trainers, [2])
     assert hosts["a"].held()[1] == {(1, 1), (1, 2)}
@@ -163,32 +130,20 @@ class LyingPeer:
 
     def __init__(self, slot: Slot, change: Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]) -> None:
         self._slot, self._change = slot, change
-        self._done = asyncio.Event()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert (await wire.read_message(reader) or {})["op"] == "hello"
-        try:
-            while (message := await wire.read_message(reader)) is not None:
-                data = bytes(self._slot.buffer[message["offset"] :][: message["size"]])
-                answer, data = self._change({"id": message["id"], "ok": True, "size": len(data)}, data)
-                writer.write(wire.encode(answer) + data)
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
-            self._done.set()
+    async def serve(self, sock: SecureSocket) -> None:
+        while (message := await sock.receive_message(4096)) is not None:
+            data = bytes(self._slot.buffer[message["offset"] :][: message["size"]])
+            answer, data = self._change({"id": message["id"], "ok": True, "size": len(data)}, data)
+            await sock.send_all(wire.encode(answer) + data)
 
     async def fetch(self, target: Slot) -> bytes:
-        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        async with server:
-            peer = Peer(host="b", address=server.sockets[0].getsockname()[:2], hello={"op": "hello"})
+        async with listening(some_identity("b"), self.serve) as address:
+            peer = Peer(host="b", address=address, identity=some_identity("a"))
             try:
                 return await Holders([peer]).fetch(0, (1, 1), target, self._slot.header().used_bytes)
             finally:
                 await peer.close()
-                await self._done.wait()
 
 
 @pytest.fixture
@@ -238,6 +193,7 @@ def test_hostile_bytes_close_only_their_connection(hosts: Hosts) -> None:
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
     address, unix_path = peer_address(hosts, "a"), str(hosts["a"].socket_path)
+    identity = identity_of(hosts)
     good = [
         {**trainer.identity, "op": "attach", "id": 1, "estimate_bytes": 1},
         {"op": "allocate", "id": 2, "capacity_bytes": 1 << 20, "payload_offset": 1 << 16},
@@ -270,17 +226,20 @@ def test_hostile_bytes_close_only_their_connection(hosts: Hosts) -> None:
                 message[dice.choice(list(message))] = dice.choice(values)
             body = json.dumps(message).encode()
             frame = struct.pack(">I", len(body)) + body
-        greeting = wire.encode(hello(hosts)) if dice.random() < 0.8 else b""
-        for family, where, first in ((socket.AF_INET, address, greeting), (socket.AF_UNIX, unix_path, b"")):
-            with socket.socket(family) as sock:
-                sock.connect(where)
-                sock.sendall(first + frame)
-                sock.shutdown(socket.SHUT_WR)
-                sock.settimeout(30)
+        talks: list[Callable[[], socket.socket]] = [
+            lambda: connect(socket.AF_UNIX, unix_path),
+            lambda: connect(socket.AF_INET, address, wire.encode(hello(hosts.run_id, "a"))),
+            lambda: dial(address, identity),
+            lambda: connect(socket.AF_INET, address),
+        ]
+        for talk in talks[:-1] if dice.random() < 0.8 else talks:
+            with talk() as sock:
                 try:
+                    sock.sendall(frame)
+                    sock.shutdown(socket.SHUT_WR)
                     while sock.recv(65536):
                         pass
-                except ConnectionError:
+                except OSError:
                     pass
     client = Client(hosts["a"].socket_path)
     assert client.request("status")["jobs"][0]["failure"] is None

@@ -710,6 +710,27 @@ def test_other_nnodes_than_the_run_has(launchers: Launchers) -> None:
     assert launchers.joined("c")["c"].world_size == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ("one", "two", "with a run key, but this launcher has another one"),
+        ("one", "", "with a run key, but this launcher has none"),
+        ("", "two", "with no run key, but this launcher has one"),
+    ],
+)
+def test_another_run_key_than_the_run_has(launchers: Launchers, first: str, second: str, told: str) -> None:
+    """A host whose daemon the others would not let in is no host; a run that nobody runs may get another key."""
+    launchers.make("a", (1, 2), last_call_timeout="0.1", lease_ttl="1").describe(1, "", key_proof=first)
+    launchers.joined("a")
+    launchers.make("b", (1, 2), lease_ttl="1").describe(1, "", key_proof=second)
+    with pytest.raises(RendezvousStateError, match=f"goes on {told}: give every launcher .* the same --rr-key-file"):
+        launchers.handlers["b"].next_rendezvous()
+    assert launchers.handlers["b"].shutdown()
+    launchers.handlers["a"].leave()
+    launchers.make("c", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=second)
+    assert launchers.joined("c")["c"].world_size == 1
+
+
 def test_too_few_hosts(launchers: Launchers) -> None:
     launchers.make("a", (3, 3), join_timeout="0.3")
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 3 hosts are ready\. Ready hosts: a\. Start the"):

@@ -341,7 +341,7 @@ def test_capture_that_changes_on_the_way_is_refused_and_comes_again(job: Job, tr
     for trainer in job.train(("--flip",) if transport == "trainer" else ()):
         trainer.begin_step()
     refusal = {
-        "daemon": r"it will be repeated: host a sent something else than rank 0 \(1, 1\): .*chunk",
+        "daemon": r"offer of rank 0 \(1, 1\) failed, it will be repeated: daemon of host a .*(?i:bad.record.mac)",
         "trainer": r"what rank 1 received as \(1, 1\) is not held: .*chunk",
     }
     wait_until(lambda: re.search(refusal[transport], job.hosts["b"].log), timeout_s=60, what="a refusal")

@@ -14,9 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,10 @@ from typing import Any
 import psutil
 import pytest
 from cluster import Cluster, Host, kill, recovered, wait_until
+from flood import Flood
 from gated import STEPS, Gate, assert_undisturbed
 from hosts import Client, Hosts
+from peer_talk import dial, identity_of, peer_address
 
 from resilient_run.ckpt.format import wire
 from resilient_run.daemon.base.crowd import Crowd
@@ -69,43 +69,6 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-class Flood:
-    """Connections to `address` that never end: the newest `count` are held, and each one has sent `data`."""
-
-    def __init__(self, family: int, address: Any, *, count: int, data: bytes = b"") -> None:
-        self._family, self._address, self._data = family, address, data
-        self._held: deque[socket.socket] = deque()
-        self._count = count
-        self._over = threading.Event()
-        self.opened = 0
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "Flood":
-        self._thread.start()
-        wait_until(lambda: self.opened >= self._count, timeout_s=60, what=lambda: f"{self.opened} of {self._count}")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._over.set()
-        self._thread.join()
-        for sock in self._held:
-            sock.close()
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            sock = socket.socket(self._family)
-            sock.settimeout(5)
-            self._held.append(sock)
-            with contextlib.suppress(OSError):
-                sock.connect(self._address)
-                sock.sendall(self._data)
-            self.opened += 1
-            if self.opened > self._count:
-                self._held.popleft().close()
-                # As fast as it may, it would measure who gets the processor.
-                self._over.wait(0.002)
 
 
 def launch_pair(cluster: Cluster, gate: Gate, endpoint: str, *extra: str, prefix: tuple[str, ...] = ()) -> list[Host]:
@@ -282,17 +245,7 @@ def published_steps(tier: Path) -> list[str]:
     return [manifest.parent.name for manifest in tier.glob("*/*/manifest.json")]
 
 
-def peer_address(hosts: Hosts, name: str) -> tuple[str, int]:
-    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}ckpt/hosts/{name}"))
-    assert entry is not None
-    return entry.value["addr"], entry.value["port"]
-
-
-def hello(hosts: Hosts) -> bytes:
-    return wire.encode({"op": "hello", "run_id": hosts.run_id, "token": f"secret of {hosts.run_id}", "host": "b"})
-
-
-ASK = wire.encode({"id": 7, "op": "have", "rank": 0, "generation": 1, "step": 1})
+ASK = {"id": 7, "op": "have", "rank": 0, "generation": 1, "step": 1}
 
 
 @pytest.mark.usefixtures("many_files")
@@ -310,8 +263,7 @@ def test_incomplete_frames_take_no_memory(hosts: Hosts) -> None:
         for family, address in ((socket.AF_INET, peer_address(hosts, "a")), (socket.AF_UNIX, str(host.socket_path))):
             for data, count in ((announced, 600), (slow, 1500)):
                 stack.enter_context(Flood(family, address, count=count, data=data))
-        with socket.create_connection(peer_address(hosts, "a"), timeout=30) as peer:
-            peer.sendall(hello(hosts) + ASK)
+        with dial(peer_address(hosts, "a"), identity_of(hosts), ASK) as peer:
             answer = wire.recv_message(peer)
         assert answer is not None
         assert answer["ok"]
@@ -339,14 +291,13 @@ def test_a_host_has_no_more_connections_than_it_needs(hosts: Hosts) -> None:
     """Whoever knows the secret opens one after the other: the oldest are closed, the newest are served."""
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
-    socks = [socket.create_connection(peer_address(hosts, "a"), timeout=30) for _ in range(20)]
+    socks = [dial(peer_address(hosts, "a"), identity_of(hosts), ASK) for _ in range(20)]
     for sock in socks:
-        sock.sendall(hello(hosts) + ASK)
         assert wire.recv_message(sock) is not None
     for sock in socks[:4]:
         assert sock.recv(1) == b""
     for sock in socks[4:]:
-        sock.sendall(ASK)
+        sock.sendall(wire.encode(ASK))
         assert wire.recv_message(sock) is not None
     for sock in socks:
         sock.close()

@@ -15,7 +15,6 @@ from seats import seats
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
-from resilient_run.daemon.base.private import open_directory
 from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.jobs import Jobs
@@ -24,6 +23,7 @@ from resilient_run.daemon.run.rounds import Pair, Round
 from resilient_run.daemon.slots.memory import MemoryBudget, default_limit_bytes
 from resilient_run.daemon.slots.slots import Geometry, JobSlots, SlotFile
 from resilient_run.daemon.slots.vault import Vault
+from resilient_run.daemon.trust.private import open_directory
 
 MIB = 1 << 20
 OFFSET, CAPACITY = plan_layout(len(MANIFEST), PAYLOAD_BYTES)

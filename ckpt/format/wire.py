@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..errors import WireError
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the messages of docs/protocol.md; who speaks another one is refused."""
 
 MAX_FRAME_BYTES = 1 << 20
@@ -108,7 +108,7 @@ class Frame:
         """Tell whether nothing has arrived."""
         return not self._buffer
 
-    def feed(self, data: bytes) -> Message | None:
+    def feed(self, data: bytes | bytearray) -> Message | None:
         """Take up to `missing` bytes and return the message once it is whole.
 
         Raises:

@@ -80,6 +80,17 @@ class Fields:
         """Return the text field `name`, "" when it is empty, null or missing."""
         return "" if self._values.get(name) in ("", None) else self.text(name, max_bytes)
 
+    def secret(self, name: str) -> str | None:
+        """Return the text field `name`, None when it is null or missing; what it is instead is in no message.
+
+        Raises:
+            DaemonError: It is no text.
+        """
+        value = self._values.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise DaemonError(f"{self._what}: field '{name}' must be text")
+
     def flag(self, name: str) -> bool:
         """Return the boolean field `name`.
 

@@ -9,8 +9,8 @@ import psutil
 
 from resilient_run.ckpt.errors import DaemonError
 
+from ..trust.private import read_file
 from .fields import Fields
-from .private import read_file
 
 RECORD_NAME = "job.json"
 _MAX_BYTES = 1 << 16

@@ -1,6 +1,6 @@
 """What a launcher says about its job when it opens it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..etcd.client import EtcdConfig
 from .policy import Policy
@@ -20,6 +20,7 @@ class JobSpec:
         address: Where peers reach this daemon.
         memory_limit_bytes: What the job's slots may take on this host, None for the daemon's limit.
         policy: The job's configuration.
+        run_key: The secret of the run's hosts, None where the one in etcd has to do; it is written down nowhere.
     """
 
     run_id: str
@@ -30,6 +31,7 @@ class JobSpec:
     address: tuple[str, int]
     memory_limit_bytes: int | None
     policy: Policy
+    run_key: str | None = field(default=None, repr=False)
 
     @property
     def key(self) -> JobKey:

@@ -12,7 +12,6 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.private import open_directory
 from ..base.settings import Settings, find_settings, server_pid
 from ..base.supervise import task_lines
 from ..daemon import holding
@@ -20,11 +19,13 @@ from ..jobs import Jobs
 from ..options import directories
 from ..slots.memory import MemoryBudget
 from ..slots.vault import Vault
+from ..trust.private import open_directory
 from .ask import ask
 from .export import export
 from .forget import forget
 from .goodput import goodput
 from .import_ import import_
+from .keygen import keygen
 from .placement import plan_placement
 
 
@@ -115,6 +116,7 @@ resilientctl.add_command(export)
 resilientctl.add_command(forget)
 resilientctl.add_command(goodput)
 resilientctl.add_command(import_)
+resilientctl.add_command(keygen)
 resilientctl.add_command(plan_placement)
 
 

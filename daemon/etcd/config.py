@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from ..base.private import read_secret
+from ..trust.private import read_secret
 
 DEFAULT_PORT = 2379
 _MOST_SOCKET_BYTES = 107
@@ -98,6 +98,11 @@ class EtcdConfig:
     def tls(self) -> bool:
         """Tell whether connections are encrypted."""
         return self.cacert is not None or self.cert is not None
+
+    @property
+    def asks_who(self) -> bool:
+        """Tell whether there are credentials to show: an etcd without them serves whoever reaches it."""
+        return self.user is not None or self.cert is not None
 
     @property
     def where(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -9,17 +10,18 @@ from dataclasses import dataclass
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.version import FORMATS
 
 from ..base.fields import Fields
 from ..run.rounds import Pair, pair_value
 from ..slots.slots import Geometry
+from ..trust.identity import Identity
+from ..trust.secure import SecureSocket
 from .download import Download, Part
 
 _IN_FLIGHT = 2
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 30.0
-_LENGTH_BYTES = 4
-_WAKE_BYTES = 256 << 10
 
 
 class PeerError(CheckpointError):
@@ -45,16 +47,17 @@ class Peer:
     Args:
         host: Name of the peer.
         address: Where its daemon listens.
-        hello: The message that proves that we belong to the job.
+        identity: Who we are.
     """
 
-    def __init__(self, *, host: str, address: tuple[str, int], hello: wire.Message) -> None:
+    def __init__(self, *, host: str, address: tuple[str, int], identity: Identity) -> None:
         self.host = host
         self.address = address
-        self._offers = _Channel(host, address, hello)
-        self._fetches = _Channel(host, address, hello)
-        self._questions = _Channel(host, address, hello)
-        self._paced = _Channel(host, address, hello)
+        self.identity = identity
+        self._offers = _Channel(host, address, identity)
+        self._fetches = _Channel(host, address, identity)
+        self._questions = _Channel(host, address, identity)
+        self._paced = _Channel(host, address, identity)
 
     async def offer(self, offer: wire.Message) -> None:
         """Tell the peer that it may fetch something; nothing is answered.
@@ -121,7 +124,8 @@ class Peer:
                     raise SlotError(f"host {self.host} gave up rank {rank} {pair}: {answer.get('message')}")
                 if answer.get("size") != len(part.target):
                     raise WireError(f"announced {answer.get('size')} bytes for a range of {len(part.target)}")
-                await _receive_into(sock, part.target, timeout_s)
+                if await sock.receive_into(part.target, timeout_s) < len(part.target):
+                    raise WireError("connection closed before the end of an answer")
                 try:
                     download.landed(self.host, part)
                 except SlotError as error:
@@ -149,15 +153,15 @@ class Peer:
 class _Channel:
     """One connection with one user at a time; closed whenever an exchange on it does not end well."""
 
-    def __init__(self, host: str, address: tuple[str, int], hello: wire.Message) -> None:
+    def __init__(self, host: str, address: tuple[str, int], identity: Identity) -> None:
         self._host = host
         self._address = address
-        self._hello = hello
-        self._sock: socket.socket | None = None
+        self._identity = identity
+        self._sock: SecureSocket | None = None
         self._in_use = asyncio.Lock()
 
     @asynccontextmanager
-    async def use(self) -> AsyncIterator[socket.socket]:
+    async def use(self) -> AsyncIterator[SecureSocket]:
         """Lend the connected socket.
 
         Raises:
@@ -181,19 +185,51 @@ class _Channel:
         async with self._in_use:
             self._drop()
 
-    async def _connected(self) -> socket.socket:
-        if self._sock is not None and _was_closed(self._sock):
+    async def _connected(self) -> SecureSocket:
+        # A peer closes idle connections, for example because its daemon was restarted.
+        if self._sock is not None and not self._sock.is_idle():
             self._drop()
         if self._sock is None:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                self._sock = await _dial(*self._address)
-                await _send(self._sock, self._hello)
+                self._sock = await _connect(self._host, self._address, self._identity)
         return self._sock
 
     def _drop(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+
+async def _connect(host: str, address: tuple[str, int], identity: Identity) -> SecureSocket:
+    """Return a connection to the daemon of `host`, which has proven that it is that.
+
+    Raises:
+        OSError: Nobody is there, or nobody who knows the secret of the run.
+        DaemonError: It is another host.
+    """
+    # Said twice: in clear, for a daemon that serves several runs to know which one is meant, and then to who that is.
+    hello = {"op": "hello", "wire": FORMATS["wire"], "run_id": identity.run_id, "to": host}
+    plain = await _dial(*address)
+    try:
+        await asyncio.get_running_loop().sock_sendall(plain, wire.encode(hello))
+    except BaseException:
+        plain.close()
+        raise
+    sock = SecureSocket(plain, identity, server_side=False)
+    try:
+        try:
+            found = await sock.handshake()
+        except ssl.SSLCertVerificationError as error:
+            raise DaemonError(f"whoever answers there is not of this run, or has another run key: {error}") from error
+        except (ssl.SSLError, ConnectionError) as error:
+            raise DaemonError(f"it ended the handshake, and its log says why: {error}") from error
+        if found != host:
+            raise DaemonError(f"host {found} answers there")
+        await sock.send_message({**hello, "host": identity.host})
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def _dial(addr: str, port: int) -> socket.socket:
@@ -217,47 +253,18 @@ async def _dial(addr: str, port: int) -> socket.socket:
     raise failure
 
 
-def _was_closed(sock: socket.socket) -> bool:
-    """Tell whether the peer closed this idle connection, for example because its daemon was restarted."""
-    try:
-        return sock.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 def _request(op: str, rank: int, pair: Pair) -> wire.Message:
     return {"id": 0, "op": op, "rank": rank, **pair_value(pair)}
 
 
-async def _send(sock: socket.socket, message: wire.Message) -> None:
+async def _send(sock: SecureSocket, message: wire.Message) -> None:
     async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-        await asyncio.get_running_loop().sock_sendall(sock, wire.encode(message))
+        await sock.send_message(message)
 
 
-async def _receive_answer(sock: socket.socket, timeout_s: float = _ANSWER_TIMEOUT_S) -> wire.Message:
-    length = bytearray(_LENGTH_BYTES)
-    await _receive_into(sock, memoryview(length), timeout_s)
-    size = int.from_bytes(length, "big")
-    if size > wire.MAX_FRAME_BYTES:
-        raise WireError(f"frame of {size} bytes announced, more than {wire.MAX_FRAME_BYTES}")
-    body = bytearray(size)
-    await _receive_into(sock, memoryview(body))
-    answer = wire.decode(bytes(body))
+async def _receive_answer(sock: SecureSocket, timeout_s: float = _ANSWER_TIMEOUT_S) -> wire.Message:
+    answer = await sock.receive_message(wire.MAX_FRAME_BYTES, timeout_s)
+    if answer is None:
+        raise WireError("connection closed before an answer")
     Fields(answer, "answer").flag("ok")
     return answer
-
-
-async def _receive_into(sock: socket.socket, target: memoryview, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-    """Fill `target` from `sock`; the time limit is for each piece of it."""
-    loop = asyncio.get_running_loop()
-    filled = 0
-    while filled < len(target):
-        # Waking up for every packet would cost more than receiving does.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(target) - filled, _WAKE_BYTES))
-        async with asyncio.timeout(timeout_s):
-            count = await loop.sock_recv_into(sock, target[filled:])
-        if not count:
-            raise WireError("connection closed before the end of an answer")
-        filled += count

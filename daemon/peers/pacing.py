@@ -85,7 +85,7 @@ class Pacer:
         self._released = False
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._streams: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._iterations: deque[float] = deque(maxlen=_SAMPLES)
         self._used_s = self._last_used_s = 0.0
 
@@ -174,20 +174,20 @@ class Pacer:
     # What the peer server asks.
 
     async def send(
-        self, step: int, size_bytes: int, transport: asyncio.WriteTransport, send: Callable[[int], Awaitable[None]]
+        self, step: int, size_bytes: int, sock: socket.socket, send: Callable[[int], Awaitable[None]]
     ) -> None:
-        """Send `size_bytes` of the checkpoint of `step` through `transport`, in chunks, each as soon as it may leave.
+        """Send `size_bytes` of the checkpoint of `step` through `sock`, in chunks, each as soon as it may leave.
 
         Args:
             step: Which checkpoint.
             size_bytes: How much of it.
-            transport: The connection.
+            sock: The connection.
             send: Sends so many bytes more of it.
         """
-        if transport not in self._streams:
-            self._streams.add(transport)
+        if sock not in self._streams:
+            self._streams.add(sock)
             # What waits in the kernel cannot be held back any more when a collective begins.
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         while size_bytes:
             async with self._turn:
                 chunk_bytes, seen = await self._admit(step, size_bytes)
@@ -195,7 +195,7 @@ class Pacer:
                 await send(chunk_bytes)
                 sent_bytes = chunk_bytes + queued_bytes - self._queued_bytes()
                 if self._plan is None or seen.why.startswith("in span"):
-                    self._meter.add(sent_bytes, self._clock() - began_s, transport)
+                    self._meter.add(sent_bytes, self._clock() - began_s, sock)
                 size_bytes -= chunk_bytes
 
     def describe(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Pacer:
 
     def _queued_bytes(self) -> int:
         """Return what was handed to the kernel and is not acknowledged yet."""
-        return sum(_queued(stream) for stream in self._streams if not stream.is_closing())
+        return sum(_queued(stream) for stream in self._streams if stream.fileno() >= 0)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -313,23 +313,22 @@ class LinkMeter:
         startup_s = statistics.median(self._startups) if self._startups else _STARTUP_S
         return TransferCost(startup_s=max(startup_s, _STARTUP_S), bytes_per_s=bytes_per_s)
 
-    def add(self, size_bytes: int, seconds: float, transport: asyncio.WriteTransport) -> None:
+    def add(self, size_bytes: int, seconds: float, sock: socket.socket) -> None:
         """Note that `size_bytes` were acknowledged in `seconds`; too few of them say something only together."""
         self._size_bytes += size_bytes
         self._seconds += seconds
         if self._size_bytes >= _SAMPLE_BYTES and self._seconds > 0:
             self._rates.append(self._size_bytes / self._seconds)
-            self._startups.append(_round_trip_s(transport))
+            self._startups.append(_round_trip_s(sock))
             self._size_bytes, self._seconds = 0, 0.0
 
 
-def _queued(stream: asyncio.WriteTransport) -> int:
-    sock = stream.get_extra_info("socket")
+def _queued(sock: socket.socket) -> int:
     answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _QUEUE_BYTES.pack(0))
     return int(_QUEUE_BYTES.unpack(answer)[0])
 
 
-def _round_trip_s(stream: asyncio.WriteTransport) -> float:
+def _round_trip_s(sock: socket.socket) -> float:
     """Return the shortest round trip that the kernel saw, 0 where it does not say (tcp_info, tcpi_min_rtt)."""
-    info = stream.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int.from_bytes(info[_MIN_RTT], sys.byteorder) / 1e6

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource
 from ..tier.tier import TierError
+from ..trust.identity import Identity
 from .daemon_transport import DaemonTransport
 from .fetch import Peer, PeerError
 from .handover import hand_over
@@ -59,6 +60,7 @@ class Replicator:
         group: Runs the tasks.
         supervisor: Of the job's tasks.
         tier: The last place to look for a pair, None without a persistent tier.
+        identity: Returns who this host is to its peers, None while it is not known.
 
     Attributes:
         trainers: The transport that is asked first.
@@ -76,13 +78,14 @@ class Replicator:
         group: asyncio.TaskGroup,
         supervisor: Supervisor,
         tier: TierSource | None,
+        identity: Callable[[], Identity | None],
     ) -> None:
         self._run_id = run_id
         self._view = view
         self._slots = slots
         self._group = group
         self._supervisor = supervisor
-        self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier)
+        self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier, identity=identity)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lent: set[int] = set()
         self.trainers = TrainerTransport(run_id=run_id, view=view, slots=slots, spawn=self._once)

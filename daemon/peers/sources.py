@@ -1,5 +1,7 @@
 """Where a replica can be had: from the peers' memory, and at last from the persistent tier."""
 
+from collections.abc import Callable
+
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
 from resilient_run.ckpt.format.slot import parse_header
 
@@ -9,6 +11,7 @@ from ..run.view import JobView
 from ..slots.slots import Geometry, JobSlots
 from ..tier.fetch import TierSource
 from ..tier.tier import TierError
+from ..trust.identity import Identity
 from .fetch import Peer, PeerError
 from .holders import Holders, attempts
 
@@ -21,28 +24,37 @@ class Sources:
         view: What is known of it.
         slots: What this host holds of it.
         tier: The persistent tier, None without one.
+        identity: Returns who this host is to the others, None while it is not known.
 
     Attributes:
         origins: Rank and pair of what was fetched in this generation → "peer" or "persisted".
     """
 
-    def __init__(self, *, run_id: str, view: JobView, slots: JobSlots, tier: TierSource | None) -> None:
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        view: JobView,
+        slots: JobSlots,
+        tier: TierSource | None,
+        identity: Callable[[], Identity | None],
+    ) -> None:
         self.origins: dict[tuple[int, Pair], str] = {}
         self._run_id = run_id
         self._view = view
         self._slots = slots
         self._tier = tier
+        self._identity = identity
         self._peers: dict[str, Peer] = {}
 
     async def peer(self, host: str) -> Peer | None:
-        """Return the peer daemon of `host`, None while its address or the job's secret is not known."""
-        address, token = self._view.addresses.get(host), self._view.token
-        if address is None or token is None:
+        """Return the peer daemon of `host`, None while its address or the run's secret is not known."""
+        address, identity = self._view.addresses.get(host), self._identity()
+        if address is None or identity is None:
             return None
         peer = self._peers.get(host)
-        if peer is None or peer.address != address:
-            hello = {"op": "hello", "run_id": self._run_id, "token": token, "host": self._view.host, "to": host}
-            self._peers[host] = Peer(host=host, address=address, hello=hello)
+        if peer is None or (peer.address, peer.identity) != (address, identity):
+            self._peers[host] = Peer(host=host, address=address, identity=identity)
             if peer is not None:
                 await peer.close()
         return self._peers[host]

@@ -18,13 +18,14 @@ _MAX_MESSAGE_BYTES = 1 << 15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What all launchers of a run must agree on, and the secret that its daemons show each other.
+    """What all launchers of a run must agree on, and the secret by which its daemons know each other.
 
     Attributes:
         incarnation: Random id of this life of the run id.
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
-        token: The secret.
+        token: The secret, where the hosts have no run key.
+        key_proof: What follows from the run key, "" without one.
         injection: Whether `resilient-inject` may act on the run.
         after_generation: Of the persisted pair that this life begins with, 0 without one.
     """
@@ -33,6 +34,7 @@ class Agreement:
     min_nodes: int
     max_nodes: int
     token: str
+    key_proof: str = ""
     injection: bool = False
     after_generation: int = 0
 
@@ -49,6 +51,7 @@ class Agreement:
             min_nodes=fields.integer("min_nodes"),
             max_nodes=fields.integer("max_nodes"),
             token=fields.text("token"),
+            key_proof=fields.optional_text("key_proof"),
             # Nothing but true allows faults.
             injection=value.get("injection") is True,
             after_generation=fields.optional_integer("after_generation") or 0,

@@ -26,7 +26,6 @@ class JobView:
         watermark: The newest committed pair, None until there is one.
         next: What etcd says is captured next, as generation and step; see `agreed`.
         watermark_revision: etcd revision of the watermark, 0 while the key does not exist, None until it was read.
-        token: Secret that peers must show, None until it is known.
         injection: Whether the job was started with faults allowed.
         addresses: Host → address and port of its daemon, this one excluded.
         leader: The host that is elected root, None while none is.
@@ -49,7 +48,6 @@ class JobView:
     watermark: Pair | None = None
     next: Pair | None = None
     watermark_revision: int | None = None
-    token: str | None = None
     injection: bool = False
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
     leader: str | None = None

@@ -6,8 +6,8 @@ from pathlib import Path
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.slot import MAGIC
 
-from ..base.private import opened
 from ..base.record import JobRecord
+from ..trust.private import opened
 
 
 def is_kept(directory: Path, record: JobRecord) -> bool:

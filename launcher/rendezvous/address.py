@@ -26,6 +26,11 @@ def own_address(endpoint: str) -> str:
     return socket.gethostname()
 
 
+def is_local(endpoint: str) -> bool:
+    """Tell whether only this host itself can reach `endpoint`: "host:port" or "unix:path"."""
+    return endpoint.startswith("unix:") or is_loopback(endpoint.rpartition(":")[0].strip("[]"))
+
+
 def is_loopback(address: str) -> bool:
     """Tell whether only this host itself can reach `address`; a name other than "localhost" counts as reachable."""
     try:

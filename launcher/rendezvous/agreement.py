@@ -26,6 +26,7 @@ class Terms:
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
         injection: Whether `resilient-inject` may act on the run.
+        key_proof: What follows from the run key, "" without one.
         persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
             many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
             Called in a thread.
@@ -34,6 +35,7 @@ class Terms:
     min_nodes: int
     max_nodes: int
     injection: bool = False
+    key_proof: str = ""
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
@@ -55,11 +57,24 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
             job = Agreement.parse(entry.value)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
-        ours = replace(job, min_nodes=terms.min_nodes, max_nodes=terms.max_nodes, injection=terms.injection)
+        ours = replace(
+            job,
+            min_nodes=terms.min_nodes,
+            max_nodes=terms.max_nodes,
+            injection=terms.injection,
+            key_proof=terms.key_proof,
+        )
         if ours == job:
             return entry.revision
         # Bounds of a run that left no live launcher behind bind nobody; what it committed is still this run's.
         if not await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
+            if ours.key_proof != job.key_proof:
+                # Its daemon and those of the others would not let each other in.
+                theirs, own = "a" if job.key_proof else "no", "another one" if job.key_proof else "one"
+                raise RendezvousStateError(
+                    f"run {run_id!r} goes on with {theirs} run key, but this launcher has "
+                    f"{own if ours.key_proof else 'none'}: give every launcher of a run the same --rr-key-file"
+                )
             raise RendezvousStateError(
                 f"run {run_id!r} goes on with {_options(job)}, but this launcher has {_options(ours)}: "
                 "start every launcher of a run with the same values, or choose another --rdzv-id"
@@ -75,6 +90,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         min_nodes=terms.min_nodes,
         max_nodes=terms.max_nodes,
         token=secrets.token_hex(16),
+        key_proof=terms.key_proof,
         injection=terms.injection,
         after_generation=generation,
     )

@@ -27,7 +27,7 @@ from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
-from .address import is_loopback, own_address
+from .address import is_local, is_loopback, own_address
 from .agreement import Terms
 from .claim import HostClaim, machine_name
 from .forming import Announcer, Arrivals, FormingDecision, next_round, standby
@@ -200,6 +200,12 @@ class EtcdRendezvous(RendezvousHandler):
     def changed_fd(self) -> int:
         """A descriptor that is readable after any change of what this object knows, until `clear_changed`."""
         return self._link.changed_fd
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether the run has several hosts, and others than them may reach its etcd, which lets everybody in."""
+        config = self._etcd_config
+        return self._max_nodes > 1 and not config.asks_who and not all(map(is_local, config.endpoints))
 
     @property
     def etcd_config(self) -> EtcdConfig:
