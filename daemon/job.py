@@ -53,7 +53,7 @@ class Job:
     def __init__(self, spec: JobSpec, slots: JobSlots, disks: Sequence[Path] = ()) -> None:
         self.spec = spec
         self.slots = slots
-        self.view = JobView(host=spec.host, replicas=spec.replicas)
+        self.view = JobView(host=spec.host, replicas=spec.replicas, injection=spec.injection)
         self.launcher_pid: int | None = None
         self.orphaned_s = time.monotonic()
         self.failure: str | None = None
@@ -104,7 +104,8 @@ class Job:
             slots=slots,
             on_incarnation=self._on_incarnation,
             on_round=self._on_round,
-            companions={"inject": self._inject} | ({} if self._persister is None else {"persist": self._persister.run}),
+            companions=({"inject": self._inject} if spec.injection else {})
+            | ({} if self._persister is None else {"persist": self._persister.run}),
             persister=self._persister,
             supervisor=supervisor,
         )
@@ -320,7 +321,7 @@ class Job:
         self._replicator.repair()
 
     async def _inject(self, etcd: Etcd) -> None:
-        """Carry out faults that were ordered on purpose."""
+        """Carry out faults that were ordered on purpose, which this host's launcher allows."""
         scene = Scene(view=self.view, slots=self.slots, sessions=self.sessions, launcher_pid=lambda: self.launcher_pid)
         await Injector(run_id=self.spec.run_id, scene=scene).run(etcd)
 

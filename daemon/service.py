@@ -118,6 +118,7 @@ class DaemonService:
             address=address,
             memory_limit_bytes=fields.optional_integer("memory_limit_bytes"),
             policy=policy,
+            injection=fields.optional_flag("injection"),
         )
         for other, job in list(self._launchers.items()):
             if job.spec.key == spec.key and other is not connection and other.pid == connection.pid:

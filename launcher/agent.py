@@ -62,7 +62,6 @@ class ResilientAgent(LocalElasticAgent):
         self._rdzv.describe(
             spec.local_world_size,
             spec.role,
-            injection=run_config.allow_injection,
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.
@@ -85,6 +84,7 @@ class ResilientAgent(LocalElasticAgent):
                 addr=self._rdzv.addr,
                 memory_limit_bytes=run_config.memory_limit_bytes,
                 policy=run_config.policy.to_dict(),
+                injection=run_config.allow_injection,
             ),
             on_event=self._timeline.on_event,
         )

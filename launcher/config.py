@@ -35,7 +35,7 @@ class RunConfig:
         stop_timeout_s: Grace between SIGTERM and SIGKILL for workers whose generation is broken.
         enabled: False runs as torchrun does, without daemon and etcd.
         policy: How the job is watched, replicated, persisted and recovered (`--rr-config`).
-        allow_injection: `resilient-inject` may act on this run.
+        allow_injection: `resilient-inject` may act on this host.
         ephemeral: Nobody can ask for this run again, so its slots are of no use after it.
     """
 
@@ -183,7 +183,7 @@ def options() -> list[click.Parameter]:
             ["--rr-allow-injection"],
             is_flag=True,
             envvar="RESILIENT_ALLOW_INJECTION",
-            help="Let resilient-inject break this run on purpose; every launcher of a run must say the same.",
+            help="Let resilient-inject break this run on purpose on this host.",
         ),
         click.Option(
             ["--rr-persist"],

@@ -39,6 +39,7 @@ class JobRequest:
     addr: str
     memory_limit_bytes: int | None
     policy: dict[str, Any]
+    injection: bool
 
     def message(self) -> wire.Message:
         """Return the fields of the `open_job` request."""

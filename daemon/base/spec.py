@@ -20,6 +20,7 @@ class JobSpec:
         address: Where peers reach this daemon.
         memory_limit_bytes: What the job's slots may take on this host, None for the daemon's limit.
         policy: The job's configuration.
+        injection: Whether faults may be ordered here: this word of the launcher is the only one that counts.
     """
 
     run_id: str
@@ -30,6 +31,7 @@ class JobSpec:
     address: tuple[str, int]
     memory_limit_bytes: int | None
     policy: Policy
+    injection: bool = False
 
     @property
     def key(self) -> JobKey:

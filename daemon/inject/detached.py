@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from typing import Any, Self
@@ -24,8 +23,8 @@ class Detached:
         self._process = process
 
     @classmethod
-    def start(cls, uid: int) -> Self:
-        """Return a helper that may do what the user `uid` may do.
+    def start(cls) -> Self:
+        """Return a helper, which may do what this daemon may do.
 
         Raises:
             DaemonError: It cannot be started.
@@ -37,7 +36,6 @@ class Detached:
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
-                user=None if uid == os.geteuid() else uid,
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise DaemonError(f"cannot start a process for the fault: {error}") from error

@@ -25,7 +25,6 @@ class Agreement:
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
         token: The secret.
-        injection: Whether `resilient-inject` may act on the run.
         after_generation: Of the persisted pair that this life begins with, 0 without one.
     """
 
@@ -33,7 +32,6 @@ class Agreement:
     min_nodes: int
     max_nodes: int
     token: str
-    injection: bool = False
     after_generation: int = 0
 
     @classmethod
@@ -49,8 +47,6 @@ class Agreement:
             min_nodes=fields.integer("min_nodes"),
             max_nodes=fields.integer("max_nodes"),
             token=fields.text("token"),
-            # Nothing but true allows faults.
-            injection=value.get("injection") is True,
             after_generation=fields.optional_integer("after_generation") or 0,
         )
 

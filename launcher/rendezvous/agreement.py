@@ -25,7 +25,6 @@ class Terms:
     Attributes:
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
-        injection: Whether `resilient-inject` may act on the run.
         persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
             many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
             Called in a thread.
@@ -33,7 +32,6 @@ class Terms:
 
     min_nodes: int
     max_nodes: int
-    injection: bool = False
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
@@ -55,7 +53,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
             job = Agreement.parse(entry.value)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
-        ours = replace(job, min_nodes=terms.min_nodes, max_nodes=terms.max_nodes, injection=terms.injection)
+        ours = replace(job, min_nodes=terms.min_nodes, max_nodes=terms.max_nodes)
         if ours == job:
             return entry.revision
         # Bounds of a run that left no live launcher behind bind nobody; what it committed is still this run's.
@@ -75,7 +73,6 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         min_nodes=terms.min_nodes,
         max_nodes=terms.max_nodes,
         token=secrets.token_hex(16),
-        injection=terms.injection,
         after_generation=generation,
     )
     puts = {keys.JOB: job.to_value()}
@@ -90,4 +87,4 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
 
 def _options(job: Agreement) -> str:
     """Return the options of a launcher that would make this job."""
-    return f"--nnodes={job.min_nodes}:{job.max_nodes}{' --rr-allow-injection' if job.injection else ''}"
+    return f"--nnodes={job.min_nodes}:{job.max_nodes}"
