@@ -20,6 +20,7 @@ from resilient_run.daemon.run.records import Failure
 
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
+from .fingerprint import fingerprint
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
 from .timeline import RecoveryTimeline, newest_step
@@ -62,6 +63,8 @@ class ResilientAgent(LocalElasticAgent):
         self._rdzv.describe(
             spec.local_world_size,
             spec.role,
+            fingerprint=fingerprint(spec.entrypoint, spec.args),
+            allow_different=run_config.allow_different_script,
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.

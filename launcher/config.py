@@ -36,6 +36,7 @@ class RunConfig:
         enabled: False runs as torchrun does, without daemon and etcd.
         policy: How the job is watched, replicated, persisted and recovered (`--rr-config`).
         allow_injection: `resilient-inject` may act on this host.
+        allow_different_script: Join a run of another user, script, arguments or torch all the same.
         ephemeral: Nobody can ask for this run again, so its slots are of no use after it.
     """
 
@@ -51,6 +52,7 @@ class RunConfig:
     enabled: bool = True
     policy: Policy = field(default_factory=Policy)
     allow_injection: bool = False
+    allow_different_script: bool = False
     ephemeral: bool = False
 
     @classmethod
@@ -81,6 +83,7 @@ class RunConfig:
             enabled=not params["rr_off"],
             policy=_with_persist_target(params["rr_config"], params["rr_persist"]),
             allow_injection=params["rr_allow_injection"],
+            allow_different_script=params["rr_allow_different_script"],
         )
 
     @property
@@ -184,6 +187,13 @@ def options() -> list[click.Parameter]:
             is_flag=True,
             envvar="RESILIENT_ALLOW_INJECTION",
             help="Let resilient-inject break this run on purpose on this host.",
+        ),
+        click.Option(
+            ["--rr-allow-different-script"],
+            is_flag=True,
+            envvar="RESILIENT_ALLOW_DIFFERENT_SCRIPT",
+            help="Join a run of this run id even if its launchers have another script, arguments, user or torch; "
+            "without it, such a launcher is refused.",
         ),
         click.Option(
             ["--rr-persist"],
