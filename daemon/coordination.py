@@ -178,7 +178,6 @@ class Coordinator:
         job = Agreement.parse(entry.value)
         await self._on_agreement(job)
         self._view.quarantines = _quarantines(entries)
-        self._view.injection = job.injection
         if found is not None and (self._view.round is None or self._view.round.revision != found.revision):
             await self._on_round(Round.parse(found.value, found.revision))
         done = keys.DONE(self._view.generation, "")
@@ -244,7 +243,7 @@ class Coordinator:
     async def _introduce(self, etcd: Etcd, lease: Lease) -> None:
         """Write what the others must know of this host, and return when that is another thing or the lease is lost."""
         (addr, port), every, sign = self._address, self._view.every_here, self._view.sign_here
-        value = {"addr": addr, "port": port, "every": every, "sign": sign}
+        value = {"addr": addr, "port": port, "every": every, "sign": sign, "injection": self._view.injection}
         await etcd.put(self._prefix + keys.HOSTS(self._view.host), value, lease=lease)
         lost = asyncio.ensure_future(lease.lost.wait())
         other = asyncio.ensure_future(

@@ -56,7 +56,7 @@ class Job:
     def __init__(self, spec: JobSpec, slots: JobSlots, disks: Sequence[Path] = ()) -> None:
         self.spec = spec
         self.slots = slots
-        self.view = JobView(host=spec.host, replicas=spec.replicas)
+        self.view = JobView(host=spec.host, replicas=spec.replicas, injection=spec.injection)
         self.launcher_pid: int | None = None
         self.orphaned_s = time.monotonic()
         self.failure: str | None = None
@@ -110,7 +110,8 @@ class Job:
             slots=slots,
             on_agreement=self._on_agreement,
             on_round=self._on_round,
-            companions={"inject": self._inject} | ({} if self._persister is None else {"persist": self._persister.run}),
+            companions=({"inject": self._inject} if spec.injection else {})
+            | ({} if self._persister is None else {"persist": self._persister.run}),
             persister=self._persister,
             supervisor=supervisor,
         )
@@ -327,7 +328,7 @@ class Job:
         self._replicator.repair()
 
     async def _inject(self, etcd: Etcd) -> None:
-        """Carry out faults that were ordered on purpose."""
+        """Carry out faults that were ordered on purpose, which this host's launcher allows."""
         scene = Scene(view=self.view, slots=self.slots, sessions=self.sessions, launcher_pid=lambda: self.launcher_pid)
         await Injector(run_id=self.spec.run_id, scene=scene).run(etcd)
 

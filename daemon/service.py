@@ -122,6 +122,7 @@ class DaemonService:
             memory_limit_bytes=fields.optional_integer("memory_limit_bytes"),
             policy=policy,
             run_key=None if run_key is None else checked_key(run_key, "open_job"),
+            injection=fields.optional_flag("injection"),
         )
         for other, job in list(self._launchers.items()):
             if job.spec.key == spec.key and other is not connection and other.pid == connection.pid:

@@ -22,6 +22,7 @@ from resilient_run.daemon.trust.secret import key_proof
 
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
+from .fingerprint import fingerprint
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
 from .timeline import RecoveryTimeline, newest_step
@@ -73,8 +74,9 @@ class ResilientAgent(LocalElasticAgent):
         self._rdzv.describe(
             spec.local_world_size,
             spec.role,
-            injection=run_config.allow_injection,
             key_proof="" if run_config.run_key is None else key_proof(run_config.run_key, self._rdzv.get_run_id()),
+            fingerprint=fingerprint(spec.entrypoint, spec.args),
+            allow_different=run_config.allow_different_script,
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.
@@ -100,6 +102,7 @@ class ResilientAgent(LocalElasticAgent):
                 run_key=run_config.run_key,
                 first_port=None if run_config.ports is None else run_config.ports[0],
                 last_port=None if run_config.ports is None else run_config.ports[-1],
+                injection=run_config.allow_injection,
             ),
             on_event=self._timeline.on_event,
         )

@@ -36,7 +36,8 @@ class RunConfig:
         stop_timeout_s: Grace between SIGTERM and SIGKILL for workers whose generation is broken.
         enabled: False runs as torchrun does, without daemon and etcd.
         policy: How the job is watched, replicated, persisted and recovered (`--rr-config`).
-        allow_injection: `resilient-inject` may act on this run.
+        allow_injection: `resilient-inject` may act on this host.
+        allow_different_script: Join a run of another user, script, arguments or torch all the same.
         run_key: The secret of the run's hosts, None where the one in etcd has to do.
         ports: Where this host's daemon may listen for those of the others, None for a port that the kernel chooses.
         insecure: The run may have several hosts, an etcd that everybody reaches, and no run key.
@@ -58,6 +59,7 @@ class RunConfig:
     run_key: str | None = field(default=None, repr=False)
     ports: range | None = None
     insecure: bool = False
+    allow_different_script: bool = False
     ephemeral: bool = False
 
     @classmethod
@@ -91,6 +93,7 @@ class RunConfig:
             run_key=_find_key(params["rr_key_file"]),
             ports=params["rr_port"],
             insecure=params["rr_insecure"],
+            allow_different_script=params["rr_allow_different_script"],
         )
 
     @property
@@ -193,7 +196,14 @@ def options() -> list[click.Parameter]:
             ["--rr-allow-injection"],
             is_flag=True,
             envvar="RESILIENT_ALLOW_INJECTION",
-            help="Let resilient-inject break this run on purpose; every launcher of a run must say the same.",
+            help="Let resilient-inject break this run on purpose on this host.",
+        ),
+        click.Option(
+            ["--rr-allow-different-script"],
+            is_flag=True,
+            envvar="RESILIENT_ALLOW_DIFFERENT_SCRIPT",
+            help="Join a run of this run id even if its launchers have another script, arguments, user or torch; "
+            "without it, such a launcher is refused.",
         ),
         click.Option(
             ["--rr-persist"],

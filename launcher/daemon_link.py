@@ -40,6 +40,7 @@ class JobRequest:
     addr: str
     memory_limit_bytes: int | None
     policy: dict[str, Any]
+    injection: bool
     run_key: str | None = field(default=None, repr=False)
     first_port: int | None = None
     last_port: int | None = None

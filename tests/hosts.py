@@ -188,6 +188,7 @@ class Host:
         self.process: subprocess.Popen[bytes] | None = None
         self.launcher: Client | None = None
         self.policy: dict[str, Any] = {}
+        self.injection = False
         self.clients: list[Client] = []
 
     def start(self, *arguments: str) -> None:
@@ -216,6 +217,7 @@ class Host:
             "addr": self.address,
             "memory_limit_bytes": None,
             "policy": self.policy,
+            "injection": self.injection,
         }
         return self.launcher.request("open_job", **{**job, **changes})
 
@@ -293,6 +295,7 @@ class Hosts:
         self.prefix = f"/resilient-run/{run_id}/"
         self.incarnation = "first"
         self.policy: dict[str, Any] = {}
+        self.injection = False
         self.hosts: dict[str, Host] = {}
         self._runner = asyncio.Runner()
         self._etcd: Etcd | None = None
@@ -300,7 +303,7 @@ class Hosts:
     def __getitem__(self, name: str) -> Host:
         if name not in self.hosts:
             self.hosts[name] = Host(name, self._root, run_id=self.run_id, config=self.config)
-            self.hosts[name].policy = self.policy
+            self.hosts[name].policy, self.hosts[name].injection = self.policy, self.injection
         return self.hosts[name]
 
     def etcd(self, work: Callable[[Etcd], Awaitable[T]]) -> T:

@@ -32,13 +32,6 @@ class Site:
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
 
-    def allow(self, injection: object = True) -> None:
-        """Say in the job key whether faults may be injected."""
-        key = f"{self.hosts.prefix}rdzv/job"
-        entry = self.hosts.etcd(lambda etcd: etcd.get(key))
-        assert entry is not None
-        self.hosts.etcd(lambda etcd: etcd.put(key, {**entry.value, "injection": injection}))
-
     def order(self, value: dict[str, Any]) -> str:
         """Write an order as it is and return its id."""
         number = secrets.token_hex(4)
@@ -61,6 +54,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Site]:
     made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    made.injection = True
     yield Site(made)
     made.close()
 
@@ -109,22 +103,8 @@ def test_no_process_is_mistaken_for_its_successor() -> None:
     assert not found.signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("injection", [False, None, "true", 1])
-def test_nothing_happens_in_a_job_that_does_not_allow_it(site: Site, injection: object) -> None:
-    site.hosts.run("a")
-    site.allow(injection)
-    number = site.order({"kind": "kill-daemon", "host": "a"})
-    host = site.hosts["a"]
-    host.open()
-    host.trainer(0, world_size=1, generation=1).attach()
-    assert host.process is not None
-    assert host.process.poll() is None
-    assert site.outcome(number) is None
-
-
 def test_orders_are_carried_out_once_and_only_while_they_are_allowed(site: Site) -> None:
     (trainer,) = site.hosts.run("a")
-    site.allow()
     host = site.hosts["a"]
     assert host.process is not None
     waits = site.order({"kind": "kill-daemon", "host": "a", "at_step": 5})
@@ -154,11 +134,40 @@ def test_orders_are_carried_out_once_and_only_while_they_are_allowed(site: Site)
     assert site.outcome(elsewhere) is None
 
 
+def test_orders_are_bounded_in_number_and_size(site: Site) -> None:
+    (trainer,) = site.hosts.run("a")
+    waiting = [site.order({"kind": "raise", "host": "a", "rank": 0, "at_step": 5}) for _ in range(16)]
+    refused = site.strike("kill-daemon")
+    assert (refused["ok"], refused["what"]) == (False, "16 orders are under way on host a: take one back")
+    # One that is taken back leaves its place to another.
+    site.hosts.etcd(lambda etcd: etcd.delete(f"{site.hosts.prefix}inject/orders/{waiting.pop()}"))
+    refused = site.strike("kill-" * 1000, padding="x" * 20_000)
+    assert (refused["ok"], "is longer than 16384 letters" in refused["what"]) == (False, True)
+    assert refused["kind"] == ("kill-" * 13)[:64]
+    trainer.notify("progress", step=5)
+    for number in waiting:
+        outcome = wait_until(lambda number=number: site.outcome(number), timeout_s=60, what=site.hosts["a"].log)
+        assert outcome["ok"], outcome
+
+
+def test_nobody_strikes_once_the_launcher_is_gone(site: Site) -> None:
+    (trainer,) = site.hosts.run("a")
+    host = site.hosts["a"]
+    number = site.order({"kind": "kill-daemon", "host": "a", "at_step": 5})
+    assert host.launcher is not None
+    host.launcher.close()
+    wait_until(lambda: host.status()["jobs"][0]["launcher_pid"] is None, timeout_s=30, what=host.log)
+    trainer.notify("progress", step=5)
+    outcome = wait_until(lambda: site.outcome(number), timeout_s=30, what=lambda: host.log)
+    assert (outcome["ok"], outcome["what"]) == (False, "no launcher holds the job open on host a")
+    assert host.process is not None
+    assert host.process.poll() is None
+
+
 @pytest.mark.parametrize("how", ["bit-flip", "truncation", "stale"])
 def test_a_corrupt_replica_is_never_restored(site: Site, how: str) -> None:
     hosts = site.hosts
     hosts.commit(hosts.run("ab"), [1, 2, 3])
-    site.allow()
     outcome = site.strike("corrupt-replica", rank=0, parameters={"how": how})
     assert outcome["what"] == f"{how} in the replica of rank 0, generation 1, step 3"
 
@@ -182,7 +191,6 @@ def test_a_corrupt_replica_is_never_restored(site: Site, how: str) -> None:
 
 def test_memory_fills_for_a_while(site: Site) -> None:
     site.hosts.run("a")
-    site.allow()
     host = site.hosts["a"]
     parameters = {"size_bytes": 1 << 20, "duration_s": 0.5}
     outcome = site.strike("fill-memory", parameters=parameters)
@@ -195,7 +203,6 @@ def test_memory_fills_for_a_while(site: Site) -> None:
 
 def test_disk_fills_where_it_may(site: Site, tmp_path: Path) -> None:
     site.hosts.run("a")
-    site.allow()
     refused = site.strike("fill-disk", parameters={"directory": str(tmp_path / "missing")})
     assert (refused["ok"], "is no directory" in refused["what"]) == (False, True)
     outcome = site.strike("fill-disk", parameters={"directory": str(tmp_path), "size_bytes": 4096, "duration_s": 0.3})
@@ -205,12 +212,18 @@ def test_disk_fills_where_it_may(site: Site, tmp_path: Path) -> None:
 
 def test_only_etcd_members_are_killed_as_such(site: Site, tmp_path: Path) -> None:
     site.hosts.run("a")
-    site.allow()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         refused = site.strike("kill-etcd", parameters={"pid": process.pid})
         assert (refused["ok"], "not etcd" in refused["what"]) == (False, True)
         assert process.poll() is None
         process.kill()
+    for secret in (tmp_path / "secret", tmp_path / "fifo"):
+        if secret.name == "fifo":
+            os.mkfifo(secret)
+        else:
+            secret.write_text("my password")
+        refused = site.strike("kill-etcd", parameters={"pid_file": str(secret)})
+        assert (refused["ok"], refused["what"]) == (False, f"{secret} does not hold the pid of an etcd member")
     member = EtcdProcess(tmp_path / "member")
     member.start()
     try:

@@ -148,13 +148,22 @@ def test_faults_of_hosts(cluster: Cluster, etcd_endpoint: str) -> None:
     job.recovers(generation, "host_lost")
 
 
-def test_a_job_that_does_not_allow_faults_is_left_alone(cluster: Cluster, etcd_endpoint: str) -> None:
+def test_only_hosts_that_allow_faults_are_struck(cluster: Cluster, etcd_endpoint: str, tmp_path: Path) -> None:
     job = Job(cluster, etcd_endpoint, "a")
     wait_until(lambda: job.step() >= 2, timeout_s=60, what="step 2", host=job.hosts["a"])
-    assert "does not allow faults" in job.refused("kill-rank", "--rank", "0")
+    refusal = "does not allow faults on a: start the launchers there with --rr-allow-injection"
+    assert refusal in job.refused("kill-rank", "--rank", "0")
+    plan = tmp_path / "campaign.toml"
+    plan.write_text('faults = 1\nmtbf_steps = 1\n[[kinds]]\nkind = "kill-rank"\n')
+    campaign = inject("campaign", str(plan), endpoint=etcd_endpoint, run_id=cluster.name)
+    assert (campaign.exit_code, refusal in campaign.output) == (1, True), campaign.output
     other = inject("fault", "kill-rank", "--rank", "0", endpoint=etcd_endpoint, run_id="nobody")
     assert (other.exit_code, "there is no run 'nobody'" in other.output) == (1, True)
-    rival = cluster.host("b")
-    rival.launch([*job.arguments, "--rr-allow-injection"], SCRIPT)
-    assert rival.wait() == 1
-    assert "goes on with --nnodes=1:1, but this launcher has --nnodes=1:1 --rr-allow-injection" in rival.output
+    standby = cluster.host("b")
+    standby.launch([*job.arguments, "--rr-allow-injection"], SCRIPT, LOGLEVEL="INFO")
+    wait_until(lambda: "waiting as a standby" in standby.output, timeout_s=60, what="a standby", host=standby)
+    daemon = wait_until(standby.daemon_pid, timeout_s=60, what="its daemon", host=standby)
+    job.fault("kill-daemon", "--host", "b")
+    wait_until(lambda: standby.daemon_pid() not in (None, daemon), timeout_s=60, what="a new daemon", host=standby)
+    job.trains_on()
+    assert job.generation() == 1

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.run.records import Fingerprint
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.launcher.rendezvous import claim
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
@@ -713,9 +715,9 @@ def test_other_nnodes_than_the_run_has(launchers: Launchers) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        ("one", "two", "with a run key, but this launcher has another one"),
-        ("one", "", "with a run key, but this launcher has none"),
-        ("", "two", "with no run key, but this launcher has one"),
+        ("one", "two", "with the run key with proof one, but this launcher has the run key with proof two"),
+        ("one", "", "with the run key with proof one, but this launcher has no run key"),
+        ("", "two", "with no run key, but this launcher has the run key with proof two"),
     ],
 )
 def test_another_run_key_than_the_run_has(launchers: Launchers, first: str, second: str, told: str) -> None:
@@ -723,12 +725,78 @@ def test_another_run_key_than_the_run_has(launchers: Launchers, first: str, seco
     launchers.make("a", (1, 2), last_call_timeout="0.1", lease_ttl="1").describe(1, "", key_proof=first)
     launchers.joined("a")
     launchers.make("b", (1, 2), lease_ttl="1").describe(1, "", key_proof=second)
-    with pytest.raises(RendezvousStateError, match=f"goes on {told}: give every launcher .* the same --rr-key-file"):
+    with pytest.raises(
+        RendezvousStateError,
+        match=f"goes on {told}: start every launcher of a run with the same values, or choose another --rdzv-id$",
+    ):
         launchers.handlers["b"].next_rendezvous()
     assert launchers.handlers["b"].shutdown()
     launchers.handlers["a"].leave()
     launchers.make("c", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=second)
     assert launchers.joined("c")["c"].world_size == 1
+
+
+MARK = Fingerprint(user="ann", script="train.py", content="1" * 64, arguments="2" * 64, torch="2.0", formats="wire 1")
+
+
+def described(launchers: Launchers, host: str, nnodes: tuple[int, int] = (1, 1), **terms: Any) -> EtcdRendezvous:
+    """Return a new handler that runs as `host` and starts what `terms` say."""
+    handler = launchers.make(host, nnodes, lease_ttl="1")
+    handler.describe(1, "default", **terms)
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("changes", "theirs", "ours"),
+    [
+        ({"user": "bob"}, "user ann", "user bob"),
+        ({"script": "eval.py"}, "script train.py (sha256 111111111111)", "script eval.py (sha256 111111111111)"),
+        ({"content": "3" * 64}, "script train.py (sha256 111111111111)", "script train.py (sha256 333333333333)"),
+        ({"arguments": "4" * 64}, "arguments of sha256 222222222222", "arguments of sha256 444444444444"),
+        ({"torch": "2.1", "user": "bob"}, "user ann, torch 2.0", "user bob, torch 2.1"),
+        ({"script": "", "content": ""}, "script train.py (sha256 1", "script unknown (sha256 unknown)"),
+    ],
+)
+def test_another_script_than_the_run_has(launchers: Launchers, changes: dict[str, str], theirs: str, ours: str) -> None:
+    described(launchers, "a", fingerprint=MARK)
+    launchers.joined("a")
+    other = replace(MARK, **changes)
+    message = f"goes on with {theirs}.*, but this launcher has {ours}.*--rr-allow-different-script"
+    with pytest.raises(RendezvousStateError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        described(launchers, "b", fingerprint=other).next_rendezvous()
+    assert launchers.keys()["rdzv/job"].value["fingerprint"] == asdict(MARK)
+    # Whoever means it gets in, and changes nothing for the others.
+    described(launchers, "c", fingerprint=other, allow_different=True)
+    launchers.join("c")
+    assert launchers.members() == {"a", "c"}
+    assert launchers.keys()["rdzv/job"].value["fingerprint"] == asdict(MARK)
+    described(launchers, "d", fingerprint=MARK)
+    launchers.join("d")
+    assert launchers.handlers["a"].failure is None
+
+
+def test_other_formats_are_never_let_in(launchers: Launchers) -> None:
+    described(launchers, "a", fingerprint=MARK)
+    launchers.joined("a")
+    other = replace(MARK, formats="wire 2", user="bob")
+    with pytest.raises(RendezvousStateError, match=r"user ann, formats of resilient-run wire 1, but .*--rdzv-id$"):
+        described(launchers, "b", fingerprint=other, allow_different=True).next_rendezvous()
+    with pytest.raises(RendezvousStateError, match=r"--nnodes=1:1, but this launcher has --nnodes=1:2: .*--rdzv-id$"):
+        described(launchers, "c", (1, 2), fingerprint=MARK, allow_different=True).next_rendezvous()
+
+
+def test_terms_bind_as_long_as_a_launcher_lives(launchers: Launchers) -> None:
+    described(launchers, "a", fingerprint=MARK)
+    launchers.joined("a")
+    before = launchers.keys()["rdzv/job"].value
+    launchers.handlers["a"].leave()
+    edited = replace(MARK, content="5" * 64, formats="wire 2")
+    described(launchers, "b", fingerprint=edited)
+    launchers.joined("b")
+    after = launchers.keys()["rdzv/job"].value
+    assert after == {**before, "fingerprint": asdict(edited)}
+    with pytest.raises(RendezvousStateError, match=r"script train\.py"):
+        described(launchers, "a", fingerprint=MARK).next_rendezvous()
 
 
 def test_too_few_hosts(launchers: Launchers) -> None:

@@ -29,6 +29,8 @@ for step in range(start + 1, steps + 1):
     optimizer.step()
     checkpointer.step(step)
     print(f'{{"rank": 0, "step": {step}, "loss": 0}}', flush=True)
+    if os.path.exists(os.environ.get("END", "")):
+        break
     time.sleep(pause_s)
 """
 
@@ -104,13 +106,48 @@ def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str
     first.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"])
     wait_until(lambda: first.reached(3), timeout_s=60, what="step 3", host=first)
     second = cluster.host("same host, second run")
-    second.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "5", "0"], RESILIENT_HOST_ID="a")
+    second.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"], RESILIENT_HOST_ID="a")
     told = "has another launcher on a; this one is host a#1"
     wait_until(lambda: told in second.output, timeout_s=60, what=told, host=second)
     reached = max(step for _, step, _ in first.steps())
     wait_until(lambda: first.reached(reached + 5), timeout_s=30, what="the first run going on")
     assert first.starts() == 1
     assert not second.lines
+
+
+def test_another_script_with_the_id_of_a_run(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+    """It is refused, unless somebody means it; the run goes on to its end."""
+    end = cluster.host("a").run_dir / "end"
+    first = cluster.host("a")
+    first.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "1000000", "0.05"], END=str(end))
+    wait_until(lambda: first.reached(3), timeout_s=60, what="step 3", host=first)
+    other = script.with_name("other.py")
+    other.write_text(TRAIN)
+    second = cluster.host("b")
+    second.launch(on_etcd(cluster, etcd_endpoint), [str(other), "4", "1000000", "0.05"])
+    assert second.wait() == 1
+    assert "goes on with script train.py (sha256 " in second.output
+    assert "but this launcher has script other.py (sha256 " in second.output
+    assert "or let this one in with --rr-allow-different-script" in second.output
+    options = [*on_etcd(cluster, etcd_endpoint), "--rr-allow-different-script"]
+    second.launch(options, [str(other), "4", "1000000", "0.05"], LOGLEVEL="INFO")
+    wait_until(lambda: "waiting as a standby" in second.output, timeout_s=60, what="a standby", host=second)
+    end.touch()
+    assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
+    assert (first.starts(), second.starts()) == (1, 0)
+
+
+def test_an_edited_script_goes_on_once_nobody_runs_the_old_one(
+    cluster: Cluster, script: Path, etcd_endpoint: str
+) -> None:
+    host = cluster.host("a")
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"])
+    interrupt_at(host, 5)
+    script.write_text(TRAIN + "print('edited', flush=True)\n")
+    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "12", "0"])
+    assert host.wait() == 0, host.output
+    assert started_at(host)[-1] >= 4
+    assert "edited" in host.output
 
 
 def flip_byte(path: Path, offset: int) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Final
 
+from . import manifest, wire
 from .slot import MAGIC
-from .wire import VERSION
 
-FORMATS: Final = {"wire": str(VERSION), "slot": MAGIC.hex()}
+FORMATS: Final = {"wire": str(wire.VERSION), "slot": MAGIC.hex(), "manifest": str(manifest.VERSION)}
 """Fields of `attach` and `open_job`."""

@@ -99,6 +99,10 @@ class Fields:
         """
         return self._of(name, bool, "true or false")
 
+    def optional_flag(self, name: str) -> bool:
+        """Return the boolean field `name`, False when it is null or missing."""
+        return False if self._values.get(name) is None else self.flag(name)
+
     def object(self, name: str) -> dict[str, Any]:
         """Return the field `name`, a JSON object.
 

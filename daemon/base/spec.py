@@ -21,6 +21,7 @@ class JobSpec:
         memory_limit_bytes: What the job's slots may take on this host, None for the daemon's limit.
         policy: The job's configuration.
         run_key: The secret of the run's hosts, None where the one in etcd has to do; it is written down nowhere.
+        injection: Whether faults may be ordered here: this word of the launcher is the only one that counts.
     """
 
     run_id: str
@@ -32,6 +33,7 @@ class JobSpec:
     memory_limit_bytes: int | None
     policy: Policy
     run_key: str | None = field(default=None, repr=False)
+    injection: bool = False
 
     @property
     def key(self) -> JobKey:

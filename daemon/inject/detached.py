@@ -24,7 +24,7 @@ class Detached:
 
     @classmethod
     def start(cls) -> Self:
-        """Return a helper that waits for its task.
+        """Return a helper, which may do what this daemon may do.
 
         Raises:
             DaemonError: It cannot be started.

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .victim import Victim, kill_all
 MODULE = "resilient_run.daemon.inject.helper"
 
 _DEATH_S = 5.0
+_PID_BYTES = 16
 
 
 class Task(Protocol):
@@ -175,9 +177,12 @@ class EtcdDeath:
         pid = self.pid
         if not pid:
             try:
-                pid = int(Path(self.pid_file).read_text(encoding="ascii", errors="strict")[:16])
-            except (OSError, ValueError) as error:
+                pid = _read_pid(self.pid_file)
+            except OSError as error:
                 raise DaemonError(f"no pid of an etcd member in {self.pid_file}: {error}") from error
+            except ValueError:
+                # Whoever reads the outcome need not be who may read the file.
+                raise DaemonError(f"{self.pid_file} does not hold the pid of an etcd member") from None
         self.victim = Victim.find(pid)
         try:
             program = os.path.basename(psutil.Process(pid).exe())
@@ -254,6 +259,20 @@ def _is_helper(process: psutil.Process) -> bool:
         return MODULE in process.cmdline()
     except psutil.Error:
         return False
+
+
+def _read_pid(path: str) -> int:
+    """Return the number that the regular file at `path` holds.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It holds something else, or is no regular file.
+    """
+    # Without waiting, which the opening of a FIFO would do.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError
+        return int(file.read(_PID_BYTES))
 
 
 def _say(answer: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """What launchers and the root write of a run beside its rounds: what it is, why a generation broke, how it ended."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from ..base.fields import Fields, printable
@@ -17,6 +17,37 @@ _MAX_MESSAGE_BYTES = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What a launcher starts, and with what; "" stands for what a launcher does not know, as plain torchrun's.
+
+    Attributes:
+        user: Name of the user.
+        script: Name of the script, module, program or function.
+        content: SHA-256 of the script, "" where there is no file of it.
+        arguments: SHA-256 of its arguments, which may hold secrets.
+        torch: Version of torch.
+        formats: Versions of what resilient-run writes.
+    """
+
+    user: str = ""
+    script: str = ""
+    content: str = ""
+    arguments: str = ""
+    torch: str = ""
+    formats: str = ""
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return the fingerprint in an agreement.
+
+        Raises:
+            DaemonError: The value is none.
+        """
+        fields = Fields(value, "fingerprint")
+        return cls(**{item: fields.optional_text(item) for item in cls.__slots__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
     """What all launchers of a run must agree on, and the secret by which its daemons know each other.
 
@@ -26,8 +57,8 @@ class Agreement:
         max_nodes: Most hosts of a generation.
         token: The secret, where the hosts have no run key.
         key_proof: What follows from the run key, "" without one.
-        injection: Whether `resilient-inject` may act on the run.
         after_generation: Of the persisted pair that this life begins with, 0 without one.
+        fingerprint: What its launchers start.
     """
 
     incarnation: str
@@ -35,8 +66,8 @@ class Agreement:
     max_nodes: int
     token: str
     key_proof: str = ""
-    injection: bool = False
     after_generation: int = 0
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Self:
@@ -52,9 +83,8 @@ class Agreement:
             max_nodes=fields.integer("max_nodes"),
             token=fields.text("token"),
             key_proof=fields.optional_text("key_proof"),
-            # Nothing but true allows faults.
-            injection=value.get("injection") is True,
             after_generation=fields.optional_integer("after_generation") or 0,
+            fingerprint=Fingerprint.parse(fields.object("fingerprint") if "fingerprint" in value else {}),
         )
 
     def to_value(self) -> dict[str, Any]:

@@ -21,12 +21,12 @@ class JobView:
     Attributes:
         host: Name of this host in the job.
         replicas: Copies of each checkpoint, m.
+        injection: Whether the launcher of this host allows faults; nothing in etcd says so.
         round: The current generation, None until one is known.
         finishing: All workers of some host have succeeded in it.
         watermark: The newest committed pair, None until there is one.
         next: What etcd says is captured next, as generation and step; see `agreed`.
         watermark_revision: etcd revision of the watermark, 0 while the key does not exist, None until it was read.
-        injection: Whether the job was started with faults allowed.
         addresses: Host → address and port of its daemon, this one excluded.
         leader: The host that is elected root, None while none is.
         leader_revision: etcd revision of that election, 0 while there is no root, None until it was read.
@@ -43,12 +43,12 @@ class JobView:
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
     host: str
     replicas: int
+    injection: bool = False
     round: Round | None = None
     finishing: bool = False
     watermark: Pair | None = None
     next: Pair | None = None
     watermark_revision: int | None = None
-    injection: bool = False
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
     leader: str | None = None
     leader_revision: int | None = None

@@ -36,7 +36,7 @@ def _etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def resilient_inject() -> None:
     """Break a run on purpose, and see how it recovers.
 
-    It only acts on runs whose launchers were all started with --rr-allow-injection.
+    It only acts on hosts whose launchers were started with --rr-allow-injection.
     """
 
 
@@ -136,6 +136,7 @@ def campaign(
 
     async def carry_out(injection: Injection) -> list[dict[str, Any]]:
         assert injection.sight.round is not None
+        injection.check(injection.sight.round.hosts)
         plan = plan_campaign(planned, seed=chosen, world_size=injection.sight.round.world_size)
         run = CampaignRun(injection, planned, plan, lambda line: click.echo(line, err=True))
         await run.run()

@@ -1,9 +1,9 @@
-"""A run that allows faults, seen from outside through etcd: order faults, and watch what becomes of them."""
+"""A run seen from outside through etcd: order faults on hosts that allow them, and watch what becomes of them."""
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -13,12 +13,11 @@ from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.faults import Order
-from resilient_run.daemon.run.records import Agreement
 from resilient_run.daemon.run.rounds import Pair, Round
 
 
 class InjectionError(Exception):
-    """The run is not there, does not allow faults, or a fault was refused."""
+    """The run is not there, a host of it does not allow faults, or a fault was refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +69,7 @@ class Sight:
         recoveries: (generation, host) → the recovery event of that host's launcher.
         observations: Everything that any host has observed, each once, in order.
         outcomes: Order id → what became of it.
+        refusing: Hosts whose daemons say that their launcher allows no faults.
         ended: The run is over.
     """
 
@@ -79,6 +79,7 @@ class Sight:
     recoveries: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     observations: list[dict[str, Any]] = field(default_factory=list)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    refusing: set[str] = field(default_factory=set)
     ended: bool = False
 
     def see(self, entries: Mapping[str, Entry], prefix: str) -> None:
@@ -90,6 +91,7 @@ class Sight:
                 self.round = Round.parse(found.value, found.revision)
         except DaemonError:
             self.round = None
+        self.refusing.clear()
         for name, entry in known.items():
             # What is not as it should be counts as not there.
             with suppress(DaemonError, ValueError):
@@ -124,6 +126,9 @@ class Sight:
                 self.failures.setdefault(int(generation), value)
             case [keys.RECOVERED, generation, host]:
                 self.recoveries[int(generation), host] = value
+            case [keys.HOSTS, host]:
+                if value.get("injection") is not True:
+                    self.refusing.add(host)
             case [keys.OUTCOMES, number]:
                 self.outcomes[number] = Outcome.parse(value)
             case [keys.OBSERVATIONS, host]:
@@ -134,7 +139,7 @@ class Sight:
 
 
 class Injection:
-    """A connection to a run that allows faults; use it as an asynchronous context manager.
+    """A connection to a run; use it as an asynchronous context manager.
 
     Args:
         config: How to reach etcd.
@@ -156,12 +161,12 @@ class Injection:
         """Connect and return once the run was seen.
 
         Raises:
-            InjectionError: There is no such run, or it does not allow faults.
+            InjectionError: There is no such run.
             EtcdError: etcd cannot be reached or refuses.
         """
         self._etcd = await Etcd.connect(self._config)
         try:
-            await self._permission()
+            await self._revision()
             self._task = asyncio.create_task(self._follow())
             await self.wait_for(lambda sight: sight.round is not None, timeout_s=None)
         except BaseException:
@@ -180,14 +185,27 @@ class Injection:
         """Give the order and return its id.
 
         Raises:
-            InjectionError: The run does not allow it (any more).
+            InjectionError: The host does not allow it, or the run ended.
         """
+        self.check([order.host])
         number = f"{time.time():.3f}-{secrets.token_hex(3)}"
-        revision = await self._permission()
+        revision = await self._revision()
         guards = {self._prefix + keys.JOB: revision}
         if not await self._etcd.commit(guards, {self._prefix + keys.ORDERS(number): order.to_value()}):
             raise InjectionError(f"run {self._run_id!r} ended or began anew while a fault was ordered")
         return number
+
+    def check(self, hosts: Iterable[str]) -> None:
+        """Check that none of `hosts` says that it allows no faults: nobody would answer an order there.
+
+        Raises:
+            InjectionError: Some do.
+        """
+        if refusing := sorted(self.sight.refusing.intersection(hosts)):
+            raise InjectionError(
+                f"run {self._run_id!r} does not allow faults on {', '.join(refusing)}: start the launchers there with "
+                "--rr-allow-injection"
+            )
 
     async def take_back(self, number: str) -> None:
         """Delete an order; if it was not carried out yet, it never is."""
@@ -202,18 +220,10 @@ class Injection:
             return False
         return condition(self.sight)
 
-    async def _permission(self) -> int:
+    async def _revision(self) -> int:
         entry = await self._etcd.get(self._prefix + keys.JOB)
         if entry is None:
             raise InjectionError(f"there is no run {self._run_id!r} at {self._config.where}; check --run-id")
-        try:
-            job = Agreement.parse(entry.value)
-        except DaemonError as error:
-            raise InjectionError(f"run {self._run_id!r}: its job key is damaged ({error})") from error
-        if not job.injection:
-            raise InjectionError(
-                f"run {self._run_id!r} does not allow faults: start all its launchers with --rr-allow-injection"
-            )
         return entry.revision
 
     async def _follow(self) -> None:

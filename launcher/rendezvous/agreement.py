@@ -1,21 +1,24 @@
-"""What the launchers of a run agree on before the first round: its size, its secret, and where it begins."""
+"""What the launchers of a run agree on before the first round: its size, script and secret, and where it begins."""
 
 import asyncio
 import logging
 import secrets
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Etcd
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.records import Agreement
+from resilient_run.daemon.run.records import Agreement, Fingerprint
 from resilient_run.daemon.run.rounds import is_import, pair_value
 
 log = logging.getLogger(__name__)
+
+_HASH_LETTERS = 12
+_MAY_DIFFER = frozenset({"user", "script", "arguments", "torch"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +28,9 @@ class Terms:
     Attributes:
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
-        injection: Whether `resilient-inject` may act on the run.
         key_proof: What follows from the run key, "" without one.
+        fingerprint: What it starts.
+        allow_different: Whether it joins a run of another user, script, arguments or torch all the same.
         persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
             many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
             Called in a thread.
@@ -34,8 +38,9 @@ class Terms:
 
     min_nodes: int
     max_nodes: int
-    injection: bool = False
     key_proof: str = ""
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    allow_different: bool = False
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
@@ -61,24 +66,26 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
             job,
             min_nodes=terms.min_nodes,
             max_nodes=terms.max_nodes,
-            injection=terms.injection,
             key_proof=terms.key_proof,
+            fingerprint=terms.fingerprint,
         )
         if ours == job:
             return entry.revision
-        # Bounds of a run that left no live launcher behind bind nobody; what it committed is still this run's.
-        if not await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
-            if ours.key_proof != job.key_proof:
-                # Its daemon and those of the others would not let each other in.
-                theirs, own = "a" if job.key_proof else "no", "another one" if job.key_proof else "one"
-                raise RendezvousStateError(
-                    f"run {run_id!r} goes on with {theirs} run key, but this launcher has "
-                    f"{own if ours.key_proof else 'none'}: give every launcher of a run the same --rr-key-file"
-                )
-            raise RendezvousStateError(
-                f"run {run_id!r} goes on with {_options(job)}, but this launcher has {_options(ours)}: "
-                "start every launcher of a run with the same values, or choose another --rdzv-id"
-            )
+        # Terms of a run that left no live launcher behind bind nobody; what it committed is still this run's.
+        if await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
+            continue
+        if (again := await etcd.get(key)) is None or again.revision != entry.revision:
+            continue
+        theirs, own = _described(job), _described(ours)
+        differing = [name for name in theirs if theirs[name] != own[name]]
+        may_differ = _MAY_DIFFER.issuperset(differing)
+        if may_differ and terms.allow_different:
+            return entry.revision
+        raise RendezvousStateError(
+            f"run {run_id!r} goes on with {', '.join(theirs[name] for name in differing)}, but this launcher has "
+            f"{', '.join(own[name] for name in differing)}: start every launcher of a run with the same values, or "
+            f"choose another --rdzv-id{', or let this one in with --rr-allow-different-script' if may_differ else ''}"
+        )
 
 
 async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
@@ -91,7 +98,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         max_nodes=terms.max_nodes,
         token=secrets.token_hex(16),
         key_proof=terms.key_proof,
-        injection=terms.injection,
+        fingerprint=terms.fingerprint,
         after_generation=generation,
     )
     puts = {keys.JOB: job.to_value()}
@@ -104,6 +111,20 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         log.warning("run %r begins with the %s step %d", run_id, what, step)
 
 
-def _options(job: Agreement) -> str:
-    """Return the options of a launcher that would make this job."""
-    return f"--nnodes={job.min_nodes}:{job.max_nodes}{' --rr-allow-injection' if job.injection else ''}"
+def _described(job: Agreement) -> dict[str, str]:
+    """Return, for people, what launchers must have in common, by what it is."""
+    known = job.fingerprint
+    return {
+        "bounds": f"--nnodes={job.min_nodes}:{job.max_nodes}",
+        # Daemons with different keys would not let each other in.
+        "key": f"the run key with proof {_shortened(job.key_proof)}" if job.key_proof else "no run key",
+        "user": f"user {known.user or 'unknown'}",
+        "script": f"script {known.script or 'unknown'} (sha256 {_shortened(known.content)})",
+        "arguments": f"arguments of sha256 {_shortened(known.arguments)}",
+        "torch": f"torch {known.torch or 'unknown'}",
+        "formats": f"formats of resilient-run {known.formats or 'unknown'}",
+    }
+
+
+def _shortened(sha256: str) -> str:
+    return sha256[:_HASH_LETTERS] or "unknown"
