@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import Cluster, Host, kill, wait_until
-from etcd_process import kept_ports
+from etcd_process import EtcdProcess, kept_ports
 
 from resilient_run.daemon.trust.secret import make_key
 
@@ -58,14 +58,22 @@ def on_etcd(cluster: Cluster, endpoint: str) -> list[str]:
     ]
 
 
-def everywhere(endpoint: str) -> str:
+@pytest.fixture(scope="module")
+def tcp_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    made = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    made.start()
+    yield made
+    made.kill()
+
+
+def everywhere(etcd: EtcdProcess) -> str:
     """Return a name of the endpoint by which it might be another host's."""
-    return f"0.0.0.0:{endpoint.rpartition(':')[2]}"
+    return f"0.0.0.0:{etcd.port}"
 
 
-def test_an_etcd_that_lets_everybody_in_needs_a_key(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
+def test_an_etcd_that_lets_everybody_in_needs_a_key(cluster: Cluster, script: Path, tcp_etcd: EtcdProcess) -> None:
     host = cluster.host("a")
-    host.launch(on_etcd(cluster, everywhere(etcd_endpoint)), [str(script)])
+    host.launch(on_etcd(cluster, everywhere(tcp_etcd)), [str(script)])
     assert host.wait() == 2
     told = next(line for line in host.text if "whoever reaches this etcd" in line)
     for remedy in ("resilientctl keygen", "--rr-key-file", "RESILIENT_ETCD_USER", "cert=", "--rr-insecure"):
@@ -76,10 +84,10 @@ def test_an_etcd_that_lets_everybody_in_needs_a_key(cluster: Cluster, script: Pa
 
 @pytest.mark.parametrize("allowed", ["key", "insecure", "one host", "loopback"])
 def test_where_nothing_is_open_nothing_is_refused(
-    cluster: Cluster, script: Path, etcd_endpoint: str, allowed: str, tmp_path: Path
+    cluster: Cluster, script: Path, tcp_etcd: EtcdProcess, allowed: str, tmp_path: Path
 ) -> None:
     make_key(tmp_path / "run.key")
-    endpoint = etcd_endpoint if allowed == "loopback" else everywhere(etcd_endpoint)
+    endpoint = tcp_etcd.endpoint if allowed == "loopback" else everywhere(tcp_etcd)
     extra = {
         "key": ["--rr-key-file", str(tmp_path / "run.key")],
         "insecure": ["--rr-insecure"],
