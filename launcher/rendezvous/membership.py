@@ -94,7 +94,7 @@ class Membership:
         expire; one that was killed on this very host is replaced at once.
 
         Raises:
-            RendezvousStateError: The run has other bounds or permissions, or another live launcher with this host id.
+            RendezvousStateError: The run goes on with other terms, or has another live launcher with this host id.
             RendezvousClosedError: The run stays closed.
             EtcdError: etcd cannot be reached or refuses.
         """

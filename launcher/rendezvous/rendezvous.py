@@ -128,7 +128,7 @@ class EtcdRendezvous(RendezvousHandler):
             RendezvousTimeoutError: Too few hosts came within `join_timeout`. Time as a standby does not count.
             RendezvousClosedError: The run ended with a failure.
             RendezvousGracefulExitError: The run succeeded without this host.
-            RendezvousStateError: Another launcher has this host id, or the run has other bounds for `--nnodes`.
+            RendezvousStateError: Another launcher has this host id, or the run goes on with other terms.
             RendezvousConnectionError: etcd refuses, or was away for `join_timeout`.
         """
         try:
