@@ -29,6 +29,7 @@ from resilient_run.daemon.coordination import Coordinator
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.leased import LeasedKeys
+from resilient_run.daemon.run.records import Agreement
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.run.view import JobView
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
@@ -81,14 +82,14 @@ class SimulatedHost:
             address=("127.0.0.1", 1 + index),
             view=self.view,
             slots=self.slots,  # type: ignore[arg-type]
-            on_incarnation=self._on_incarnation,
+            on_agreement=self._on_agreement,
             on_round=self._on_round,
             supervisor=Supervisor(f"host{index}"),
         )
 
     async def _no_peer(self, host: str) -> None: ...
 
-    async def _on_incarnation(self, incarnation: str) -> None: ...
+    async def _on_agreement(self, agreement: Agreement) -> None: ...
 
     async def _on_round(self, round_: Round) -> None:
         self.view.round = round_

@@ -403,7 +403,11 @@ def test_refused_credentials(guarded: EtcdProcess, user: str | None, password: s
     assert str(password) not in str(caught.value)
 
 
-def test_credentials_without_authentication_do_no_harm(etcd_config: EtcdConfig, prefix: str) -> None:
+def test_a_password_that_guards_nothing_is_refused(server: EtcdProcess, etcd_config: EtcdConfig, prefix: str) -> None:
+    config = EtcdConfig(endpoints=(server.endpoint,), user="trainer", password="secret")
+    with pytest.raises(EtcdAuthError, match=r"lets in everybody.*etcdctl auth enable.*RESILIENT_ETCD_USER"):
+        with_etcd(config, lambda etcd: etcd.put(f"{prefix}a", {}))
+    # The directory of a socket guards it.
     config = EtcdConfig(endpoints=etcd_config.endpoints, user="trainer", password="secret")
     with_etcd(config, lambda etcd: etcd.put(f"{prefix}a", {}))
 

@@ -129,7 +129,12 @@ class EtcdConnection:
                     raise failure from error
 
     async def login(self) -> None:
-        """Exchange user and password, if there are any, for a token."""
+        """Exchange user and password, if there are any, for a token.
+
+        Raises:
+            EtcdAuthError: etcd refuses them, or asks nobody, so that they do not guard what the caller believes.
+            EtcdUnavailable: It does not answer.
+        """
         if self.config.user is None:
             return
         member = self.member
@@ -139,6 +144,11 @@ class EtcdConnection:
         except rpc.AioRpcError as error:
             if not _mentions(error, ("authentication is not enabled",)):
                 raise self.failed(member, error) from error
+            if self.config.cert is None and not all(map(is_unix, self.config.endpoints)):
+                raise EtcdAuthError(
+                    f"etcd at {self.config.where} lets in everybody, whatever the password: enable its authentication "
+                    f"(etcdctl auth enable), or leave out RESILIENT_ETCD_USER and user="
+                ) from error
             self._token = None
 
     async def close(self) -> None:
