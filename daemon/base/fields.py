@@ -173,3 +173,14 @@ def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Return `text` as `Fields.text` takes it: "?" for what is not printable, cut off at `max_bytes`."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in text[:max_bytes])
     return shown.encode()[:max_bytes].decode(errors="ignore")
+
+
+def natural(value: Any) -> int:
+    """Return `value`, the number of a rank, generation or step.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:80]!r} is not a number of a rank, generation or step")
+    return value

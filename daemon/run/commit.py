@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import Fields
+from ..base.fields import Fields, natural
 from . import keys
 from .rounds import Pair, Round, pair_value
 
@@ -27,7 +27,7 @@ def parse_held(value: Mapping[str, Any]) -> dict[int, frozenset[Pair]]:
     """
     try:
         return {
-            _natural(int(rank)): frozenset((_natural(generation), _natural(step)) for generation, step in pairs)
+            natural(int(rank)): frozenset((natural(generation), natural(step)) for generation, step in pairs)
             for rank, pairs in value["held"].items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -208,9 +208,3 @@ def advance(agreed: Agreed, tally: Tally) -> Pair | None:
 def is_dead(pair: Pair, round_: Round) -> bool:
     """Tell whether `pair` belongs to a timeline that `round_` left: neither made in it nor exactly what it restored."""
     return pair[0] != round_.generation and pair != round_.restore
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a number of a rank, generation or step")
-    return value

@@ -6,13 +6,14 @@ from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import Fields
+from ..base.fields import Fields, natural
 from ..base.policy import PersistPolicy
 from ..run import keys
 from ..run.rounds import Pair, pair_value
 from .manifest import Persisted, RankFile
 
 _PATIENCE_S = 600.0
+_RANK_DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ class PersistAnswer:
             ranks={
                 int(rank): RankFile.parse(Fields(files.object(rank), f"{keys.ANSWERS}, rank {rank}"))
                 for rank in fields.object("files")
-                if rank.isdecimal()
+                if rank.isdecimal() and len(rank) <= _RANK_DIGITS
             },
             error=None if value.get("error") is None else fields.text("error"),
         )
@@ -120,6 +121,6 @@ def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
         DaemonError: The value is malformed.
     """
     try:
-        return tuple((int(generation), int(step)) for generation, step in value["pairs"])
+        return tuple((natural(generation), natural(step)) for generation, step in value["pairs"])
     except (KeyError, TypeError, ValueError) as error:
         raise DaemonError(f"{keys.PERSISTED}: {str(value)[:200]} does not list pairs: {error!r}") from error

@@ -1,0 +1,353 @@
+"""Give every reader of what others wrote changed documents: each is read, or refused with a documented error.
+
+    python tests/fuzz.py --inputs 1000000 --seed 1 --json fuzz.json
+
+Readers are those of the wire, the unix socket's and the peers' messages, every etcd value, slots with their headers,
+tables and manifests, `job.json`, and the manifests of the persistent tier. An input is an honest document with a few
+changes, to its bytes or to its structure. Anything but the reader's documented errors is a failure, and so is a slot
+that restores another state than one that was captured, or memory that grows with what an input only claims.
+"""
+
+import argparse
+import base64
+import contextlib
+import copy
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hosts import MANIFEST, publish
+
+from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
+from resilient_run.ckpt.format import digests, import_manifest, manifest, wire
+from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
+from resilient_run.daemon.base.fields import Fields
+from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.record import JobRecord
+from resilient_run.daemon.comparison.digests import EqualLeaves, parse_claims
+from resilient_run.daemon.etcd.config import EtcdConfig
+from resilient_run.daemon.peers.daemon_transport import Offer
+from resilient_run.daemon.run.commit import Agreed, Missed, parse_held
+from resilient_run.daemon.run.faults import Order
+from resilient_run.daemon.run.observation import Observation, parse_observations
+from resilient_run.daemon.run.quarantine import Quarantine
+from resilient_run.daemon.run.records import Agreement, Closed, Failure, Fingerprint
+from resilient_run.daemon.run.rounds import Member, Round, Seat
+from resilient_run.daemon.tier.manifest import Persisted, RankFile
+from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, parse_published
+from resilient_run.launcher.inject.injection import Outcome
+
+MAX_GROWTH_BYTES = 256 << 20
+_KEPT_FAILURES = 20
+_SLOT_PAYLOAD_BYTES = 20_000
+_ATOMS: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**64, 1 << 70, 0.5, -0.0, 1e308, float("inf"), float("nan"),
+    "", "x", "0", "-1", "²", "9" * 5000, "\x00", "\ud800", "é" * 200, [], {}, [[]], [0], [0, 1], {"": None}, {"0": []},
+)  # fmt: skip
+
+Reader = Callable[[bytes], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One reader.
+
+    Attributes:
+        name: Of what it reads.
+        honest: A document that it takes.
+        read: Reads one; raises what it makes of a bad one.
+        errors: What it may raise.
+        is_json: Whether the document's structure can be changed, too.
+    """
+
+    name: str
+    honest: bytes
+    read: Reader
+    errors: tuple[type[Exception], ...]
+    is_json: bool = True
+
+
+def etcd(name: str, value: Mapping[str, Any], parse: Callable[[dict[str, Any]], object]) -> Target:
+    """Return the reader of an etcd value or a message, which is a JSON object by the time that it is parsed."""
+
+    def read(data: bytes) -> object:
+        return parse(wire.decode(data))
+
+    return Target(name=name, honest=json.dumps(value).encode(), read=read, errors=(DaemonError, WireError))
+
+
+def json_targets() -> list[Target]:
+    """Return the readers of JSON objects."""
+    file = RankFile(used_bytes=1 << 20, payload_offset=8192, stored_bytes=1000)
+    seat = Seat(host="a", session="s", nproc=2, role="default", label="rack")
+    round_ = Round(generation=2, seats=(seat, Seat(host="b", session="t", nproc=2)), restore=(1, 5))
+    failure = Failure(generation=1, host="a", kind="worker_exit", rank=0, pid=7, exitcode=-9, unix_s=1.0, message="m")
+    pair = {"generation": 1, "step": 5}
+    agreed = {"watermark": pair, "next": {"generation": 1, "step": 6}}
+    offer = {"rank": 0, **pair, "used_bytes": 1 << 20, "payload_offset": 8192, **agreed, "patience_s": 0.5}
+    observation = {"kind": "disk", "severity": "warn", "rank": None, "generation": 1, "step": None, "value": 1.0}
+    observation |= {"limit": 5.0, "message": "little room", "unix_s": 1.0}
+    mark = Fingerprint(user="ann", script="t.py", content="1" * 64, arguments="2" * 64, torch="2", formats="wire 2")
+    job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t", key_proof="p", fingerprint=mark)
+    member = Member(host="a", session="s", nproc=2, role="r", label="", addr="a", pid=1, ready=0)
+    answer = PersistAnswer(pair=(1, 5), world_size=2, ranks={0: file, 1: file}, error=None)
+    claims = {"0": [[1, 5, "0" * 16, "1" * 16, "2" * 16]]}
+    etcd_config = EtcdConfig(endpoints=("host:2379",), user="u", password="p")
+    outcome = {"ok": True, "what": "w", "host": "a", "kind": "kill-rank", "unix_s": 1.0, **pair}
+    return [
+        etcd("agreement", job.to_value(), Agreement.parse),
+        etcd("member", member.to_value(), lambda value: Member.parse("a", value, 1)),
+        etcd("round", round_.to_value(), lambda value: Round.parse(value, 1)),
+        etcd("failure", failure.to_value(), lambda value: Failure.parse(1, value)),
+        etcd("closed", {"reason": "over", "failed": False}, Closed.parse),
+        etcd("quarantine", asdict(Quarantine(since_unix_s=1.0, until_unix_s=2.0, reason="r")), Quarantine.parse),
+        etcd("held", {"held": {"0": [[1, 4], [1, 5]], "1": []}, "digests": claims}, parse_held),
+        etcd("claims", {"held": {}, "digests": claims}, parse_claims),
+        etcd(
+            "equal",
+            {"generation": 1, "count": 9, "leaves": base64.b64encode(b"\xff\x80").decode()},
+            partial(EqualLeaves.parse, "equal"),
+        ),
+        etcd("missed", Missed(next=(1, 6), step=7, late=True).to_value(), Missed.parse),
+        etcd("observation", observation, Observation.parse),
+        etcd("observations", {"observations": [observation] * 2}, parse_observations),
+        etcd("persist request", PersistRequest(pair=(1, 5), unix_s=1.0).to_value(), PersistRequest.parse),
+        etcd("persist answer", answer.to_value(), PersistAnswer.parse),
+        etcd("published", {"pairs": [[1, 5], [1, 9]]}, parse_published),
+        etcd("order", {"kind": "kill-rank", "host": "a", "rank": 0, "after_s": 1.0}, lambda v: Order.parse(v, "order")),
+        etcd("outcome", outcome, Outcome.parse),
+        etcd("policy", Policy().to_dict(), Policy.parse),
+        etcd("agreed", agreed, lambda value: Agreed.parse(Fields(value, "message"))),
+        etcd("offer", offer, lambda value: Offer.parse(Fields(value, "offer"))),
+        Target(
+            name="etcd configuration",
+            honest=json.dumps(etcd_config.to_dict()).encode(),
+            read=lambda data: EtcdConfig.from_dict(wire.decode(data)),
+            errors=(ValueError, WireError),
+        ),
+        Target(
+            name="manifest of the tier",
+            honest=Persisted(run_id="run", pair=(1, 5), world_size=2, ranks={0: file, 1: file}).dump(),
+            read=lambda data: Persisted.load(data, run_id="run", pair=(1, 5)),
+            errors=(SlotError,),
+        ),
+        Target(
+            name="manifest of an import",
+            honest=import_manifest.ImportManifest(
+                run_id="run",
+                step=5,
+                source="/from",
+                strict=True,
+                index_bytes=10,
+                index_checksum=1,
+                table_checksum=2,
+                data_bytes=3,
+            ).dump(),
+            read=lambda data: import_manifest.ImportManifest.load(data, run_id="run", step=5),
+            errors=(SlotError,),
+        ),
+    ]
+
+
+def byte_targets(directory: Path) -> list[Target]:
+    """Return the readers of files and streams, which may write below `directory`."""
+    record = JobRecord(run_id="run", host="a", incarnation="i", replicas=2, attached=True, launcher_pid=1)
+    record.save(directory)
+    job_path = directory / "job.json"
+
+    def job(data: bytes) -> object:
+        job_path.write_bytes(data)
+        return JobRecord.load(directory)
+
+    def stream(data: bytes) -> object:
+        frame, at = wire.Frame(4096), 0
+        while at < len(data):
+            piece = data[at : at + frame.missing]
+            at += len(piece)
+            if frame.feed(piece) is not None:
+                frame = wire.Frame(4096)
+        return frame.is_empty
+
+    messages = ({"op": "hello", "run_id": "run", "to": "b"}, {"id": 1, "op": "get", "rank": 0, "size": 1000})
+    tree = {
+        "version": 1,
+        "tensors": [
+            {"kind": "torch", "dtype": "float32", "shape": [2, 3], "device": "cpu", "offset": 0, "nbytes": 24},
+            {"kind": "numpy", "dtype": "<f8", "shape": [4], "device": "cpu", "offset": 64, "nbytes": 32},
+        ],
+        "tree": ["d", ["a", "b", "c"], [["x", 0], ["l", ["x", 1], 3, None], ["t", "text", True]]],
+    }
+    digested = b'{"x":1,"digests":"' + b"0" * 16 + base64.b64encode(bytes(16)) + b'"}'
+    return [
+        Target(
+            name="stream", honest=b"".join(map(wire.encode, messages)), read=stream, errors=(WireError,), is_json=False
+        ),
+        Target(name="job.json", honest=job_path.read_bytes(), read=job, errors=(DaemonError,)),
+        Target(
+            name="manifest of a slot",
+            honest=json.dumps(tree).encode(),
+            read=lambda data: manifest.parse(data, 128),
+            errors=(SlotError,),
+        ),
+        Target(name="digests", honest=digested, read=digests.parse, errors=(SlotError,), is_json=False),
+        slot_target(directory / "rank0.0.slot"),
+    ]
+
+
+def slot_target(path: Path) -> Target:
+    """Return the reader of a slot file: what it takes is a capture that was made, whole."""
+    payload_offset, capacity_bytes = plan_layout(len(MANIFEST), _SLOT_PAYLOAD_BYTES)
+
+    def captured(step: int) -> tuple[bytes, tuple[int, bytes, bytes]]:
+        path.unlink(missing_ok=True)
+        slot = Slot.create(path, capacity_bytes=capacity_bytes, payload_offset=payload_offset)
+        publish(slot, run_id="run", rank=0, world_size=1, pair=(1, step), size_bytes=_SLOT_PAYLOAD_BYTES)
+        slot.close()
+        return path.read_bytes(), restored()
+
+    def restored() -> tuple[int, bytes, bytes]:
+        slot = Slot.open(path)
+        try:
+            header = slot.verify()
+            return header.step, slot.manifest(), bytes(slot.buffer[header.payload_offset : header.used_bytes])
+        finally:
+            slot.close()
+
+    (_, one), (second, two) = captured(1), captured(2)
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        found = restored()
+        assert found in (one, two), "a slot restores what was never captured"
+        return found
+
+    return Target(name="slot", honest=second, read=read, errors=(SlotError, OSError), is_json=False)
+
+
+def changed_bytes(honest: bytes, chance: random.Random) -> bytes:
+    """Return `honest` after a few changes to its bytes; places at which headers have numbers are hit most."""
+    changed = bytearray(honest)
+    for _ in range(chance.randint(1, 4)):
+        near = min(len(changed), 300 if chance.random() < 0.5 else HEADER_BYTES + 200)
+        at = chance.randint(0, near if chance.random() < 0.7 else len(changed))
+        size = chance.choice((1, 1, 2, 4, 8, 24, 64))
+        match chance.randrange(6):
+            case 0:
+                changed[at : at + size] = chance.randbytes(size)
+            case 1:
+                del changed[at : at + size]
+            case 2:
+                changed[at:at] = changed[max(0, at - size) : at]
+            case 3:
+                changed[at : at + 8] = chance.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
+            case 4:
+                del changed[at:]
+            case 5:
+                if at < len(changed):
+                    changed[at] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def changed_json(honest: bytes, chance: random.Random) -> bytes:
+    """Return `honest` with one to three places of its structure replaced, removed, doubled or moved."""
+    document = json.loads(honest)
+    for _ in range(chance.randint(1, 3)):
+        place: Any = document
+        while True:
+            names = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not names:
+                break
+            key = chance.choice(names)
+            if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.7:
+                place = place[key]
+                continue
+            change = chance.randrange(5)
+            if change == 0:
+                del place[key]
+            elif change == 1 and isinstance(place, dict):
+                place[chance.choice(("", "0", "9" * 5000, str(chance.choice(_ATOMS))))] = copy.deepcopy(place[key])
+            elif change == 2 and isinstance(place, list):
+                place.extend(copy.deepcopy(place * chance.choice((1, 3))))
+            else:
+                place[key] = copy.deepcopy(chance.choice(_ATOMS))
+            break
+    return json.dumps(document).encode()
+
+
+def run(inputs: int, seed: str, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Give the readers `inputs` documents in turn and return what came of it."""
+    chance, counts, failures = random.Random(seed), Counter[str](), []
+    with tempfile.TemporaryDirectory() as scratch:
+        targets = [*json_targets(), *byte_targets(Path(scratch))]
+        for target in targets:
+            target.read(target.honest)
+        before_kib, begun_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        for number in range(inputs):
+            target = targets[number % len(targets)]
+            by_structure = target.is_json and chance.random() < 0.7
+            data = (changed_json if by_structure else changed_bytes)(target.honest, chance)
+            try:
+                target.read(data)
+                counts[f"{target.name}: read"] += 1
+            except target.errors:
+                counts[f"{target.name}: refused"] += 1
+            except Exception as error:  # noqa: BLE001 - what is looked for
+                counts[f"{target.name}: failed"] += 1
+                if len(failures) < _KEPT_FAILURES:
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    failures.append(
+                        {
+                            "target": target.name,
+                            "error": f"{type(error).__name__}: {str(error)[:200]}",
+                            "where": f"{Path(where.filename).name}:{where.lineno}",
+                            "input": base64.b64encode(data[:2000]).decode(),
+                        }
+                    )
+            if number % 50_000 == 0:
+                say(f"{number} inputs, {len(failures)} failures")
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) << 10
+    if grown > MAX_GROWTH_BYTES:
+        failures.append({"target": "memory", "error": f"the process grew by {grown} bytes", "where": "", "input": ""})
+    table = {
+        target.name: {what: counts[f"{target.name}: {what}"] for what in ("read", "refused", "failed")}
+        for target in targets
+    }
+    return {
+        "inputs": inputs,
+        "seed": seed,
+        "seconds": round(time.monotonic() - begun_s, 1),
+        "grown_bytes": grown,
+        "failures": failures,
+        "readers": table,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    found = run(args.inputs, args.seed, say=partial(print, file=sys.stderr, flush=True))
+    for name, row in found["readers"].items():
+        print(f"{name:24}{row['read']:>10} read{row['refused']:>10} refused{row['failed']:>6} failed")
+    for failure in found["failures"]:
+        print(f"{failure['target']}: {failure['error']} ({failure['where']}): {failure['input'][:200]}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["failures"] else 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
