@@ -120,7 +120,7 @@ def test_memory_sizes(text: str, size_bytes: int) -> None:
         (["--rr-port=0"], "'0' is no port or range of ports: write 29600 or 29600-29609"),
         (["--rr-port=4001-4000"], "'4001-4000' is no port or range of ports"),
         (["--rr-port=65535-65536"], "is no port or range of ports"),
-        (["--rr-key-file=/no/such.key"], "cannot read the run key /no/such.key: No such file"),
+        (["--rr-key-file=/no/such.key"], "cannot read /no/such.key: No such file"),
         (["--rr-off=1"], "ignored explicit argument '1'"),
         (["--rr-replicas"], "expected one argument"),
         (["--rr-unknown"], "unrecognized arguments: --rr-unknown"),
