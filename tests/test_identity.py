@@ -137,7 +137,7 @@ def test_a_key_that_was_made_can_be_used(tmp_path: Path) -> None:
         (lambda path: (path.write_text(KEY), path.chmod(0o640)), r"not for you alone .*-rw-r-----.*chmod 600"),
         (lambda path: (path.write_text(KEY), path.chmod(0o602)), "not for you alone"),
         (lambda path: os.mkfifo(path, 0o600), "not for you alone"),
-        (lambda path: path.mkdir(mode=0o700), "not for you alone"),
+        (lambda path: path.mkdir(mode=0o700), "Is a directory"),
         (lambda path: None, "No such file"),
     ],
 )
