@@ -17,13 +17,13 @@ from .etcd.client import EtcdConfig
 from .job import Job
 from .jobs import Jobs
 from .peers.peers import PeerServer
+from .run.rounds import MAX_NPROC
 from .tier.tier import Tier
 from .trainers.link import Connection
 from .trainers.trainer import Trainer
 from .trust.secret import checked_key
 
 _MAX_REPLICAS = 64
-_MAX_NPROC = 1 << 10
 _MAX_SETTLE_S = 3600.0
 _OPEN_TIMEOUT_S = 10.0
 
@@ -116,7 +116,7 @@ class DaemonService:
             run_id=run_id,
             host=fields.text("host"),
             replicas=fields.integer("replicas", low=1, high=_MAX_REPLICAS),
-            nproc=fields.integer("nproc", low=1, high=_MAX_NPROC),
+            nproc=fields.integer("nproc", low=1, high=MAX_NPROC),
             etcd=etcd,
             address=address,
             memory_limit_bytes=fields.optional_integer("memory_limit_bytes"),

@@ -16,9 +16,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from resilient_run.ckpt.errors import CheckpointError
+from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.daemon.run.records import Failure
-from resilient_run.daemon.trust.secret import key_proof
+from resilient_run.daemon.trust.secret import host_key, key_proof
 
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
@@ -53,6 +53,24 @@ def make_agent(*args: Any, run_config: RunConfig, starter: WorkerStarter, **kwar
     return LocalElasticAgent(*args, **kwargs)
 
 
+def _run_key(run_config: RunConfig, rdzv: EtcdRendezvous) -> str | None:
+    """Return the secret by which the daemons of the run's hosts know each other, None for the one in etcd.
+
+    Raises:
+        click.UsageError: Whoever reaches etcd would have that, or there is no place for a secret of this host.
+    """
+    if run_config.run_key is not None or run_config.insecure:
+        return run_config.run_key
+    if not rdzv.stays_here:
+        if rdzv.is_open:
+            raise click.UsageError(_OPEN)
+        return None
+    try:
+        return host_key()
+    except DaemonError as error:
+        raise click.UsageError(str(error)) from error
+
+
 class ResilientAgent(LocalElasticAgent):
     """`LocalElasticAgent` over an `EtcdRendezvous` and the host daemon.
 
@@ -68,13 +86,15 @@ class ResilientAgent(LocalElasticAgent):
         self._config = run_config
         self._starter = starter
         self._rdzv = spec.rdzv_handler
-        if not run_config.insecure and run_config.run_key is None and self._rdzv.is_open:
+        try:
+            run_key = _run_key(run_config, self._rdzv)
+        except click.UsageError:
             self._rdzv.leave()
-            raise click.UsageError(_OPEN)
+            raise
         self._rdzv.describe(
             spec.local_world_size,
             spec.role,
-            key_proof="" if run_config.run_key is None else key_proof(run_config.run_key, self._rdzv.get_run_id()),
+            key_proof="" if run_key is None else key_proof(run_key, self._rdzv.get_run_id()),
             fingerprint=fingerprint(spec.entrypoint, spec.args),
             allow_different=run_config.allow_different_script,
             persisted=self._persisted,
@@ -99,7 +119,7 @@ class ResilientAgent(LocalElasticAgent):
                 addr=self._rdzv.addr,
                 memory_limit_bytes=run_config.memory_limit_bytes,
                 policy=run_config.policy.to_dict(),
-                run_key=run_config.run_key,
+                run_key=run_key,
                 first_port=None if run_config.ports is None else run_config.ports[0],
                 last_port=None if run_config.ports is None else run_config.ports[-1],
                 injection=run_config.allow_injection,

@@ -25,10 +25,12 @@ __all__ = ["LaunchConfig", "elastic_launch", "installed", "launch_agent"]
 def installed(run_config: RunConfig) -> Iterator[None]:
     """Let torch's launcher make our agents and start workers our way while the block runs.
 
-    An agent class that someone else has put into the launcher stays. With `RunConfig.enabled` false nothing changes.
+    An agent class that someone else has put into the launcher stays. With `RunConfig.enabled` false nothing changes but
+    that what is started does not see RESILIENT_KEY.
     """
     if not run_config.enabled:
-        yield
+        with _withheld(VARIABLE):
+            yield
         return
     with _withheld(VARIABLE), warm_workers(enabled=run_config.warm_workers) as starter:
         agent = partial(make_agent, run_config=run_config, starter=starter)

@@ -137,7 +137,8 @@ def run(args: argparse.Namespace, config: RunConfig) -> None:
 def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
     """Provide what the job needs beside torch; where torch would choose the rendezvous, choose ours in `args`."""
     if not config.enabled:
-        yield
+        with installed(config):
+            yield
         return
     # Read by the rendezvous, which torch makes from its own options.
     os.environ["RESILIENT_HOST_ID"], os.environ["RESILIENT_LABEL"] = config.host_id, config.label

@@ -81,8 +81,10 @@ class DaemonLink:
         Raises:
             DaemonError: A directory is somebody else's.
         """
-        if not self._settings.is_service:
+        # The word that a directory is a service's counts only where nobody else could write it.
+        if self._settings.run_dir.exists() or not self._settings.is_service:
             open_directory(self._settings.run_dir)
+        if not self._settings.is_service:
             open_directory(self._settings.shm_dir)
         self._client = DaemonClient(
             self._settings.address(),

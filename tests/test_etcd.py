@@ -22,6 +22,7 @@ from resilient_run.daemon.etcd.client import (
     EtcdLeaseLost,
     EtcdUnavailable,
 )
+from resilient_run.daemon.etcd.stranger import lets_strangers_in
 
 WAIT_S = 30.0
 
@@ -466,6 +467,20 @@ def test_tls(tmp_path: Path, prefix: str) -> None:
         ):
             with pytest.raises(EtcdUnavailable, match="TLS"):
                 with_etcd(refused, lambda etcd: asyncio.sleep(0), timeout_s=1)
+        assert not lets_strangers_in(config)
+    finally:
+        process.kill()
+
+
+def test_a_certificate_that_nobody_asks_for_guards_nothing(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    flags = (f"--cert-file={tmp_path / 'server.pem'}", f"--key-file={tmp_path / 'server.key'}")
+    process = EtcdProcess(tmp_path / "etcd", *flags, scheme="https")
+    process.start()
+    try:
+        files = {name: str(tmp_path / f"client.{end}") for name, end in (("cert", "pem"), ("key", "key"))}
+        config = EtcdConfig.parse(process.endpoint, {"cacert": str(tmp_path / "ca.pem"), **files})
+        assert lets_strangers_in(config)
     finally:
         process.kill()
 

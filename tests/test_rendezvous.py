@@ -684,12 +684,12 @@ def test_launchers_on_one_host_have_names_of_their_own(launchers: Launchers) -> 
 
 
 def test_the_name_of_a_launcher_in_another_namespace_is_refused(
-    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where names cannot be claimed, as between containers of one host name, etcd still has each only once."""
     first = launchers.make("a", (1, 2), last_call_timeout="0.1", lease_ttl="1")
     launchers.joined("a")
-    monkeypatch.setattr(claim, "_address", lambda run_id, host: f"\0another namespace/{run_id}/{host}")
+    monkeypatch.setattr(claim, "own_directory", lambda uid: tmp_path / "another /dev/shm")
     launchers.make("a", (1, 2), lease_ttl="1")
     message = (
         rf"run id '{launchers.run_id}' already has a live launcher on host a \(pid {os.getpid()} .*RESILIENT_HOST_ID"

@@ -39,7 +39,7 @@ EDGES = {
     "daemon": "daemon.* ckpt.errors ckpt.format",
     "daemon.ctl": "daemon daemon.trust daemon.tier daemon.slots daemon.run daemon.base daemon.etcd"
     " ckpt.convert ckpt.errors ckpt.format",
-    "launcher.rendezvous": "daemon.run daemon.base daemon.etcd ckpt.errors",
+    "launcher.rendezvous": "daemon.trust daemon.run daemon.base daemon.etcd ckpt.errors",
     "launcher.workers": "",
     "launcher.lab": "",
     "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors",

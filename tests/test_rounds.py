@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.quarantine import Quarantine
@@ -65,6 +66,14 @@ def hosts(decision: FormingDecision) -> str:
 
 def ready(names: str, generation: int) -> list[Member]:
     return [member(host, ready=generation, arrival=arrival) for arrival, host in enumerate(names)]
+
+
+@pytest.mark.parametrize(("hosts", "nproc"), [(2, 1 << 16), (200, 1 << 10), (20, 1 << 30)])
+def test_a_round_of_absurd_size_is_refused_before_it_costs_anything(hosts: int, nproc: int) -> None:
+    """Fifteen kilobytes in etcd kept a daemon, which serves all runs of its user, busy for minutes."""
+    value = {"generation": 2, "members": [{"host": f"x#{n}", "nproc": nproc} for n in range(hosts)], "restore": None}
+    with pytest.raises(DaemonError, match=r"field 'nproc'|ranks, a run has at most 131072"):
+        Round.parse(value, 1)
 
 
 def test_first_round_closes_at_once_when_it_is_full() -> None:

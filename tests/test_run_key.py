@@ -1,15 +1,25 @@
 """Runs with a run key, on chosen ports; and without one where everybody reaches etcd."""
 
+import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from cluster import Cluster, Host, kill, wait_until
 from etcd_process import EtcdProcess, kept_ports
+from peer_talk import dial
 
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.trust import secret
+from resilient_run.daemon.trust.identity import Identity
 from resilient_run.daemon.trust.secret import make_key
 
 pytestmark = pytest.mark.jobs
@@ -100,6 +110,55 @@ def test_where_nothing_is_open_nothing_is_refused(
     else:
         assert host.wait() == 1
         assert "1 of at least 2 hosts are ready" in host.output
+
+
+@pytest.mark.parametrize("nnodes", ["1", "1:2"])
+def test_who_reads_an_etcd_of_this_host_alone_gets_in_nowhere(
+    cluster: Cluster, script: Path, tcp_etcd: EtcdProcess, nnodes: str
+) -> None:
+    """Every user of the host reaches a loopback port: the secret in that etcd is not the one that daemons believe."""
+    host = cluster.host("a")
+    arguments = [*on_etcd(cluster, tcp_etcd.endpoint), f"--nnodes={nnodes}", "--rdzv-conf=last_call_timeout=0.1"]
+    host.launch(arguments, [str(script)])
+    wait_until(lambda: host.committed_step() > 2, timeout_s=120, what="commits", host=host)
+
+    async def read() -> dict[str, Any]:
+        etcd = await Etcd.connect(EtcdConfig(endpoints=(tcp_etcd.endpoint,)))
+        try:
+            entry = await etcd.get(f"/resilient-run/{cluster.name}/rdzv/job")
+        finally:
+            await etcd.close()
+        assert entry is not None
+        return dict(entry.value)
+
+    job = asyncio.run(read())
+    thief = Identity(job["token"], run_id=cluster.name, incarnation=job["incarnation"], host="mallory")
+    with pytest.raises(OSError, match=r"(?i)certificate verify failed|unknown ca|closed|reset"):
+        dial(("127.0.0.1", port_of(host)), thief).recv(1)
+    reached = host.committed_step()
+    wait_until(lambda: host.committed_step() > reached + 2, timeout_s=60, what="commits", host=host)
+
+
+def test_a_key_of_the_host_is_made_once_and_is_its_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(secret, "own_directory", lambda uid: tmp_path / "own")
+    with ThreadPoolExecutor(8) as pool:
+        keys = {found.result() for found in [pool.submit(secret.host_key) for _ in range(8)]}
+    assert len(keys) == 1
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["host.key"]
+    assert (tmp_path / "own" / "host.key").stat().st_mode & 0o077 == 0
+    (tmp_path / "own" / "host.key").chmod(0o604)
+    with pytest.raises(DaemonError, match=r"no key for the runs of this host: .*not for you alone.*--rr-key-file"):
+        secret.host_key()
+
+
+def test_workers_never_see_the_key(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('key' if 'RESILIENT_KEY' in os.environ else 'none')\n")
+    for arguments in ([], ["--rr-off"]):
+        command = [sys.executable, "-P", "-m", "resilient_run", "--standalone", *arguments, str(script)]
+        env = {**os.environ, "RESILIENT_KEY": "k" * 40}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, "none\n"), done.stderr
 
 
 def port_of(host: Host) -> int:

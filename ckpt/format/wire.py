@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import socket
+import stat
 import struct
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,10 @@ def dial(path: Path, timeout_s: float | None = None) -> socket.socket:
     Raises:
         OSError: Nobody listens there within `timeout_s`, or somebody else does (PermissionError).
     """
+    # A link could lead to whatever else this user serves, and that would be told secrets of the run.
+    directory, found = path.parent.stat(), path.lstat()
+    if directory.st_uid != os.geteuid() or directory.st_mode & 0o022 or not stat.S_ISSOCK(found.st_mode):
+        raise PermissionError(f"{path} is no socket in a directory that only uid {os.geteuid()} can write to")
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout_s)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from resilient_run.ckpt.format import wire
 
+from ..trust.private import own_directory
+
 SERVICES_DIR = Path("/run/resilientd")
 """Below it is the run directory of each user whose daemon is a service (`resilientd@<user>`)."""
 
@@ -89,7 +91,7 @@ def find_settings(environ: Mapping[str, str], *, run_dir: Path | None = None, sh
         shm_dir = Path(environ["RESILIENT_SHM_DIR"])
     return Settings(
         run_dir=(run_dir or _default_run_dir(environ, uid)).absolute(),
-        shm_dir=(shm_dir or Path(f"/dev/shm/resilient-run-{uid}")).absolute(),
+        shm_dir=(shm_dir or own_directory(uid)).absolute(),
     )
 
 

@@ -100,11 +100,6 @@ class EtcdConfig:
         return self.cacert is not None or self.cert is not None
 
     @property
-    def asks_who(self) -> bool:
-        """Tell whether there are credentials to show: an etcd without them serves whoever reaches it."""
-        return self.user is not None or self.cert is not None
-
-    @property
     def where(self) -> str:
         """The endpoints for a message."""
         return ",".join(self.endpoints)

@@ -14,6 +14,10 @@ from resilient_run.ckpt.format.placement import replica_hosts
 from ..base.fields import Fields
 from . import keys
 
+MAX_NPROC = 1 << 10
+MAX_WORLD_SIZE = 1 << 17
+"""A round with more ranks is nobody's, and would only keep daemons busy."""
+
 Pair = tuple[int, int]
 """(generation, step) of a capture. Pairs of one run are ordered: a later generation starts behind what it restored."""
 
@@ -108,6 +112,8 @@ class Round:
         hosts = tuple(seat.host for seat in seats)
         if not hosts or len(set(hosts)) != len(hosts):
             raise DaemonError(f"{keys.ROUND}: field 'members' must name at least one host and each once, got {hosts}")
+        if (ranks := sum(seat.nproc for seat in seats)) > MAX_WORLD_SIZE:
+            raise DaemonError(f"{keys.ROUND}: {ranks} ranks, a run has at most {MAX_WORLD_SIZE}")
         return cls(
             generation=fields.integer("generation", low=1),
             seats=seats,
@@ -213,7 +219,7 @@ def _place(fields: Fields) -> dict[str, Any]:
     """Return what a seat and a member say alike of the place of their host."""
     return {
         "session": fields.optional_text("session"),
-        "nproc": fields.integer("nproc", low=1, high=1 << 16),
+        "nproc": fields.integer("nproc", low=1, high=MAX_NPROC),
         "role": fields.optional_text("role"),
         "label": fields.optional_text("label"),
     }

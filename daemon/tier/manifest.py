@@ -8,10 +8,8 @@ from typing import Self
 from resilient_run.ckpt.errors import DaemonError, SlotError
 
 from ..base.fields import Fields
-from ..run.rounds import Pair, pair_value
+from ..run.rounds import MAX_WORLD_SIZE, Pair, pair_value
 from ..slots.slots import MAX_SLOT_BYTES, Geometry
-
-_MAX_WORLD_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +77,7 @@ class Persisted:
             raise SlotError("it is no manifest that this release reads")
         try:
             fields = Fields(value, "manifest")
-            world_size, files = fields.integer("world_size", low=1, high=_MAX_WORLD_SIZE), fields.object("ranks")
+            world_size, files = fields.integer("world_size", low=1, high=MAX_WORLD_SIZE), fields.object("ranks")
             found = (fields.text("run_id"), fields.pair())
             if found != (run_id, pair) or files.keys() != {str(rank) for rank in range(world_size)}:
                 raise SlotError(f"it is of {found} with {len(files)} of {world_size} ranks, not of {(run_id, pair)}")

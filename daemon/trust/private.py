@@ -14,6 +14,11 @@ _SECRET_BYTES = 4096
 _REMEDY = "remove it, or choose another directory (RESILIENT_RUN_DIR, RESILIENT_SHM_DIR)"
 
 
+def own_directory(uid: int) -> Path:
+    """Return the tmpfs directory of a user that all processes of that user on this machine find."""
+    return Path(f"/dev/shm/resilient-run-{uid}")
+
+
 def open_directory(path: Path) -> None:
     """Make sure that `path` is a directory of our user, and that nobody else may enter it.
 

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .private import read_secret
+from .private import open_directory, own_directory, read_secret
 
 VARIABLE: Final = "RESILIENT_KEY"
 MAX_KEY_BYTES: Final = 4096
@@ -47,6 +48,29 @@ def find_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
         return checked_key(read_secret(path).strip(), str(path))
     except ValueError as error:
         raise DaemonError(f"the run key: {error}; {_KEYGEN}") from error
+
+
+def host_key() -> str:
+    """Return the key of this user on this machine, made by whoever is first: for runs that no other host takes part in.
+
+    Raises:
+        DaemonError: There is no place for it that is this user's alone.
+    """
+    directory = own_directory(os.geteuid())
+    try:
+        open_directory(directory)
+        path, fresh = directory / "host.key", directory / f"host.key.{os.getpid()}.{secrets.token_hex(4)}"
+        if not path.exists():
+            make_key(fresh)
+            try:
+                # Whole at once, and never in the place of one that others have read already.
+                with suppress(FileExistsError):
+                    os.link(fresh, path)
+            finally:
+                fresh.unlink()
+        return checked_key(read_secret(path), str(path))
+    except (OSError, ValueError, DaemonError) as error:
+        raise DaemonError(f"no key for the runs of this host: {error}; or give one with --rr-key-file") from error
 
 
 def checked_key(text: str, where: str) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from resilient_run.daemon.etcd.client import EtcdConfig, EtcdError
+from resilient_run.daemon.etcd.stranger import lets_strangers_in
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
@@ -202,10 +203,17 @@ class EtcdRendezvous(RendezvousHandler):
         return self._link.changed_fd
 
     @property
+    def stays_here(self) -> bool:
+        """Tell whether this machine is the only one that can take part in the run."""
+        return self._max_nodes == 1 or all(map(is_local, self._etcd_config.endpoints))
+
+    @property
     def is_open(self) -> bool:
-        """Tell whether the run has several hosts, and others than them may reach its etcd, which lets everybody in."""
+        """Tell whether whoever reaches its etcd can read the run's keys."""
         config = self._etcd_config
-        return self._max_nodes > 1 and not config.asks_who and not all(map(is_local, config.endpoints))
+        if config.user is not None:
+            return False  # An etcd that does not ask for it was refused.
+        return config.cert is None or lets_strangers_in(config)
 
     @property
     def etcd_config(self) -> EtcdConfig:

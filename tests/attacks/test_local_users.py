@@ -20,6 +20,7 @@ from hosts import Host, Hosts
 
 from resilient_run.ckpt.format import wire
 from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.launcher.rendezvous import claim
 
 pytestmark = [
     pytest.mark.jobs,
@@ -128,7 +129,7 @@ def test_not_even_root_is_served_by_the_daemon_of_a_user(host: Host) -> None:
         ask(host.socket_path)
     done = resilientctl(host, "status")
     assert done.returncode == 1
-    assert f"is served by uid {MALLORY}, not by a daemon of uid 0" in done.stderr
+    assert "is no socket in a directory that only uid 0 can write to" in done.stderr
 
 
 # What another user put in place beforehand.
@@ -202,8 +203,66 @@ def test_a_socket_that_another_user_serves_hears_nothing(host: Host) -> None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     assert answer.returncode == 1
-    assert f"is served by uid {MALLORY}" in answer.stderr
+    assert "is no socket in a directory that only uid 0 can write to" in answer.stderr
     assert [chunk.strip(b"-") for chunk in heard] == [b""]
+
+
+def test_the_word_that_a_directory_is_a_services_does_not_count_there(host: Host, place: Path) -> None:
+    """With it a launcher went to the socket, a link to one of its own user's, and told that its secrets."""
+    heard: list[bytes] = []
+    unrelated = place / "unrelated.sock"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(unrelated))
+    listener.listen()
+
+    def listen() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            heard.append(sock.recv(4096))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    host.run_dir.mkdir()
+    host.socket_path.symlink_to(unrelated)
+    (host.run_dir / "service").touch()
+    for path in (host.run_dir, host.socket_path):
+        os.chown(path, MALLORY, MALLORY, follow_symlinks=False)
+    script = place / "script.py"
+    script.write_text("print('ran')\n")
+    done = launch(host, script)
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    listener.close()
+    assert done.returncode != 0
+    assert f"{host.run_dir} must belong to uid 0" in done.stderr
+    assert not b"".join(heard)
+
+
+def test_a_link_is_no_socket(host: Host, place: Path) -> None:
+    host.start()
+    other = place / "other"
+    other.mkdir(mode=0o700)
+    (other / "resilientd.sock").symlink_to(host.socket_path)
+    env = {**os.environ, "RESILIENT_RUN_DIR": str(other), "RESILIENT_SHM_DIR": str(place / "none")}
+    done = subprocess.run([sys.executable, "-P", "-c", CTL, "status"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is no socket in a directory that only uid 0 can write to" in done.stderr
+
+
+def test_whose_names_are_taken_has_names_all_the_same(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user made the directory first in which launchers of one machine are told apart."""
+    own = place / "own"
+    own.mkdir()
+    os.chown(own, MALLORY, MALLORY)
+    monkeypatch.setattr(claim, "own_directory", lambda uid: own)
+    assert claim.HostClaim("run", "machine", None).host == "machine"
+    assert "cannot tell launchers of this machine apart" in caplog.text
+    assert list(own.iterdir()) == []
 
 
 def test_garbage_is_collected_in_no_directory_of_another_user(host: Host, place: Path) -> None:
