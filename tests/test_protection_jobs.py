@@ -20,7 +20,7 @@ from resilient_run import Checkpointer
 
 with Checkpointer(x=0) as checkpointer:
     for step in range(checkpointer.restore(), 100_000):
-        time.sleep(0.3)
+        time.sleep(1.0)
         checkpointer.step(step + 1)
 """
 
