@@ -11,6 +11,7 @@ from typing import Any
 import gated_trainer
 import torch
 from cluster import Host, kill, wait_until
+from hosts import connect
 
 from resilient_run.ckpt.format import wire
 
@@ -73,7 +74,7 @@ def jobs_at(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(30)
         try:
-            sock.connect(str(path))
+            connect(sock, path)
             sock.sendall(wire.encode({"id": 1, "op": "status"}))
             answer = wire.recv_message(sock)
         except (OSError, wire.WireError):

@@ -28,13 +28,23 @@ MANIFEST = b'{"made":"by a test"}'
 PAYLOAD_BYTES = 3 * CHUNK_BYTES + 77
 
 
+def connect(sock: socket.socket, path: Path) -> None:
+    """Connect to a daemon as its user: it serves nobody else."""
+    uid = os.geteuid()
+    os.seteuid(path.stat().st_uid)
+    try:
+        sock.connect(str(path))
+    finally:
+        os.seteuid(uid)
+
+
 class Client:
-    """A connection to a daemon's unix socket; notifications that come between answers are kept."""
+    """A connection to a daemon's unix socket, as its user; notifications that come between answers are kept."""
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(60)
-        self.sock.connect(str(path))
+        connect(self.sock, path)
         self.notifications: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
 

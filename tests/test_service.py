@@ -34,8 +34,9 @@ class Service:
     """What systemd does with the unit: it starts the daemon as its user, waits until that is ready, and stops it."""
 
     def __init__(self, root: Path, *, uid: int = 0) -> None:
-        self.run_dir = root / "service"
         self.shm_dir = Path("/dev/shm") / f"{root.name}-{os.getpid()}-service"
+        # Where its user gets to, as to /run/resilientd.
+        self.run_dir = self.shm_dir.with_suffix(".run")
         self.socket_path = self.run_dir / "resilientd.sock"
         self.log_path = root / "service.log"
         self._notify = root / "notify"
@@ -77,7 +78,8 @@ class Service:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self.shm_dir, ignore_errors=True)
+        for directory in (self.run_dir, self.shm_dir):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture
