@@ -278,7 +278,7 @@ def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.
 
 def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(DaemonError, match="must be a directory owned by"):
+    with pytest.raises(DaemonError, match="remove it, or choose another directory"):
         open_directory(tmp_path / "link")
 
 
