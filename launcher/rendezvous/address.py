@@ -28,7 +28,7 @@ def own_address(endpoint: str) -> str:
 
 def is_local(endpoint: str) -> bool:
     """Tell whether only this host itself can reach `endpoint`: "host:port" or "unix:path"."""
-    return endpoint.startswith("unix:") or is_loopback(endpoint.rpartition(":")[0].strip("[]"))
+    return is_unix(endpoint) or is_loopback(endpoint.rpartition(":")[0].strip("[]"))
 
 
 def is_loopback(address: str) -> bool:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from cluster import Cluster, Host, wait_until
 from gated import STEPS, Gate, assert_undisturbed, jobs_at, train_to
+from second_user import as_mallory
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.launcher import etcd_server
@@ -23,26 +24,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),
 ]
 
-ANOTHER_UID = 65534
 PASSWORD = "not-for-everybody"
-
-
-def as_another_user(act: Callable[[], object]) -> int:
-    """Return the errno that `act` fails with as another user without any group, 0 when it succeeds."""
-    child = os.fork()
-    if child == 0:
-        code = 255
-        try:
-            os.setgroups([])
-            os.setresgid(ANOTHER_UID, ANOTHER_UID, ANOTHER_UID)
-            os.setresuid(ANOTHER_UID, ANOTHER_UID, ANOTHER_UID)
-            act()
-            code = 0
-        except OSError as error:
-            code = error.errno or 255
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def connect(path: Path) -> None:
@@ -95,7 +77,7 @@ def test_another_user_reaches_neither_etcd_nor_its_data(host: Host, tmp_path: Pa
     ]
     for act in closed:
         act()  # It is there.
-        assert as_another_user(act) == errno.EACCES
+        assert as_mallory(act) == errno.EACCES
 
     # There is no other way in, and nothing to be read in the process list.
     assert etcd.net_connections("inet") == []
@@ -130,7 +112,7 @@ def test_what_another_user_plants_is_left_alone(tmp_path: Path, monkeypatch: pyt
             (parent / "resilient-run-etcd-names" / "owner.lock").symlink_to(ours / "owner.lock")
             (parent / "resilient-run-etcd-file").touch()
 
-        assert as_another_user(plant) == 0
+        assert as_mallory(plant) == 0
         planted = {path for path in parent.rglob("*") if not path.is_relative_to(abandoned)}
         with EmbeddedEtcd() as server:
             connect(Path(server.endpoint.removeprefix("unix:")))

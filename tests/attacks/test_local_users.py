@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 from hosts import Host, Hosts
+from second_user import MALLORY, as_mallory
 
 from resilient_run.ckpt.format import wire
 from resilient_run.daemon.etcd.client import EtcdConfig
@@ -27,27 +28,8 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users"),
 ]
 
-MALLORY = 65534
 SECRET = "what only its owner may read"
 CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
-
-
-def as_mallory(act: Callable[[], object]) -> int:
-    """Return the errno that `act` fails with as another user without any group, 0 when it succeeds."""
-    child = os.fork()
-    if child == 0:
-        code = 255
-        try:
-            os.setgroups([])
-            os.setresgid(MALLORY, MALLORY, MALLORY)
-            os.setresuid(MALLORY, MALLORY, MALLORY)
-            act()
-            code = 0
-        except OSError as error:
-            code = error.errno or 255
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def ask(path: Path, op: str = "status") -> None:
