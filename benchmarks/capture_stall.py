@@ -7,8 +7,8 @@ steps alternate: one without a checkpoint, one with a checkpoint after its first
 - extra: how much longer the round with the checkpoint takes, so that background work on the same cores counts.
 - committed: from the call until the checkpoint is complete (resilient-run: verified on every host that keeps it).
 
-On two hosts the first steps of a run wait for their replicas while the idle spans of the network are learned. Their
-rounds are counted by themselves ("learning").
+On two hosts the idle spans of the network are learned first, while one step follows
+the other. Their captures are counted by themselves ("first steps"), but for the very first, which waits for its memory.
 
 The limit, measured in the same processes, is a plain memcpy of the state into a warm tmpfs mapping, on all ranks at
 once. Contenders: resilient-run on one host, resilient-run on two hosts that hold each other's state, `async_save` of
@@ -53,7 +53,7 @@ from workload import build, emit, loss_of, tensors
 CONTENDERS = ("resilient-run", "resilient-run, 2 hosts", "async_save", "torch.save", "lm-resiliency")
 LOOPS = ("plain", "wrapped", "closure", "fsdp2")
 WARM_UP_ROUNDS = 2
-LEARNING_ROUNDS = 8  # on two hosts, at most; the daemon's default is six steps
+FIRST_STEPS = 24  # on two hosts; half of them are usually enough to learn when the network is idle
 STEPS_PER_ROUND = 4
 IDLE_CAPTURES = 5
 BATCH = 32
@@ -114,8 +114,6 @@ class Saver(Protocol):
 
     stall_s: float
     """Seconds that the training thread has waited so far."""
-    waited_s: float
-    """Those of them in which it waited for replicas while idle spans are learned."""
 
     def save(self, step: int) -> None:
         """Begin the checkpoint of `step`."""
@@ -138,10 +136,6 @@ class InMemory:
     @property
     def stall_s(self) -> float:
         return self.checkpointer.stats.stall_s
-
-    @property
-    def waited_s(self) -> float:
-        return self.checkpointer.stats.waited_s
 
     def save(self, step: int) -> None:
         self._step, self._committed_s = step, None
@@ -173,7 +167,7 @@ class AsyncSave:
         self._model, self._optimizer, self._directory = model, optimizer, directory
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._group = dist.new_group(backend="gloo")
-        self.stall_s = self.waited_s = 0.0
+        self.stall_s = 0.0
 
     def save(self, step: int) -> None:
         started_s = time.monotonic()
@@ -202,7 +196,7 @@ class PlainSave:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
         self._model, self._optimizer = model, optimizer
         self._path = directory / f"rank{dist.get_rank()}.pt"
-        self.stall_s = self.waited_s = 0.0
+        self.stall_s = 0.0
         self._done_s = 0.0
 
     def save(self, step: int) -> None:
@@ -229,7 +223,7 @@ class LmResiliency:
             run_id="capture-stall",
             pin_memory=False,
         )
-        self.stall_s = self.waited_s = 0.0
+        self.stall_s = 0.0
         self._optimizer = optimizer
         hooks: list[Any] = []
         register = optimizer.register_step_post_hook
@@ -283,7 +277,7 @@ def train_round(loop: Loop, saver: Saver | None, first_step: int) -> dict[str, f
     """Train one round and return what it took, with a checkpoint when there is a saver; None when it was skipped."""
     dist.barrier()
     started_s = saved_s = time.monotonic()
-    stall_s, waited_s = (saver.stall_s, saver.waited_s) if saver else (0.0, 0.0)
+    stall_s = saver.stall_s if saver else 0.0
     for step in range(first_step, first_step + STEPS_PER_ROUND):
         loop.step()
         if saver and step == first_step:
@@ -291,16 +285,31 @@ def train_round(loop: Loop, saver: Saver | None, first_step: int) -> dict[str, f
             saver.save(step)
     if saver is None:
         return {"seconds": time.monotonic() - started_s}
-    stall_s, waited_s = saver.stall_s - stall_s, saver.waited_s - waited_s
+    stall_s = saver.stall_s - stall_s
     complete_s = saver.finish()
     if complete_s is None:
         return None
     return {
         "seconds": time.monotonic() - started_s,
         "stall_s": stall_s,
-        "waited_s": waited_s,
         "committed_s": complete_s - saved_s,
     }
+
+
+def first_steps(loop: Loop, memory: InMemory) -> list[float]:
+    """Return what the training thread waits for each capture of the first steps but the very first."""
+    seconds = []
+    stats = memory.checkpointer.stats
+    stall_s, skipped = stats.stall_s, stats.skipped
+    for step in range(1, FIRST_STEPS + 1):
+        memory.checkpointer.step(step)
+        loop.step()  # before its optimizer step the capture has ended, or is skipped
+        if stats.skipped == skipped:
+            seconds.append(stats.stall_s - stall_s)
+        stall_s, skipped = stats.stall_s, stats.skipped
+    memory.save(FIRST_STEPS + 1)
+    memory.finish()
+    return seconds[1:]
 
 
 def idle_captures(memory: InMemory, first_step: int) -> list[float]:
@@ -332,20 +341,19 @@ def worker(args: argparse.Namespace) -> None:
     state = tensors(loop.model, loop.optimizer)
     memcpy_s = memcpy_seconds(state, args.directory)
 
-    step, rounds, learning, skipped = 1, [], [], 0
-    warm_up_rounds = WARM_UP_ROUNDS + (LEARNING_ROUNDS if args.worker == "resilient-run, 2 hosts" else 0)
-    for count in range(warm_up_rounds + args.rounds):
+    step, rounds, skipped = FIRST_STEPS + 2, [], 0
+    first_s = first_steps(loop, saver) if args.worker == "resilient-run, 2 hosts" else []
+    for count in range(WARM_UP_ROUNDS + args.rounds):
         without = train_round(loop, None, step)
         with_checkpoint = train_round(loop, saver, step + STEPS_PER_ROUND)
         step += 2 * STEPS_PER_ROUND
         if without is None or with_checkpoint is None:
             skipped += 1
-        elif with_checkpoint["waited_s"] or count >= warm_up_rounds:
-            extra_s = with_checkpoint["seconds"] - without["seconds"]
-            (learning if with_checkpoint["waited_s"] else rounds).append({**with_checkpoint, "extra_s": extra_s})
+        elif count >= WARM_UP_ROUNDS:
+            rounds.append({**with_checkpoint, "extra_s": with_checkpoint["seconds"] - without["seconds"]})
     idle_s = idle_captures(saver, step) if isinstance(saver, InMemory) else []
     found = {"rank": dist.get_rank(), "bytes": sum(tensor.nbytes for tensor in state), "skipped": skipped}
-    emit(json.dumps({**found, "memcpy_s": memcpy_s, "rounds": rounds, "learning": learning, "idle_s": idle_s}))
+    emit(json.dumps({**found, "memcpy_s": memcpy_s, "rounds": rounds, "first_s": first_s, "idle_s": idle_s}))
     if isinstance(saver, InMemory):
         saver.checkpointer.close()
     loop.trained = loop.model  # a DDP module that outlives its process group can deadlock in torch's destructors
@@ -383,15 +391,19 @@ def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) 
             ranks = [json.loads(line) for launcher in launchers for line in launcher.stdout]
     finally:
         shutil.rmtree(directory)
-    kinds = {contender: "rounds", f"{contender}, learning": "learning"}
-    return {name: summarize(ranks, kind) for name, kind in kinds.items() if any(rank[kind] for rank in ranks)}
+    found = {contender: summarize(ranks)}
+    if first_s := [seconds for rank in ranks for seconds in rank["first_s"]]:
+        stall, memcpy = Summary.of(first_s), found[contender]["memcpy_s"]
+        of_memcpy = {"stall_of_memcpy": stall.median / memcpy.median}
+        found[f"{contender}, first steps"] = {"stall_s": stall, "memcpy_s": memcpy, **of_memcpy}
+    return found
 
 
-def summarize(ranks: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Return the summary of one kind of rounds."""
+def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of the rounds of all ranks."""
     memcpy = Summary.of(seconds for rank in ranks for seconds in rank["memcpy_s"])
     values = {
-        name: Summary.of(one[name] for rank in ranks for one in rank[kind])
+        name: Summary.of(one[name] for rank in ranks for one in rank["rounds"])
         for name in ("stall_s", "extra_s", "committed_s")
     }
     idle_s = [seconds for rank in ranks for seconds in rank["idle_s"]]
@@ -402,18 +414,19 @@ def summarize(ranks: list[dict[str, Any]], kind: str) -> dict[str, Any]:
         "memcpy_s": memcpy,
         "stall_of_memcpy": values["stall_s"].median / memcpy.median,
         "extra_of_memcpy": values["extra_s"].median / memcpy.median,
-        "bandwidth_of_memcpy": memcpy.median / Summary.of(idle_s).median if idle_s and kind == "rounds" else None,
+        "bandwidth_of_memcpy": memcpy.median / Summary.of(idle_s).median if idle_s else None,
     }
 
 
 def row(contender: str, found: dict[str, Any]) -> list[str]:
     """Return the table's line of one contender."""
+    stall = [f"{found['memcpy_s']:.3f}", f"{found['stall_s']:.3f}", f"{found['stall_of_memcpy']:.2f}"]
+    if "extra_s" not in found:
+        return [contender, *stall, *[""] * 4]
     bandwidth = found["bandwidth_of_memcpy"]
     return [
         contender,
-        f"{found['memcpy_s']:.3f}",
-        f"{found['stall_s']:.3f}",
-        f"{found['stall_of_memcpy']:.2f}",
+        *stall,
         f"{found['extra_s']:.2f}",
         f"{found['extra_of_memcpy']:.1f}",
         f"{found['committed_s']:.2f}",

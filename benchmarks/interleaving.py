@@ -48,7 +48,7 @@ def etcd_on(lab: NetLab, name: str, root: Path) -> Iterator[str]:
 
 def run(lab: NetLab, endpoint: str, root: Path, *, scheme: str, options: Any, round_: int) -> dict[str, Any]:
     """Train with `scheme` and return iteration times, what rank 0 counted, and what the first host's daemon says."""
-    steps = options.profile_steps + SETTLE + options.steps
+    steps = 2 * options.profile_steps + SETTLE + options.steps  # each that is profiled is followed by one that is not
     config = root / f"{scheme}.toml"
     config.write_text(f'[replication]\nscheme = "{scheme}"\nprofile_steps = {options.profile_steps}\n')
     arguments = [options.layers, options.compute_ms / 1e3, options.bucket_kib << 10, options.state_mib << 20, steps]

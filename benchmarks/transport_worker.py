@@ -42,7 +42,7 @@ def alone(checkpointer: Checkpointer, repeats: int) -> list[float]:
 def training(checkpointer: Checkpointer, args: argparse.Namespace) -> list[float]:
     """Return the seconds of each iteration; sleeping stands for the computation of an accelerator."""
     gradient = torch.ones(args.reduce_bytes // 4)
-    skipped = _WARM_UP + args.profile_steps + 2
+    skipped = _WARM_UP + 2 * args.profile_steps + 2
     seconds = []
     for step in range(1, skipped + args.repeats + 1):
         began_s = time.monotonic()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Self
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .capture.capture import Capturer
 from .capture.injected import Injected
@@ -26,7 +26,7 @@ from .link.env import TrainerEnv
 from .link.link import Link
 from .link.pulse import Pulse
 from .state.held import Accumulation, Unregistered
-from .state.state import TrainingState
+from .state.state import TrainingState, due_rng
 from .transport.edge import EdgeConfig
 from .transport.exchange import Exchange, ExchangeStats
 from .transport.gate import Gate
@@ -69,7 +69,7 @@ class Checkpointer:
                 plain values (numbers, strings, tensors, arrays, and containers of them).
 
         Raises:
-            StateError: The state holds something that cannot be captured.
+            StateError: The state holds something that cannot be captured, or lacks what an optimizer trains.
             MemoryBudgetError: Two captures of this state do not fit in the memory budget of the host.
             DaemonError: The daemon refused, or this is not the first generation and there is no daemon.
         """
@@ -82,6 +82,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._closed = self._warned = False
         self._told: set[str] = set()
+        self._knows_plan = False
         self._env = TrainerEnv.from_environ(os.environ)
         self._link: Link | None = None
         self._capturer: Capturer | None = None
@@ -142,6 +143,7 @@ class Checkpointer:
     @property
     def planned_step(self) -> int:
         """The completed steps that `restore()` continues from, known before it; 0 if there is nothing to restore."""
+        self._knows_plan = True
         return 0 if self._plan is None else self._plan[1]
 
     def replace(self, **objects: Any) -> None:
@@ -165,7 +167,10 @@ class Checkpointer:
         """
         if self._step:
             raise StateError(f"restore() after step({self._step}): call it once, before the first step")
-        if self._link is None or self._capturer is None or self._plan is None:
+        if self._link is None or self._capturer is None:
+            return 0
+        self._state.begin()
+        if self._plan is None:
             return 0
         started_s = time.monotonic()
         try:
@@ -201,6 +206,7 @@ class Checkpointer:
         if self._plan is not None and not self._restored:
             raise StateError(f"step({n}) before restore(): this run continues from step {self._plan[1]}")
         self._step = n
+        due_rng.completed()
         if self._closed and not self._warned and os.getpid() == self._pid:
             self._warned = True
             warnings.warn(f"step({n}) when closed: no more checkpoints are kept", RuntimeWarning, stacklevel=2)
@@ -212,8 +218,11 @@ class Checkpointer:
         self._pace.protection.stepped(n)
         if self._pace.captures:
             self._capturer.submit(n, self._state)
-            self._warn(self._state.order.replaced)
+            self._warn(self._state.order.replaced or self._state.unsaved.trained)
             self._warn(self._state.outgrown())
+            self._warn(self._state.unsaved.changing)
+            if not self._knows_plan:
+                self._warn(self._state.changed())
         self._pace.leave(n)
         if self._exchange is not None:
             self._exchange.begins(n)
@@ -255,7 +264,8 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return
         self._closed = True
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if _open.get(self._pid) is self:
             del _open[self._pid]
             if self._step:
@@ -294,6 +304,7 @@ class Checkpointer:
             )
             return
         self._topology = self._state.topology(env.world_size)
+        self._state.check_kept()
         capturer = Capturer(env, topology=self._topology)
         link = Link(
             env,
@@ -325,7 +336,10 @@ class Checkpointer:
         self._exchange = self._begin_exchange(env, link, answer)
         capturer.start(link, on_complete=None if self._exchange is None else self._exchange.offer)
         _open[self._pid] = self
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer_step),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._accumulation.stepped(optimizer)),
+        )
         atexit.register(self.close)
 
     def _begin_exchange(self, env: TrainerEnv, link: Link, answer: Message) -> Exchange | None:

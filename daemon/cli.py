@@ -12,7 +12,7 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from .base.files import raise_file_limit
-from .base.repeats import RepeatFilter
+from .base.logs import RepeatFilter, log_formatter
 from .base.settings import find_settings
 from .daemon import Daemon, DaemonOptions
 from .options import directories
@@ -63,12 +63,14 @@ def resilientd(
     log_level: str,
 ) -> None:
     """Keep checkpoints of this host's training jobs in shared memory, and replicas for its peers."""
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    try:
+        handler.setFormatter(log_formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", os.environ))
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error
     repeats = RepeatFilter()
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(repeats)
+    handler.addFilter(repeats)
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
     raise_file_limit()
     options = DaemonOptions(
         settings=find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir),

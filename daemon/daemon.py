@@ -21,7 +21,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .base.repeats import RepeatFilter
+from .base.logs import RepeatFilter
 from .base.settings import Settings
 from .base.supervise import Supervisor
 from .jobs import Jobs

@@ -88,7 +88,9 @@ class Job:
             identity=lambda: self.identity,
         )
         self._digests = HostDigests(self.view, slots, self._replicator.peer)
-        leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
+        self._protected_generation = 0
+        self._commits = 0
+        self._leased = leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
         self._observer = Observer(
             policy=spec.policy,
             view=self.view,
@@ -278,11 +280,19 @@ class Job:
             **describe_slots(self.slots),
             "launcher_pid": self.launcher_pid,
             "etcd": self.spec.etcd.where,
+            "etcd_silent_s": self._etcd_silent_s,
+            "etcd_answered_in_s": None if self._leased.lease is None else self._leased.lease.answered_in_s,
             "generation": self.view.generation,
+            "hosts": [] if self.view.round is None else list(self.view.round.hosts),
             "world_size": 0 if self.view.round is None else self.view.round.world_size,
             "own_ranks": list(self.view.own_ranks),
+            "holders": self._holders(self.view.own_ranks),
             "attached_ranks": self.sessions.ranks,
+            "last_steps": self.sessions.last_steps,
             "watermark": pair_value(self.view.watermark),
+            "commits": self._commits,
+            "received_bytes": self.slots.received_bytes,
+            "goodput": self.view.recoveries.describe(self._pacer.iteration_s),
             "replication": self._pacer.describe(),
             "protection": self.sessions.describe_protection(),
             "failure": self.failure,
@@ -296,6 +306,18 @@ class Job:
             "tasks": self._supervisor.describe(),
         }
 
+    @property
+    def _etcd_silent_s(self) -> float | None:
+        """For how long etcd has not confirmed that this daemon lives, seconds; None before it ever did."""
+        lease = self._leased.lease
+        return None if lease is None else round(asyncio.get_running_loop().time() - lease.heard_s, 3)
+
+    def _holders(self, ranks: Sequence[int]) -> list[str]:
+        """Return the hosts that keep the replicas of any of these ranks, in the order of their own."""
+        round_ = self.view.round
+        holders = [round_.holders(rank, self.view.replicas) for rank in ranks] if round_ is not None else []
+        return list(dict.fromkeys(host for hosts in holders for host in hosts))
+
     async def _on_agreement(self, agreement: Agreement) -> None:
         """Drop what another life of the run id left: its steps have nothing to do with this one's."""
         known, incarnation = self.slots.record.incarnation, agreement.incarnation
@@ -303,7 +325,7 @@ class Job:
             log.info("run %r begins anew; removing the slots of its earlier life", self.spec.run_id)
             await self._replicator.abort()
             await self.slots.clear()
-            self.slots.update_record(attached=False)
+            self.slots.update_record(attached=False, generation=0, round_revision=0)
         self.slots.update_record(incarnation=incarnation)
         if agreement != self._agreement:
             secret = self.spec.run_key or agreement.token
@@ -312,7 +334,19 @@ class Job:
             self.view.notify()
 
     async def _on_round(self, round_: Round) -> None:
-        """Make `round_` the current one: end its predecessor's trainers and fetches, clear dead slots, repair."""
+        """Make `round_` the current one: end its predecessor's trainers and fetches, clear dead slots, repair.
+
+        Raises:
+            DaemonError: It is no later generation than the last one. Steps of two that have one number would be mixed.
+        """
+        known = self.slots.record
+        if round_.generation <= known.generation and round_.revision != known.round_revision:
+            raise DaemonError(
+                f"{keys.ROUND} in etcd is another generation {round_.generation}, and this host has seen generation "
+                f"{known.generation} of the run: somebody has written there, or etcd lost data; choose another "
+                "--rdzv-id"
+            )
+        self.slots.update_record(generation=round_.generation, round_revision=round_.revision)
         await self._replicator.abort()
         self.sessions.end(except_generation=round_.generation)
         self._pacer.reset()
@@ -337,10 +371,20 @@ class Job:
         pushed = self.view.agreed
         while True:
             await self.view.wait_for(lambda: self.view.agreed != pushed)  # noqa: B023
+            self._commits += self.view.agreed.committed != pushed.committed
             pushed = self.view.agreed
             self.sessions.notify({"op": "watermark", **pushed.message()})
             if pushed.committed is not None and pushed.committed[0] == self.view.generation:
+                self._tell_first_commit(pushed.committed)
                 self.slots.trim(self.view.kept_ranks, pushed)
+
+    def _tell_first_commit(self, pair: Pair) -> None:
+        """Let the launcher of rank 0 know, once for each generation, what protects the run."""
+        if self._protected_generation != pair[0] and 0 in self.view.own_ranks and self.view.round is not None:
+            self._protected_generation = pair[0]
+            hosts, replicas = self.view.round.hosts, len(self._holders([0]))
+            shown = {"hosts": list(hosts), "replicas": replicas, "every": self.view.every}
+            self._event("first_commit", rank=0, step=pair[1], **shown)
 
     async def _follow_pace(self) -> None:
         """Tell the trainers of how many steps one is to be captured, whenever the hosts agree on another number."""

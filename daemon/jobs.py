@@ -20,6 +20,7 @@ from .slots.vault import Vault
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
+_MAX_JOBS = 64
 
 
 class Jobs:
@@ -74,10 +75,15 @@ class Jobs:
         """Return the job that `spec` describes, now held open by the launcher `pid`; what it left is found again.
 
         Raises:
-            DaemonError: Another live launcher holds it open, or nothing can be kept of it.
+            DaemonError: Another live launcher holds it open, nothing can be kept of it, or there are too many others.
         """
         async with self._changing:
             job = self._jobs.get(spec.key)
+            if job is None and len(self._jobs) >= _MAX_JOBS:
+                raise DaemonError(
+                    f"this daemon has {_MAX_JOBS} runs open, and takes no more: end some (`resilientctl status` shows "
+                    "them), or start one with a RESILIENT_RUN_DIR and RESILIENT_SHM_DIR of its own"
+                )
             if job is not None and job.launcher_pid not in (None, pid) and psutil.pid_exists(job.launcher_pid):
                 raise DaemonError(
                     f"run id {spec.run_id!r} already has a live launcher on host {job.spec.host}: pid "
@@ -105,7 +111,8 @@ class Jobs:
     async def close(self, job: Job, *, discard: bool) -> None:
         """End `job`; with `discard` its slots go at once, else they wait for a launcher as orphans do.
 
-        A job with a persistent tier stays until its last step is there, as if its launcher had died.
+        A job with a persistent tier stays until its last step is there, as if its launcher had died. Whoever waits for
+        that may then end the container, or the step of a scheduler, that this daemon is in.
         """
         async with self._changing:
             if self._jobs.get(job.spec.key) is not job:
@@ -113,13 +120,13 @@ class Jobs:
             if discard:
                 await self._discard(job)
                 return
-            if job.persists:
-                job.release()
-                self._spawn(job.persist())
+            if not job.persists:
+                await self._stop(job)
+                job.slots.update_record(launcher_pid=None)
+                self._left[job.spec.key] = (job.slots, time.monotonic())
                 return
-            await self._stop(job)
-            job.slots.update_record(launcher_pid=None)
-            self._left[job.spec.key] = (job.slots, time.monotonic())
+            job.release()
+        await job.persist()
 
     async def persist(self) -> None:
         """Let every job that has a persistent tier write its newest committed step there: the daemon is to end."""

@@ -78,7 +78,7 @@ class DaemonService:
                 return await self._attach(connection, fields)
             case "status":
                 jobs, tasks = self._jobs.describe(), self._supervisor.describe()
-                return {"pid": os.getpid(), "jobs": jobs, "tasks": tasks, **self._jobs.totals()}
+                return {"pid": os.getpid(), "formats": FORMATS, "jobs": jobs, "tasks": tasks, **self._jobs.totals()}
             case "gc":
                 return await self._jobs.collect_garbage()
         if (session := self._sessions.get(connection)) is None:
@@ -102,6 +102,7 @@ class DaemonService:
 
     async def _open_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
         _check_version(fields)
+        _check_process(fields, connection)
         run_id, addr = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.text("addr")
         try:
             etcd = EtcdConfig.from_dict(fields.object("etcd"))
@@ -144,6 +145,7 @@ class DaemonService:
         if connection in self._sessions:
             raise DaemonError(f"pid {connection.pid} is attached already; a trainer attaches once per connection")
         _check_version(fields)
+        _check_process(fields, connection)
         run_id, host = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.optional_text("host")
         # Workers and the daemon start at the same time; a worker may be here first.
         job = await self._jobs.find_opened(run_id, host, _OPEN_TIMEOUT_S)
@@ -172,6 +174,22 @@ def _check_version(fields: Fields) -> None:
                 f"this daemon has version {ours} of the {name} format, resilient-run of the job has {theirs}: install "
                 f"the same resilient-run for both; what is kept of the run stays"
             )
+
+
+def _check_process(fields: Fields, connection: Connection) -> None:
+    """Check that a number means the same process to whoever sent `fields` as to this daemon.
+
+    By it the daemon tells launchers apart, and sees whether trainers work, wait or stand still.
+
+    Raises:
+        DaemonError: It does not.
+    """
+    if (pid := fields.integer("pid", low=1)) != connection.pid:
+        raise DaemonError(
+            f"this daemon (pid {os.getpid()}) is in another pid namespace: pid {pid} is "
+            f"{connection.pid or 'no process'} to it; run launcher and daemon in one container (without a daemon the "
+            "launcher starts one), or let their containers share processes (Kubernetes: shareProcessNamespace)"
+        )
 
 
 def _ports(fields: Fields) -> range | None:

@@ -70,11 +70,13 @@ class GPT(nn.Module):
 
 def read_corpus(max_bytes: int = 4_000_000) -> Tensor:
     """Return the first `max_bytes` bytes of the standard library's modules, in the order of their paths."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = {*folders} - {"test", "tests", "site-packages", "dist-packages"}
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     corpus = bytearray()
-    for path in sorted(stdlib.rglob("*.py")):
-        if {"test", "tests", "site-packages", "dist-packages"}.isdisjoint(path.relative_to(stdlib).parts):
-            corpus += path.read_bytes()
+    for path in sorted(paths):
+        corpus += path.read_bytes()
         if len(corpus) >= max_bytes:
             break
     return torch.frombuffer(corpus[:max_bytes], dtype=torch.uint8)

@@ -5,7 +5,7 @@ import os
 import select
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ class ResilientAgent(LocalElasticAgent):
             spec.local_world_size,
             spec.role,
             key_proof="" if run_key is None else key_proof(run_key, self._rdzv.get_run_id()),
-            fingerprint=fingerprint(spec.entrypoint, spec.args),
+            fingerprint=fingerprint(spec.entrypoint, spec.args, run_key),
             allow_different=run_config.allow_different_script,
             persisted=self._persisted,
         )
@@ -206,7 +206,7 @@ class ResilientAgent(LocalElasticAgent):
         ids: dict[int, Any] = super()._start_workers(worker_group)
         # When a worker fails, torch closes the context by itself, and would give its siblings 30 s.
         context: Any = self._pcontext
-        context.close = partial(_close, context.close, self._config.stop_timeout_s)
+        context.close = partial(_close, context, context.close, self._config.stop_timeout_s, {*context.pids().values()})
         # Only now: a daemon that is just starting takes as long as a worker's first imports.
         self._link.wait_open()
         return ids
@@ -374,9 +374,27 @@ class ResilientAgent(LocalElasticAgent):
             log.warning("could not wait for the last commit: %s", error)
 
 
-def _close(close: Any, grace_s: int, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
-    """Close a process context as torch does, with our grace where torch does not ask for another."""
+def _close(
+    context: Any,
+    close: Any,
+    grace_s: int,
+    groups: set[int],
+    death_sig: signal.Signals | None = None,
+    timeout: int | None = None,
+) -> None:
+    """Close a process context as torch does, with our grace where torch does not ask for another.
+
+    What failed workers left in their process groups ends too, once for each of `groups`: torch does that only where the
+    worker still runs. A DataLoader's worker that had hardly begun when its trainer was killed takes whoever adopts it
+    for its trainer, and waits for ever.
+    """
     close(death_sig, grace_s if timeout is None else timeout)
+    if isinstance(context, SubprocessContext):
+        for handler in context.subprocess_handlers.values():
+            if handler.proc.returncode and handler.proc.pid in groups:
+                groups.remove(handler.proc.pid)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
 
 
 def _died(exitcode: int) -> str:

@@ -1,8 +1,7 @@
 """`torch.distributed.launcher.api` with recovery: the same names and signatures, our agent and our worker start."""
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,12 +10,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.launcher import api as torch_api
 from torch.distributed.launcher.api import LaunchConfig
 
-from resilient_run.daemon.trust.secret import VARIABLE
+from resilient_run.daemon.trust.secret import withheld
 
 from .agent import make_agent
 from .config import RunConfig
+from .workers.handler import warm_workers
 from .workers.rebind import rebound
-from .workers.warm import warm_workers
 
 __all__ = ["LaunchConfig", "elastic_launch", "installed", "launch_agent"]
 
@@ -26,27 +25,15 @@ def installed(run_config: RunConfig) -> Iterator[None]:
     """Let torch's launcher make our agents and start workers our way while the block runs.
 
     An agent class that someone else has put into the launcher stays. With `RunConfig.enabled` false nothing changes but
-    that what is started does not see RESILIENT_KEY.
+    that what is started sees neither RESILIENT_KEY nor RESILIENT_ETCD_PASSWORD.
     """
-    if not run_config.enabled:
-        with _withheld(VARIABLE):
-            yield
-        return
-    with _withheld(VARIABLE), warm_workers(enabled=run_config.warm_workers) as starter:
-        agent = partial(make_agent, run_config=run_config, starter=starter)
-        with rebound(torch_api, "LocalElasticAgent", LocalElasticAgent, agent):
-            yield
-
-
-@contextmanager
-def _withheld(variable: str) -> Iterator[None]:
-    """Take a variable out of the environment for the block: what is started in it does not need it."""
-    value = os.environ.pop(variable, None)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(withheld())
+        if run_config.enabled:
+            starter = stack.enter_context(warm_workers(enabled=run_config.warm_workers, preload=run_config.preload))
+            agent = partial(make_agent, run_config=run_config, starter=starter)
+            stack.enter_context(rebound(torch_api, "LocalElasticAgent", LocalElasticAgent, agent))
         yield
-    finally:
-        if value is not None:
-            os.environ[variable] = value
 
 
 def launch_agent(

@@ -18,9 +18,12 @@ from torch.distributed import run as torchrun
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_min_max_nnodes
 
 from resilient_run import __version__
+from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.daemon.base.logs import log_formatter
 
 from .api import installed
 from .config import RunConfig, options
@@ -50,11 +53,14 @@ def main(args: Sequence[str] | None = None) -> None:
 @contextmanager
 def _logging_to_stderr() -> Iterator[None]:
     """Show our messages beside torch's, from the level that torch's launcher takes from LOGLEVEL."""
+    handler = logging.StreamHandler()
+    try:
+        handler.setFormatter(log_formatter("resilient-run: %(message)s", os.environ))
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error
     logger = logging.getLogger("resilient_run")
     level = logger.level
     logger.setLevel(os.environ.get("LOGLEVEL", "WARNING"))
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("resilient-run: %(message)s"))
     logger.addHandler(handler)
     try:
         yield
@@ -126,11 +132,17 @@ def run(args: argparse.Namespace, config: RunConfig) -> None:
     """Run the job that `args`, parsed by torch's parser, describe.
 
     Raises:
-        click.ClickException: A single-node run needs an etcd, and there is none.
+        click.ClickException: A single-node run needs an etcd, and there is none; or our rendezvous or daemon cannot do
+            what was asked, and says what to change.
         ChildFailedError: A worker failed, and restarting did not help.
     """
     with _prepared(args, config):
-        torchrun.run(args)  # type: ignore[no-untyped-call]
+        try:
+            torchrun.run(args)  # type: ignore[no-untyped-call]
+        except (RendezvousError, CheckpointError) as error:
+            if args.rdzv_backend != BACKEND:
+                raise
+            raise click.ClickException(str(error)) from error
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`RunConfig`: everything about a run that torch's own options do not say, resolved in one place."""
 
+import errno
 import os
 import re
 import socket
@@ -14,6 +15,8 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
+from resilient_run.daemon.base.spec import parse_ports
+from resilient_run.daemon.trust.private import open_to_append
 from resilient_run.daemon.trust.secret import find_key
 
 _SOCKET_PATH_MAX_BYTES = 107
@@ -32,6 +35,7 @@ class RunConfig:
         replicas: Hosts that keep each rank's state, its own included (m in Gemini, section 6.4).
         memory_limit_bytes: What the slots of this host may take; None leaves it to the daemon.
         warm_workers: Fork workers from a process that has torch imported.
+        preload: Modules that it imports besides; None learns them from the first workers.
         events_path: JSON Lines file that recovery events are appended to, or None.
         stop_timeout_s: Grace between SIGTERM and SIGKILL for workers whose generation is broken.
         enabled: False runs as torchrun does, without daemon and etcd.
@@ -51,6 +55,7 @@ class RunConfig:
     replicas: int = 2
     memory_limit_bytes: int | None = None
     warm_workers: bool = True
+    preload: tuple[str, ...] | None = ()
     events_path: Path | None = None
     stop_timeout_s: int = 5
     enabled: bool = True
@@ -85,6 +90,7 @@ class RunConfig:
             replicas=params["rr_replicas"],
             memory_limit_bytes=params["rr_memory"],
             warm_workers=params["rr_warm_workers"],
+            preload=params["rr_preload"],
             events_path=params["rr_events"],
             stop_timeout_s=params["rr_stop_timeout"],
             enabled=not params["rr_off"],
@@ -159,7 +165,8 @@ def options() -> list[click.Parameter]:
             metavar="SIZE",
             callback=_parse_size,
             envvar="RESILIENT_MEMORY",
-            help="Memory that this host may spend on checkpoints, as 8G or 512MiB. Default: the daemon's limit.",
+            help="Memory that this host may spend on checkpoints, as 8G or 512MiB. Default: the daemon's limit, 80 % "
+            "of the smallest of tmpfs, memory and control group.",
         ),
         click.Option(
             ["--rr-warm-workers/--rr-no-warm-workers"],
@@ -169,9 +176,17 @@ def options() -> list[click.Parameter]:
             help="Fork workers from a process that has already imported torch.",
         ),
         click.Option(
+            ["--rr-preload"],
+            metavar="MODULES",
+            callback=_parse_modules,
+            envvar="RESILIENT_PRELOAD",
+            help="What that process imports besides, as lightning,transformers; learn for what the first workers "
+            "import from installed packages. Default: nothing.",
+        ),
+        click.Option(
             ["--rr-events"],
-            type=click.Path(dir_okay=False, writable=True, resolve_path=True, path_type=Path),
-            callback=_check_directory,
+            type=click.Path(dir_okay=False, writable=True, path_type=Path),
+            callback=_check_events,
             envvar="RESILIENT_EVENTS",
             help="Append recovery events to this file, one JSON object per line.",
         ),
@@ -190,7 +205,7 @@ def options() -> list[click.Parameter]:
             type=click.Path(dir_okay=False, exists=True, path_type=Path),
             callback=_read_policy,
             envvar="RESILIENT_CONFIG",
-            help="Configuration file (TOML) of detection, replication, persistence and recovery: docs/operations.md.",
+            help="Configuration file (TOML); docs/operations/configuration.md lists its settings.",
         ),
         click.Option(
             ["--rr-allow-injection"],
@@ -265,15 +280,32 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -
     return size_bytes
 
 
+def _parse_modules(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Return the modules that `value` names, None to learn them."""
+    if value == "learn":
+        return None
+    if value is None or value == "none":
+        return ()
+    modules = tuple(name.strip() for name in value.split(","))
+    for name in modules:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise click.BadParameter(
+                f"{name!r} is not the name of a module: write names with commas between them, as "
+                "lightning,transformers, or learn",
+                ctx,
+                param,
+            )
+    return modules
+
+
 def _parse_ports(ctx: click.Context, param: click.Parameter, value: str | None) -> range | None:
     """Return the ports that `value` means."""
     if value is None:
         return None
-    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", value.strip())
-    ports = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-    if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise click.BadParameter(f"{value!r} is no port or range of ports: write 29600 or 29600-29609", ctx, param)
-    return ports
+    try:
+        return parse_ports(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
 
 
 def _find_key(path: Path | None) -> str | None:
@@ -304,7 +336,18 @@ def _with_persist_target(policy: Policy, target: str | None) -> Policy:
         raise click.BadParameter(str(error), param_hint="--rr-persist") from error
 
 
-def _check_directory(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and not value.parent.is_dir():
+def _check_events(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    if value is None:
+        return None
+    if not value.parent.is_dir():
         raise click.BadParameter(f"{value.parent} is not a directory: create it, or choose another file", ctx, param)
-    return value
+    try:
+        if os.path.lexists(value):
+            os.close(open_to_append(value))
+    except DaemonError as error:
+        raise click.BadParameter(f"{error}: remove it, or choose another file", ctx, param) from error
+    except OSError as error:
+        # A pipe may get its reader later.
+        if error.errno != errno.ENXIO:
+            raise click.BadParameter(f"{value}: {error.strerror}", ctx, param) from error
+    return value.absolute()

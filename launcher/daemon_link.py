@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 5.0
 _RESPAWN_S = 1.0
 _JOIN_S = 5.0
 _IDLE_EXIT_S = 60
@@ -36,7 +37,7 @@ class JobRequest:
     host: str
     replicas: int
     nproc: int
-    etcd: dict[str, Any]
+    etcd: dict[str, Any] = field(repr=False)
     addr: str
     memory_limit_bytes: int | None
     policy: dict[str, Any]
@@ -140,11 +141,13 @@ class DaemonLink:
         return self._client.request(op, within_s=answer_within_s, run_id=self._job.run_id, **fields)
 
     def close(self, *, discard: bool) -> None:
-        """End the job on this host; with `discard` its slots go too."""
+        """End the job on this host once its last step is persisted; with `discard` its slots go at once instead."""
         self._closing = True
+        persist = self._job.policy["persist"]
+        grace_s = 0.0 if discard or persist["target"] is None else persist["grace_s"]
         try:
             if self._client.is_welcome:
-                self.request("close_job", answer_within_s=5.0, discard=discard)
+                self.request("close_job", answer_within_s=grace_s + _CLOSE_TIMEOUT_S, discard=discard)
         except DaemonError as error:
             log.warning("could not close the job at the daemon: %s", error)
         self._client.close(_JOIN_S)

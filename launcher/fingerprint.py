@@ -1,6 +1,7 @@
 """The fingerprint of a run: by what its launchers see that they start the same script."""
 
 import hashlib
+import hmac
 import os
 import pwd
 import re
@@ -15,23 +16,27 @@ from torch.distributed.run import run_script_path
 from resilient_run.ckpt.format.version import FORMATS
 from resilient_run.daemon.base.fields import printable
 from resilient_run.daemon.run.records import Fingerprint
+from resilient_run.daemon.trust.secret import derive
 
 _NAME_BYTES = 255
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
-_PYTHON_OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
+_VALUED_OPTION = re.compile("-[^-cmWX]*([cmWX])(.*)|--check-hash-based-pycs", re.DOTALL)
+"""An option of Python's, alone or behind ones without a value, whose value is the rest of it, or else what follows."""
 
 
-def fingerprint(entrypoint: Callable[..., Any] | str | None, arguments: Sequence[Any]) -> Fingerprint:
+def fingerprint(
+    entrypoint: Callable[..., Any] | str | None, arguments: Sequence[Any], run_key: str | None = None
+) -> Fingerprint:
     """Return what identifies a run whose workers are `entrypoint` with `arguments`, as torch's worker spec has them.
 
-    Of what may hold a secret there are only hashes.
+    Of what may hold a secret there is only a hash; without the run key, if there is one, nobody can try words with it.
     """
     name, content, rest = _script(entrypoint, list(arguments))
     return Fingerprint(
         user=_user(),
         script=printable(name, _NAME_BYTES),
         content=content,
-        arguments=_sha256("\0".join(map(_text, rest))),
+        arguments=_hashed("\0".join(map(_text, rest)), run_key),
         torch=str(torch.__version__),
         formats=", ".join(f"{name} {version}" for name, version in FORMATS.items()),
     )
@@ -55,14 +60,20 @@ def _script(entrypoint: Callable[..., Any] | str | None, arguments: list[Any]) -
 def _python_script(python: str, arguments: list[str]) -> tuple[str, str, list[str]]:
     """Return what `_script` does for a command line of Python: its script, `-m` module, or `-c` program."""
     place = 0
-    while place < len(arguments):
-        word, rest = arguments[place], arguments[:place] + arguments[place + 1 :]
-        if word in ("-m", "-c") and place + 1 < len(arguments):
-            named, rest = arguments[place + 1], arguments[:place] + arguments[place + 2 :]
-            return (f"-m {named}", "", rest) if word == "-m" else ("-c", _sha256(named), rest)
+    # "-" is a program on standard input.
+    while place < len(arguments) and (word := arguments[place]) != "-":
         if not word.startswith("-"):
-            return os.path.basename(word), _content(word), rest
-        place += 2 if word in _PYTHON_OPTIONS_WITH_VALUE else 1
+            return os.path.basename(word), _content(word), arguments[:place] + arguments[place + 1 :]
+        after = place + 1
+        if (option := _VALUED_OPTION.fullmatch(word)) is not None:
+            letter, value = option[1], option[2]
+            if not value:
+                value, after = "".join(arguments[after : after + 1]), after + 1
+            if letter == "c":
+                return "-c", "", arguments
+            if letter == "m":
+                return f"-m {value}", "", arguments[:place] + arguments[after:]
+        place = after
     return os.path.basename(python), "", arguments
 
 
@@ -93,8 +104,9 @@ def _text(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+def _hashed(text: str, run_key: str | None) -> str:
+    key = b"" if run_key is None else derive(run_key, "hash of the arguments", size_bytes=32)
+    return hmac.digest(key, text.encode(errors="surrogatepass"), "sha256").hex()
 
 
 def _user() -> str:

@@ -14,6 +14,7 @@ phases follow each other on one host's monotonic clock:
 | first_step | restored → every local worker has completed a step |
 """
 
+import errno
 import json
 import logging
 import os
@@ -24,7 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.goodput import PHASES
+from resilient_run.daemon.trust.private import open_to_append
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class RecoveryTimeline:
         self._lock = threading.Lock()
         self._recovery: _Recovery | None = None
         self._summed_up = 0
+        self._protected = ""
 
     def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None) -> None:
         """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first.
@@ -110,7 +114,7 @@ class RecoveryTimeline:
                 self._recovery.waiting = {event: set(ranks) for event in _WORKER_PHASE}
 
     def on_event(self, message: dict[str, Any]) -> None:
-        """Take a trainer event that the daemon forwarded (`attached`, `restored`, `first_step`, `unprotected`, …)."""
+        """Take a trainer event that the daemon forwarded (`attached`, `restored`, `first_commit`, `unprotected`, …)."""
         if message.get("event") in ("unprotected", "protected"):
             self._write(
                 {
@@ -118,6 +122,9 @@ class RecoveryTimeline:
                     **{name: message[name] for name in ("step", "steps_at_risk", "reason")},
                 }
             )
+            return
+        if message.get("event") == "first_commit":
+            self._protect(message["hosts"], message["replicas"], message["every"])
             return
         with self._lock:
             recovery, event = self._recovery, message.get("event")
@@ -157,6 +164,14 @@ class RecoveryTimeline:
                 self._report(self._recovery, complete=False)
                 self._recovery = None
 
+    def _protect(self, hosts: Sequence[str], replicas: int, every: int) -> None:
+        """Say what protects the run from now on, unless that was said before."""
+        line = protected_line(hosts, replicas, every)
+        with self._lock:
+            told, self._protected = self._protected, line
+        if line != told:
+            log.warning("%s", line)
+
     def _report(self, recovery: _Recovery, *, complete: bool) -> None:
         durations, previous_s = {}, recovery.start_s
         for phase in PHASES:
@@ -188,13 +203,28 @@ class RecoveryTimeline:
         return {**about, "generation": generation}
 
     def _write(self, event: dict[str, Any]) -> None:
-        if self._events_path is not None:
+        if self._events_path is None:
+            return
+        try:
             _append(self._events_path, event)
+        except (OSError, DaemonError) as error:
+            # Training goes on without.
+            log.error("an event is not written to %s: %s", self._events_path, error)
 
 
 def newest_step(last_steps: Mapping[str, int], ranks: Collection[int]) -> int | None:
     """Return the newest step that the daemon has heard of, None unless it has of all `ranks` since it was started."""
     return max(last_steps.values(), default=0) if {str(rank) for rank in ranks} <= last_steps.keys() else None
+
+
+def protected_line(hosts: Sequence[str], replicas: int, every: int) -> str:
+    """Return what a person is told at the first commit: which steps are kept, how often, and where."""
+    steps = "every step" if every == 1 else f"one of {every} steps"
+    names = ", ".join(hosts[:_NAMED]) + (f", … ({len(hosts)} in all)" if len(hosts) > _NAMED else "")
+    if len(hosts) == 1:
+        return f"protected: {steps}, 1 replica on host {names}, and none elsewhere"
+    each = "" if replicas == len(hosts) else " of each rank"
+    return f"protected: {steps}, {replicas} replica{'' if replicas == 1 else 's'}{each} on hosts {names}"
 
 
 def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -218,9 +248,11 @@ def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _append(path: Path, event: dict[str, Any]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = open_to_append(path)
     try:
-        os.write(descriptor, json.dumps(event).encode() + b"\n")
+        line = json.dumps(event).encode() + b"\n"
+        if os.write(descriptor, line) < len(line):
+            raise BlockingIOError(errno.EAGAIN, "its end did not fit")
     finally:
         os.close(descriptor)
 

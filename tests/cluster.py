@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from launchers import execute_launcher, start_launcher
 
 from resilient_run.ckpt.format import wire
 
@@ -63,6 +63,8 @@ class Host:
 
     prefix: Sequence[str] = ()
     """What stands before the launcher's command to run it on this host."""
+    forked = True
+    """Whether launchers are forked from a process that has their imports; else they are started as by a user."""
 
     def __init__(self, name: str, root: Path) -> None:
         self.name = name
@@ -71,7 +73,7 @@ class Host:
         self.run_dir, self.shm_dir = self._directories(root)
         self.lines: list[dict[str, Any]] = []
         self.text: list[str] = []
-        self.launcher: subprocess.Popen[str] | None = None
+        self.launcher: subprocess.Popen[Any] | None = None
         self._readers: list[threading.Thread] = []
 
     def _directories(self, root: Path) -> tuple[Path, Path]:
@@ -82,25 +84,23 @@ class Host:
         shm_dir.mkdir(mode=0o700)
         return run_dir, shm_dir
 
+    def environ(self, **more: str) -> dict[str, str]:
+        """Return the environment in which launchers start, with `more`."""
+        return {
+            **os.environ,
+            "RESILIENT_HOST_ID": self.name,
+            "RESILIENT_RUN_DIR": str(self.run_dir),
+            "RESILIENT_SHM_DIR": str(self.shm_dir),
+            "RESILIENT_EVENTS": str(self.events_path),
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
+
     def launch(self, launcher_args: Sequence[str], script_args: Sequence[str], **env: str) -> None:
         """Start `resilient-run` with these arguments."""
         self._end_launcher()
-        command = [*self.prefix, sys.executable, "-P", "-m", "resilient_run", *launcher_args, *script_args]
-        self.launcher = subprocess.Popen(
-            command,
-            env={
-                **os.environ,
-                "RESILIENT_HOST_ID": self.name,
-                "RESILIENT_RUN_DIR": str(self.run_dir),
-                "RESILIENT_SHM_DIR": str(self.shm_dir),
-                "RESILIENT_EVENTS": str(self.events_path),
-                "OMP_NUM_THREADS": "1",
-                **env,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start = start_launcher if self.forked else execute_launcher
+        self.launcher = start([*launcher_args, *script_args], self.environ(**env), self.prefix)
         for stream in (self.launcher.stdout, self.launcher.stderr):
             reader = threading.Thread(target=self._read, args=(stream,), daemon=True)
             reader.start()

@@ -105,3 +105,16 @@ class EtcdProcess:
         if user is not None:
             command.append(f"--user={user}")
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def enable_auth(self, password: str) -> None:
+        """Let nobody in but root and the user trainer, who may use the keys of runs."""
+        for command in (
+            "user add root:top",
+            "user grant-role root root",
+            f"user add trainer:{password}",
+            "role add runs",
+            "role grant-permission runs --prefix=true readwrite /resilient-run/",
+            "user grant-role trainer runs",
+            "auth enable",
+        ):
+            self.ctl(*command.split())

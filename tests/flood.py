@@ -4,16 +4,23 @@ import contextlib
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from cluster import wait_until
 
 
 class Flood:
-    """Connections to `address` that never end: the newest `count` are held, and each one has sent `data`."""
+    """Connections to `address` that never end: the newest `count` are held, and each one has sent `data`.
 
-    def __init__(self, family: int, address: Any, *, count: int, data: bytes = b"") -> None:
+    They come from `sources`, addresses of this host, in turn, or from where the kernel chooses.
+    """
+
+    def __init__(
+        self, family: int, address: Any, *, count: int, data: bytes = b"", sources: Sequence[str] = ()
+    ) -> None:
         self._family, self._address, self._data = family, address, data
+        self._sources = sources
         self._held: deque[socket.socket] = deque()
         self._count = count
         self._over = threading.Event()
@@ -37,6 +44,8 @@ class Flood:
             sock.settimeout(5)
             self._held.append(sock)
             with contextlib.suppress(OSError):
+                if self._sources:
+                    sock.bind((self._sources[self.opened % len(self._sources)], 0))
                 sock.connect(self._address)
                 sock.sendall(self._data)
             self.opened += 1

@@ -228,6 +228,7 @@ class Host:
             "memory_limit_bytes": None,
             "policy": self.policy,
             "injection": self.injection,
+            "pid": os.getpid(),
         }
         return self.launcher.request("open_job", **{**job, **changes})
 

@@ -35,6 +35,7 @@ class SoloDaemon:
         self.plan: tuple[int, int] | None = None
         self.watermark: tuple[int, int] | None = None
         self.next: tuple[int, int] | None = None
+        self.replication: Message = {"scheme": "naive", "copies": 0, "every": 1, "idle": None}
         self.seen: list[Message] = []
         self._complete: dict[int, set[tuple[int, int]]] = {}
         self.changed = threading.Condition()
@@ -169,12 +170,11 @@ class SoloDaemon:
             return {"ok": False, "error": error, "message": text}
         match message["op"]:
             case "attach":
-                replication = {"scheme": "naive", "copies": 0, "every": 1, "idle": None}
                 committed = max((pair for pair in (self.plan, self.watermark) if pair), default=None)
                 following = (message["generation"], 1 if committed is None else committed[1] + 1)
                 next_ = self.next if self.next and self.next[0] == message["generation"] else following
                 answer = {"restore": _pair(self.plan), "watermark": _pair(committed), "next": _pair(next_)}
-                return {"ok": True, **answer, "replication": replication}
+                return {"ok": True, **answer, "replication": self.replication}
             case "allocate":
                 return {"ok": True, "paths": self._allocate(rank, message)}
             case "restore":

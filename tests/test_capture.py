@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_daemon import RUN_ID, SoloDaemon, is_committed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from resilient_run.ckpt.capture.copying import CapturePlan, Copier
 from resilient_run.ckpt.capture.slots import MappedSlot, TwoSlots
@@ -695,3 +697,28 @@ def test_cuda_state_is_captured_and_restored_bit_for_bit(daemon: SoloDaemon, mon
         assert ckpt.restore() == 20
         train(model, optimizer)
     assert {name: _bytes(tensor) for name, tensor in model.state_dict().items()} == after
+
+
+def test_shards_and_their_own_memory_are_told_apart(alone: None) -> None:
+    """The same bytes, as they are and as the shard of two tensors, are three leaves; equal shards are one."""
+    mesh = init_device_mesh("cpu", (1,))
+    local = torch.arange(6.0)
+
+    def shard(*placements: Placement) -> DTensor:
+        return DTensor.from_local(local, mesh, placements)
+
+    flat = Flattener([local, shard(Shard(0)), shard(Replicate()), shard(Shard(0)), shard(Replicate()), local])
+    assert flat.node == ["l", *(["x", index] for index in (0, 1, 2, 1, 2, 0))]
+    assert flat.shards.keys() == {1, 2}
+    assert len(set(flat.keys)) == 3
+
+
+def test_state_of_nothing_but_large_tensors(daemon: SoloDaemon) -> None:
+    """Nothing of it is copied inside `step()`."""
+    x = torch.arange(100_000)
+    with Checkpointer(rng=False, x=x) as ckpt:
+        ckpt.step(1)
+        assert is_committed(ckpt)
+    step, tree = _newest(daemon)
+    assert step == 1
+    assert torch.equal(tree["values"]["x"], x)

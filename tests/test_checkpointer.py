@@ -484,24 +484,69 @@ def test_phases_of_one_process_are_not_taken_for_each_other(
     second.close()
 
 
-@pytest.mark.parametrize("zero", ["accumulates", "anew", "in place"])
+@pytest.mark.parametrize("zero", ["accumulates", "anew", "in place", "in place, at once"])
 def test_gradients_that_outlive_a_step_are_warned_of(daemon: SoloDaemon, zero: str) -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, 13):
-            if zero != "accumulates":
+            if zero in {"anew", "in place"}:
                 optimizer.zero_grad(set_to_none=zero == "anew")
             model(torch.ones(1, 3)).sum().backward()
             if zero != "accumulates" or step % 4 == 0:
                 optimizer.step()
+            if zero == "in place, at once":
+                optimizer.zero_grad(set_to_none=False)
             if zero == "accumulates" and step % 4 == 0:
                 optimizer.zero_grad()
             ckpt.step(step)
     told = [str(item.message) for item in caught if "gradients outlive" in str(item.message)]
     assert len(told) == (zero == "accumulates")
     assert "gradients outlive step(7)" in "".join(told) or zero != "accumulates"
+
+
+def test_a_closure_that_makes_gradients_is_not_warned_of(daemon: SoloDaemon) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(torch.ones(1, 3)).sum()
+        loss.backward()
+        return loss
+
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(1, 5):
+            optimizer.step(closure)
+            ckpt.step(step)
+
+
+@pytest.mark.parametrize("zero", ["before", "after"])
+def test_gradients_that_another_network_leaves_are_warned_of(daemon: SoloDaemon, zero: str) -> None:
+    """Where a generator's loss goes through a discriminator, and that is set to zero only after its own step."""
+    generator, discriminator = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, discriminator))
+    with (
+        Checkpointer(models=[generator, discriminator], optimizers=[ours, theirs]) as ckpt,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for step in range(1, 5):
+            for optimizer, loss in (
+                (theirs, lambda: discriminator(generator(torch.ones(1, 3)).detach())),
+                (ours, lambda: -discriminator(generator(torch.ones(1, 3)))),
+            ):
+                if zero == "before":
+                    optimizer.zero_grad()
+                loss().sum().backward()
+                optimizer.step()
+                if zero == "after":
+                    optimizer.zero_grad()
+            ckpt.step(step)
+    told = [str(item.message) for item in caught if "gradients outlive" in str(item.message)]
+    assert len(told) == (zero == "after")
 
 
 def test_steps_count_up(daemon: SoloDaemon) -> None:

@@ -17,15 +17,17 @@ OPTIONS = [action for action in get_args_parser()._actions if action.option_stri
 
 
 def ours(args: Sequence[str]) -> dict[str, Any] | str:
-    """Return what `resilient-run` reads from `args`, or "error 2"."""
+    """Return what `resilient-run` reads from `args`, or "error 2"; another number where an option ends the command."""
     try:
         return dict(vars(ResilientRun().make_context("resilient-run", list(args)).obj))
     except click.UsageError as error:
         return f"error {error.exit_code}"
+    except SystemExit as end:
+        return f"error {end.code}"
 
 
 def theirs(args: Sequence[str]) -> dict[str, Any] | str:
-    """Return what torchrun reads from `args`, or "error 2"."""
+    """Return what torchrun reads from `args`, or "error 2"; another number where an option ends the command."""
     try:
         return dict(vars(parse_args(list(args))))
     except SystemExit as end:

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.measure.timing import RecordingTransport, inputs_for, measure, scheme_at
 from resilient_run.comm.net.transport import Traffic, Transport
+from resilient_run.comm.runtime.chosen import chosen
 from resilient_run.comm.schemes import SCHEMES
 
 pytestmark = pytest.mark.jobs
@@ -61,10 +62,11 @@ def test_what_makes_no_sense_is_refused(options: tuple[str, ...], message: str) 
     assert message in result.stderr
 
 
-def test_repeated_messages_are_those_of_the_last_step() -> None:
+@pytest.mark.parametrize("name", ["topk-dsa", "topk"])
+def test_repeated_messages_are_those_of_the_last_step(name: str) -> None:
     def work(transport: Transport) -> tuple[Traffic, Traffic]:
         recording = RecordingTransport(transport._group)
-        scheme = scheme_at("topk-dsa", recording, 0.1)
+        scheme = chosen(name, recording) if name == "topk" else scheme_at(name, recording, 0.1)
         dense = torch.randn(500, generator=torch.Generator().manual_seed(transport.rank))
         found = measure(scheme, recording, [dense.clone() for _ in range(3)], repeats=2)
         assert len(found.step_s) == 2

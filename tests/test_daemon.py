@@ -1,6 +1,8 @@
 """A job on real daemons, one per loopback host: commit, repair, restore, refusals, and the ends of jobs."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -190,6 +192,15 @@ def test_attachments_that_do_not_fit_are_refused(hosts: Hosts) -> None:
             answer.result()
 
 
+def test_a_notification_that_cannot_be_obeyed_costs_its_connection_alone(hosts: Hosts) -> None:
+    """What a request would have been answered with an error for is expected, whoever asks for no answer."""
+    (trainer,) = hosts.run("a")
+    trainer.notify("restore")
+    assert trainer.is_closed()
+    assert hosts["a"].status()["tasks"] == []
+    assert "there is nothing to restore" in hosts["a"].log
+
+
 def test_trainer_of_an_older_generation_is_refused(hosts: Hosts) -> None:
     (old,) = hosts.run("a")
     hosts.form_round(2, "a")
@@ -296,6 +307,59 @@ def test_second_live_launcher_of_a_run_is_refused(hosts: Hosts) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_daemon_has_so_many_jobs_at_most(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    host = hosts["a"]
+    launcher = host.launcher
+    for number in range(63):
+        host.open(run_id=f"{hosts.run_id}-{number}")
+    with pytest.raises(DaemonError, match=r"^this daemon has 64 runs open, and takes no more: end some"):
+        host.open(run_id=f"{hosts.run_id}-63")
+    host.launcher = launcher
+    host.open()
+    hosts.commit([trainer], [1, 2])
+
+
+def test_another_process_that_attaches_as_a_rank_is_refused(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            hosts["a"].trainer(0, world_size=1, generation=1).attach()
+        except DaemonError as error:
+            refusal = rf"process {os.getppid()} is attached as rank 0, .*\(this one is {os.getpid()}\)"
+            status = 0 if re.match(refusal, str(error)) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    hosts.commit([trainer], [1])
+    hosts["a"].trainer(0, world_size=1, generation=1).attach()
+    assert trainer.is_closed(), "it has connected anew"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_daemon_in_another_pid_namespace_takes_no_job(hosts: Hosts) -> None:
+    """As in two containers of a pod: the launcher has no pid there, and every trainer that of a stranger."""
+    hosts.create_job()
+    hosts["a"].prefix = ("unshare", "--pid", "--fork", "--kill-child")
+    hosts["a"].start()
+    remedy = "or let their containers share processes (Kubernetes: shareProcessNamespace)"
+    with pytest.raises(DaemonError, match=rf"pid {os.getpid()} is no process to it; .*{re.escape(remedy)}$"):
+        hosts["a"].open()
+    with pytest.raises(DaemonError, match=r"is in another pid namespace"):
+        hosts["a"].trainer(0, world_size=1, generation=1).attach()
+    assert hosts["a"].status()["jobs"] == [], "whoever only asks is answered"
+
+
+def test_process_that_says_another_pid_is_refused(hosts: Hosts) -> None:
+    """As where the daemon sees the host's processes and the launcher is in a container."""
+    (trainer,) = hosts.run("a")
+    with pytest.raises(DaemonError, match=rf"in another pid namespace: pid 1 is {os.getpid()} to it"):
+        hosts["a"].trainer(0, world_size=1, generation=1).attach(pid=1)
+    hosts.commit([trainer], [1])
+
+
 def test_new_incarnation_of_a_run_id_starts_from_nothing(hosts: Hosts) -> None:
     hosts.commit(hosts.run("a"), [1, 2])
     hosts.etcd(lambda etcd: etcd.commit({}, {}, [hosts.prefix]))
@@ -309,6 +373,7 @@ def test_job_with_a_broken_key_fails_alone(hosts: Hosts, tmp_path: Path) -> None
     (trainer,) = hosts.run("a")
     broken = hosts["a"].client()
     request = {"host": "a", "replicas": 1, "nproc": 1, "etcd": hosts.config.to_dict(), "addr": "127.0.0.1"}
+    request["pid"] = os.getpid()
     broken.request("open_job", run_id=f"{hosts.run_id}-broken", memory_limit_bytes=None, policy={}, **request)
     key = f"/resilient-run/{hosts.run_id}-broken/ckpt/watermark"
     hosts.etcd(lambda etcd: etcd.put(key, {"generation": "one"}))

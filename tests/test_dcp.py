@@ -1,10 +1,7 @@
 """`torch.distributed.checkpoint` over slots: saved and loaded by its own calls, also into another world size."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cluster import Cluster, wait_until
+from launchers import run_trainers
 from test_export import make_slot, shard, state
 
 from resilient_run import Checkpointer, MemoryTier, PersistedReader
@@ -79,8 +77,8 @@ def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_documented_way_from_an_exported_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snippet of docs/operations.md, as it stands there."""
-    text = (ROOT / "docs/operations.md").read_text()
+    """The snippet of docs/operations/persistent-tier.md, as it stands there."""
+    text = (ROOT / "docs/operations/persistent-tier.md").read_text()
     (snippet,) = re.findall(r"```python\n(from torch.distributed.checkpoint.state_dict .*?)```", text, re.S)
     slot = make_slot(tmp_path / "slot", state(0), rank=0, world_size=1)
     export([slot], tmp_path / "exported", "dcp")
@@ -117,13 +115,8 @@ def test_saved_by_four_ranks_loads_into_two(cluster: Cluster, tmp_path: Path) ->
     host.launcher.terminate()
     host.wait()
     (run,) = tier.iterdir()
-    command = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE]
-    loaded = subprocess.run(
-        [sys.executable, *command, "--load", str(tier), run.name],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert loaded.returncode == 0, loaded.stderr
-    ((step, found),) = digests([json.loads(line) for line in loaded.stdout.splitlines()]).items()
+    loaded = run_trainers([EXAMPLE, "--load", str(tier), run.name], 2)
+    ((step, found),) = digests([json.loads(line) for line in loaded.splitlines()]).items()
     assert found == digests(host.lines)[step]
 
 

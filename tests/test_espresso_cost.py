@@ -17,7 +17,14 @@ SIZE_BYTES = 800.0
 
 
 def costed(
-    text: str, *, hosts: int, gpus: int, alpha_s: float = 0.0, call_s: float = 0.0, batched: bool = False
+    text: str,
+    *,
+    hosts: int,
+    gpus: int,
+    alpha_s: float = 0.0,
+    call_s: float = 0.0,
+    batched: bool = False,
+    announced: bool = False,
 ) -> list[tuple[str, float]]:
     """Return resource and seconds of each step: one second for a byte in the host, ten between hosts."""
     coder = Coder(compress=affine(call_s, 100), decompress=affine(call_s, 1000), accumulate=affine(call_s, 10000))
@@ -27,7 +34,7 @@ def costed(
         gpus_per_host=gpus,
         intra=LinkCost(cost=affine(alpha_s, 1)),
         inter=LinkCost(cost=affine(10 * alpha_s, 10)),
-        compressor=CompressorCost(name="half", ratio=0.5, coders=coders, batched=batched),
+        compressor=CompressorCost(name="half", ratio=0.5, coders=coders, batched=batched, announced=announced),
     )
     ((_, steps),) = Costs(made, [SIZE_BYTES]).options([parse(text)])
     return [(step.resource, step.seconds[0]) for step in steps]
@@ -41,7 +48,8 @@ def test_a_dense_hierarchical_sum_shares_the_adapter() -> None:
 
 def test_after_a_reduction_to_a_root_one_gpu_sends() -> None:
     steps = costed("reduce@intra1 > all_reduce@inter > broadcast@intra2", hosts=2, gpus=4)
-    assert steps == [("intra", 800), ("inter", 10 * 800), ("intra", 800)]
+    # Four GPUs of a host are a tree of two rounds.
+    assert steps == [("intra", 2 * 800), ("inter", 10 * 800), ("intra", 2 * 800)]
 
 
 def test_gathered_payloads_are_decompressed_one_and_accumulated_the_others() -> None:
@@ -101,7 +109,7 @@ def test_gathering_to_a_root_leaves_it_all_payloads() -> None:
         ("gpu", 80000),
         ("inter", 10 * 2 * 400),
         ("gpu", 800000 + 2 * 8000000),
-        ("inter", 10 * 800),
+        ("inter", 10 * 2 * 800),
         ("intra", 800),
     ]
 
@@ -110,8 +118,9 @@ def test_gathering_to_a_root_leaves_it_all_payloads() -> None:
     ("text", "seconds"),
     [
         ("all_reduce@flat", 10 * 2 * 3 / 4 * 800),
-        ("reduce_scatter@flat > all_gather@flat", 10 * 3 / 4 * 800),
-        ("comp:gpu > all_gather@flat > decomp:gpu", 10 * 3 * 400),
+        # Two GPUs of a host exchange a quarter each with the other host.
+        ("reduce_scatter@flat > all_gather@flat", 10 * 2 / 4 * 800),
+        ("comp:gpu > all_gather@flat > decomp:gpu", 10 * 2 * 400),
         # Two GPUs of a host send half of what they hold to the other host.
         ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 10 * 2 * 0.5 * 400),
         ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 10 * 2 * 400),
@@ -129,7 +138,16 @@ def test_latency_counts_rounds() -> None:
     bytes_s = 10 * 2 * 3 / 4 * 800
     assert costed("all_reduce@flat", hosts=4, gpus=1, alpha_s=1) == [("inter", 60 + bytes_s)]
     ((_, seconds), _) = costed("reduce@flat > broadcast@flat", hosts=5, gpus=1, alpha_s=1)
-    assert seconds == 30 + 10 * 800
+    assert seconds == 30 + 10 * 3 * 800
+
+
+def test_what_has_to_be_announced_costs_a_message_more_for_each_other_host() -> None:
+    text = "comp:gpu > gather@flat > decomp:gpu > comp:gpu > broadcast@flat > decomp:gpu"
+    bytes_s = [10 * 3 * 400, 10 * 2 * 400]
+    found = costed(text, hosts=4, gpus=1, alpha_s=1)
+    assert [seconds for resource, seconds in found if resource == "inter"] == [30 + bytes_s[0], 50 + bytes_s[1]]
+    found = costed(text, hosts=4, gpus=1, alpha_s=1, announced=True)
+    assert [seconds for resource, seconds in found if resource == "inter"] == [60 + bytes_s[0], 50 + bytes_s[1]]
 
 
 def test_collectives_of_one_participant_are_no_steps() -> None:

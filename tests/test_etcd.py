@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificates
 from etcd_process import EtcdProcess
 
 from resilient_run.daemon.etcd import client as etcd_module
@@ -347,13 +348,7 @@ def guarded(tmp_path: Path) -> Iterator[EtcdProcess]:
     """A server with passwords, whose tokens last a second."""
     process = EtcdProcess(tmp_path / "etcd", "--auth-token-ttl=1")
     process.start()
-    process.ctl("user", "add", "root:top")
-    process.ctl("user", "grant-role", "root", "root")
-    process.ctl("user", "add", "trainer:secret")
-    process.ctl("role", "add", "runs")
-    process.ctl("role", "grant-permission", "runs", "--prefix=true", "readwrite", "/resilient-run/")
-    process.ctl("user", "grant-role", "trainer", "runs")
-    process.ctl("auth", "enable")
+    process.enable_auth("secret")
     yield process
     process.kill()
 
@@ -406,33 +401,11 @@ def test_refused_credentials(guarded: EtcdProcess, user: str | None, password: s
 
 def test_a_password_that_guards_nothing_is_refused(server: EtcdProcess, etcd_config: EtcdConfig, prefix: str) -> None:
     config = EtcdConfig(endpoints=(server.endpoint,), user="trainer", password="secret")
-    with pytest.raises(EtcdAuthError, match=r"lets in everybody.*etcdctl auth enable.*RESILIENT_ETCD_USER"):
+    with pytest.raises(EtcdAuthError, match=r"asks nobody for a password.*etcdctl auth enable.*RESILIENT_ETCD_USER"):
         with_etcd(config, lambda etcd: etcd.put(f"{prefix}a", {}))
     # The directory of a socket guards it.
     config = EtcdConfig(endpoints=etcd_config.endpoints, user="trainer", password="secret")
     with_etcd(config, lambda etcd: etcd.put(f"{prefix}a", {}))
-
-
-def make_certificates(directory: Path) -> None:
-    """Make an authority, a server certificate for 127.0.0.1, a client certificate, and an unrelated authority."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=directory)
-
-    for authority in ("ca", "other"):
-        openssl(
-            *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={authority}"),
-            *("-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
-        )
-    for name in ("server", "client"):
-        (directory / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        openssl(
-            *("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"), "-keyout", f"{name}.key", "-out", name
-        )
-        openssl(
-            *("x509", "-req", "-in", name, "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"),
-            *("-extfile", f"{name}.ext", "-out", f"{name}.pem"),
-        )
 
 
 def test_tls(tmp_path: Path, prefix: str) -> None:

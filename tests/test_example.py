@@ -78,6 +78,7 @@ def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple
     """With three ranks the order of a sum shows in its last bit."""
     undisturbed = lines_of(run(*TORCHRUN, "3", str(EXAMPLE), *SMALL, *mode))
     host = cluster.host("solo")
+    host.forked = False
     arguments = [str(EXAMPLE), *SMALL, *mode, "--demo-kill", "6"]
     host.launch(["--standalone", "--nproc-per-node", "3"], arguments)
     assert host.wait() == 0, host.output
@@ -89,6 +90,7 @@ def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple
 
 def test_minimal_script(cluster: Cluster) -> None:
     host = cluster.host("solo")
+    host.forked = False
     host.launch(["--standalone", "--nproc-per-node", "2"], [str(MINIMAL)])
     assert host.wait() == 0, host.output
     theirs = run(*TORCHRUN, "2", str(MINIMAL)).stdout

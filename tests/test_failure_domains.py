@@ -73,7 +73,10 @@ def test_a_moved_replica_stays_until_its_new_holders_have_it(hosts: Hosts) -> No
     wait_until(lambda: (1, 1) in hosts["e"].held().get(0, ()), timeout_s=30, what="rank 0 at e")
     assert (1, 1) in hosts["c"].held()[0]
     hosts["d"].start()
-    again = hosts.run("ebcd", generation=2, labels=labels)
+    hosts["d"].open()
+    again = [hosts[name].trainer(rank, world_size=4, generation=2) for rank, name in enumerate("ebcd")]
+    for trainer in again:
+        trainer.attach()
     wait_until(lambda: set(hosts["c"].held()) == {1, 2}, timeout_s=30, what="rank 0 gone from c")
     restore(hosts, again, (1, 1))
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -218,12 +219,34 @@ def test_both_exact_planners_agree_on_larger_models(decode: bool) -> None:
         assert problem.iteration_s(pareto(problem)) == pytest.approx(problem.iteration_s(exact(problem)), rel=1e-9)
 
 
-def test_algorithm_5_1_equals_brute_force() -> None:
+@pytest.mark.parametrize("prunings", [(1, 2), (1,), (2,), ()])
+def test_algorithm_5_1_equals_brute_force(prunings: tuple[int, ...]) -> None:
     rng = random.Random(6)
     for _ in range(500):
         problem = random_problem(rng, most=8, decode=False)
         best_s = least_s(problem)
-        assert problem.iteration_s(algorithm_5_1(problem)) == pytest.approx(best_s, rel=1e-12)
+        assert problem.iteration_s(algorithm_5_1(problem, prunings)) == pytest.approx(best_s, rel=1e-12)
+
+
+def test_each_pruning_of_algorithm_5_1_saves_work() -> None:
+    """Counted are the times of sending that are asked for, as each look at a group asks for."""
+    rng = random.Random(6)
+    problems = [random_problem(rng, most=12, decode=False) for _ in range(20)]
+    asked: Counter[tuple[int, ...]] = Counter()
+
+    def counted(problem: FusionProblem, prunings: tuple[int, ...]) -> FusionProblem:
+        communicate = problem.system.communicate
+
+        def count(size_bytes: float) -> float:
+            asked[prunings] += 1
+            return communicate(size_bytes)
+
+        return FusionProblem(problem.tensors, replace(problem.system, communicate=count))
+
+    for prunings in ((1, 2), (1,), (2,), ()):
+        for problem in problems:
+            algorithm_5_1(counted(problem, prunings), prunings)
+    assert asked[1, 2] < min(asked[1,], asked[2,]) < max(asked[1,], asked[2,]) < asked[()]
 
 
 def test_exact_planner_equals_algorithm_5_1_on_larger_models() -> None:

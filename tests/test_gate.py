@@ -1,7 +1,7 @@
 """The gate of trainers that send captures themselves: what leaves when, by the clock."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ PROFILE = IdleProfile(
 class Known:
     profile: IdleProfile | None = PROFILE
     every: int = 1
+    quiet_s: float | None = None
 
 
 class Clock:
@@ -89,9 +90,24 @@ def test_a_late_capture_is_not_held_back() -> None:
     assert gate.admit(2, 10 * MB) == 4 * MB, "training stalls"
 
 
+def test_nothing_leaves_in_an_iteration_that_is_profiled() -> None:
+    clock, known = Clock(), Known(profile=None, quiet_s=0.8)
+    gate, _ = made_gate(clock, known=known)
+    gate.begins(1)
+    assert not gate.is_open
+    clock.now_s += 0.9
+    assert gate.is_open, "it stalls"
+    gate.begins(2)
+    assert not gate.is_open
+    known.quiet_s = None
+    gate.begins(3)
+    assert gate.admit(2, 10 * MB) == 4 * MB
+
+
+@pytest.mark.parametrize("known", [Known(), Known(profile=None, quiet_s=0.8)])
 @pytest.mark.parametrize("end", ["iteration", "close"])
-def test_who_waits_is_woken(end: str) -> None:
-    gate, _ = made_gate(Clock())
+def test_who_waits_is_woken(end: str, known: Known) -> None:
+    gate, _ = made_gate(Clock(), known=replace(known))
     gate.sent(100 * MB, 10.0)
     gate.begins(1)
     admitted: list[int] = []
@@ -100,6 +116,7 @@ def test_who_waits_is_woken(end: str) -> None:
     if end == "close":
         gate.close()
     else:
+        gate._known.quiet_s = None
         gate.begins(2)
     waiting.join(30)
     assert admitted == [4 * MB]

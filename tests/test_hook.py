@@ -1,9 +1,6 @@
 """The communication hook: the same training as plain DDP, in real processes, also after a kill."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, assert_same_training, recovered
+from launchers import run_trainers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,11 +53,9 @@ def trainings() -> Trainings:
 
 
 def trained(variants: list[str], *, ranks: int) -> Trainings:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*command, TRAINER, *variants], text=True, capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    printed = run_trainers([TRAINER, *variants], ranks)
     found = Trainings({}, {})
-    for line in map(json.loads, filter(lambda text: text.startswith("{"), done.stdout.splitlines())):
+    for line in map(json.loads, filter(lambda text: text.startswith("{"), printed.splitlines())):
         if "loss" in line:
             for variant, loss in line["loss"].items():
                 found.losses.setdefault(variant, {})[line["rank"], line["step"]] = loss
@@ -133,13 +129,7 @@ def test_example_has_the_losses_of_ddp() -> None:
     small = ["--steps", "4", "--words", "2000", "--width", "32", "--hidden", "32", "--json", "--sparse"]
 
     def losses(scheme: str) -> dict[tuple[int, int], float]:
-        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, EXAMPLE, "--scheme", scheme, *small], text=True, capture_output=True, timeout=240, env=environ
-        )
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        lines = [json.loads(line) for line in run_trainers([EXAMPLE, "--scheme", scheme, *small], 2).splitlines()]
         return {(line["rank"], line["step"]): line["loss"] for line in lines if "loss" in line}
 
     expected = losses("ddp")

@@ -1,13 +1,12 @@
 """Compressors by name under DDP, in two real processes: the same as error feedback by hand, also after a restore."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launchers import run_trainers
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,10 +28,8 @@ PARAMETERS = ["out.bias", "out.weight", "table.weight"]
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, TRAINER, *VARIANTS], text=True, capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = run_trainers([TRAINER, *VARIANTS], 2)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

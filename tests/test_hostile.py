@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-import random
 import socket
-import ssl
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -13,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import xxhash
-from hosts import Client, Hosts, wait_for_watermark
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peer_talk import dial, hello, identity_of, peer_address
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import manifest, wire
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, chunk_count, plan_layout
 from resilient_run.ckpt.state.state import TrainingState
 from resilient_run.ckpt.state.tree import Flattener, unflatten
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.commit import parse_held
 from resilient_run.daemon.run.rounds import Round
-from resilient_run.daemon.trust.identity import Identity
 
-pytestmark = pytest.mark.jobs
+pytestmark = pytest.mark.fast
 
 MIB = 1 << 20
 FUZZED = settings(
@@ -401,100 +394,3 @@ def test_a_manifest_cannot_be_blown_up() -> None:
                 unflatten(manifest.parse(text, 0).tree, [].__getitem__)
         with pytest.raises(SlotError, match="entry 0"):
             manifest.parse(json.dumps({"version": 1, "tensors": [huge], "tree": None}).encode(), 1 << 20)
-
-
-# A real daemon.
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
-
-
-def feed(sock: socket.socket, data: bytes) -> None:
-    """Send `data` and read until the other side closes."""
-    with sock, contextlib.suppress(ConnectionError, ssl.SSLError):
-        sock.sendall(data)
-        with contextlib.suppress(OSError):  # the other side was faster
-            sock.shutdown(socket.SHUT_WR)
-        while sock.recv(65536):
-            pass
-
-
-def connect(family: int, address: Any) -> socket.socket:
-    sock = socket.socket(family)
-    sock.settimeout(30)
-    sock.connect(address)
-    return sock
-
-
-def client_hello(identity: Identity) -> bytes:
-    """Return how a client begins with TLS."""
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        identity.client.wrap_bio(incoming, outgoing).do_handshake()
-    return outgoing.read()
-
-
-def changed(dice: random.Random, data: bytes) -> bytes:
-    """Return `data` with some bytes overwritten, cut out or repeated."""
-    result = bytearray(data)
-    for _ in range(dice.randint(1, 6)):
-        at, size = dice.randrange(len(result) + 1), dice.randint(1, 16)
-        replacement: Callable[[], bytes] = dice.choice(
-            [lambda: dice.randbytes(size), lambda: b"", lambda: bytes(result[at : at + size]) * 2]  # noqa: B023
-        )
-        result[at : at + size] = replacement()
-    return bytes(result)
-
-
-def test_a_daemon_outlives_changed_conversations(hosts: Hosts) -> None:
-    """Honest conversations on both sockets with some bytes changed, half of one, and many that never go on."""
-    dice = random.Random(61)
-    (trainer,) = hosts.run("a")
-    hosts.commit([trainer], [1])
-    host = hosts["a"]
-    assert host.process is not None
-    address, identity = peer_address(hosts, "a"), identity_of(hosts)
-    replica = {"rank": 0, "generation": 1, "step": 1}
-    size = {"used_bytes": 1 << 20, "payload_offset": 1 << 16}
-    from_peer = [
-        {"id": 1, "op": "have", **replica},
-        {"id": 2, "op": "get", **replica, "offset": 0, "size": 4096},
-        {"op": "offer", **replica, **size, "watermark": None, "next": replica},
-    ]
-    from_trainer = [
-        {"id": 1, "op": "attach", **trainer.identity, "rank": 5, "estimate_bytes": 100},
-        {"id": 2, "op": "restore"},
-        {"op": "complete", "path": trainer.paths[0], "generation": 1, "step": 2},
-        {"op": "missed", "next": 2, "step": 2, "late": True},
-        {"id": 4, "op": "job_status", "run_id": hosts.run_id},
-        {"id": 5, "op": "status"},
-    ]
-    from_stranger = wire.encode(hello(hosts.run_id, "a")) + client_hello(identity)
-    talks: list[tuple[Callable[[], socket.socket], bytes]] = [
-        (lambda: connect(socket.AF_INET, address), from_stranger),
-        (lambda: dial(address, identity), b"".join(map(wire.encode, from_peer))),
-        (lambda: connect(socket.AF_UNIX, str(host.socket_path)), b"".join(map(wire.encode, from_trainer))),
-    ]
-    before_bytes = psutil.Process(host.process.pid).memory_info().rss
-    half_open = []
-    for turn in range(60):
-        for made, talk in talks:
-            feed(made(), changed(dice, talk) if turn % 2 else talk[: dice.randrange(len(talk))])
-            sock = made()
-            with contextlib.suppress(OSError):
-                sock.sendall(struct.pack(">I", wire.MAX_FRAME_BYTES) + b'{"op":"')
-            half_open.append(sock)
-    grown_bytes = psutil.Process(host.process.pid).memory_info().rss - before_bytes
-    assert grown_bytes < 100 * MIB, "180 connections that announced 1 MiB each and sent nothing"
-    client = Client(host.socket_path)
-    assert client.request("status")["jobs"][0]["failure"] is None
-    client.close()
-    trainer.capture(2)
-    wait_for_watermark([trainer], (1, 2))
-    for sock in half_open:
-        sock.close()
-    assert "Traceback" not in host.log, host.log

@@ -1,16 +1,14 @@
 """Whole jobs that begin with an import: the same training in the same world, any other world, and never a wrong one."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
+from launchers import run_trainers
 
 from resilient_run.ckpt.format.import_manifest import DATA
 from resilient_run.daemon.ctl.cli import resilientctl
@@ -71,13 +69,8 @@ def test_export_and_import_change_nothing(cluster: Cluster, tmp_path: Path) -> N
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
     """Return a plain DCP checkpoint of two DDP ranks after four steps, and the digest of its state."""
     directory = tmp_path_factory.mktemp("plain") / "saved"
-    command = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINER]
-    done = subprocess.run(
-        [sys.executable, *command, "--save", str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    step, digest = digests([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])[-1]
+    printed = run_trainers([TRAINER, "--save", str(directory)], 2)
+    step, digest = digests([json.loads(line) for line in printed.splitlines() if line.startswith("{")])[-1]
     assert step == 4
     return directory, digest
 

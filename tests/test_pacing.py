@@ -148,6 +148,29 @@ def test_nothing_waits_when_nobody_trains(what: str, sock: socket.socket) -> Non
     assert [size for _, size in sent] == [1 << 20, 1 << 20, 3_000_000 - (2 << 20)]
 
 
+@pytest.mark.parametrize("end", ["iteration", "time", "released", "detached"])
+def test_nothing_leaves_in_an_iteration_that_is_profiled(end: str) -> None:
+    clock = Clock()
+    pacer, _ = pacer_with(clock, bandwidth_mbit_s=0.0)
+    pacer.attach(1, 7)
+    assert pacer.patience_s == 0.0
+    pacer.iteration(1, 1, clock.now_s, 20.0)
+    pacer.iteration(0, 2, clock.now_s)  # the other rank is ahead
+    assert pacer.patience_s == 20.0
+    seen = pacer._window(1)
+    assert (seen.remaining_s, seen.wait_s) == (0.0, 20.0)
+    match end:
+        case "iteration":
+            pacer.iteration(1, 2, clock.now_s)
+        case "time":
+            clock.now_s += 20.0
+        case "released":
+            pacer.release()
+        case "detached":
+            pacer.detach(1)
+    assert pacer._window(1).remaining_s == math.inf
+
+
 def test_what_a_trainer_found_is_known_to_its_successor() -> None:
     pacer, _ = pacer_with(Clock())
     pacer.reset()
@@ -227,6 +250,20 @@ def test_chunks_of_real_daemons_leave_in_the_spans(hosts: Hosts) -> None:
     wait_for_watermark(trainers, (1, 3))
     shown = hosts["a"].status()["jobs"][0]["replication"]
     assert (shown["scheme"], shown["every"], shown["idle_s"]) == ("interleaved", 1, 1200.0)
+
+
+def test_replicas_wait_for_the_next_iteration_while_the_network_is_profiled(hosts: Hosts) -> None:
+    trainers = start(hosts)
+    hosts.commit(trainers, [1])
+    for trainer in trainers:
+        trainer.notify("iteration", step=2, monotonic_s=time.monotonic(), quiet_s=3600.0)
+        trainer.capture(2)
+    for trainer in trainers:  # both daemons have seen the capture once they answer this
+        trainer.request("status")
+    assert {trainer.watermark() for trainer in trainers} == {(1, 1)}
+    for trainer in trainers:
+        trainer.notify("iteration", step=3, monotonic_s=time.monotonic(), quiet_s=None)
+    wait_for_watermark(trainers, (1, 2))
 
 
 def test_failure_opens_the_gate(hosts: Hosts) -> None:

@@ -39,7 +39,7 @@ def run(*command: str, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the unpacked wheel, built from a copy of the sources."""
+    """Return the directory of the unpacked wheel, built from the source distribution of a copy of the sources."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(work), str(source))
+    run(sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", str(work), str(source))
     (archive,) = work.glob("*.whl")
     with zipfile.ZipFile(archive) as unpacked:
         unpacked.extractall(work / "unpacked")
@@ -60,18 +60,20 @@ def distribution(wheel: Path) -> Distribution:
     return Distribution.at(info)
 
 
-def test_every_module_is_in_the_wheel(wheel: Path) -> None:
+def test_every_module_and_page_is_in_the_wheel(wheel: Path) -> None:
     expected = {
         PurePosixPath("resilient_run", path.relative_to(ROOT))
         for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".html")
     }
     facade = PurePosixPath("resilient_run/launcher/facade")
     expected = {
         PurePosixPath("resilient_run") / path.relative_to(facade) if path.is_relative_to(facade) else path
         for path in expected
     }
-    packed = {PurePosixPath(path.relative_to(wheel)) for path in wheel.rglob("*.py")}
+    found = (path for path in wheel.rglob("*.*") if path.suffix in (".py", ".html"))
+    packed = {PurePosixPath(path.relative_to(wheel)) for path in found}
     assert packed == expected, "add the missing folder to `packages` in pyproject.toml"
 
 

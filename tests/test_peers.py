@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import socket
@@ -199,7 +200,7 @@ def test_hostile_bytes_close_only_their_connection(hosts: Hosts) -> None:
         {"op": "allocate", "id": 2, "capacity_bytes": 1 << 20, "payload_offset": 1 << 16},
         {"op": "complete", "path": trainer.paths[0], "generation": 1, "step": 2},
         {"op": "settle", "id": 3, "run_id": hosts.run_id, "timeout_s": 0},
-        {"op": "open_job", "id": 4, "run_id": "x", "host": "a", "replicas": 1, "nproc": 1, "etcd": {}, "addr": "::"},
+        {"op": "open_job", "id": 4, "pid": os.getpid(), "run_id": "x", "host": "a", "etcd": {}, "addr": "::"},
         {"op": "restored", "step": 1, "seconds": 1},
         {"op": "progress", "step": 1},
         {**have(), "op": "get", "offset": 0, "size": 10},

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import Cluster, wait_until
+from cluster import Cluster, kill, recovered, wait_until
 from hosts import Client
+from patient import patient_of
 
 from resilient_run.daemon.ctl.cli import _status_text
 
 pytestmark = pytest.mark.jobs
 
 SCRIPT = """
-import time
+import os, time
 from resilient_run import Checkpointer
 
 with Checkpointer(x=0) as checkpointer:
+    print(f'{{"rank": {os.environ["RANK"]}, "pid": {os.getpid()}}}', flush=True)
     for step in range(checkpointer.restore(), 100_000):
         time.sleep(1.0)
         checkpointer.step(step + 1)
@@ -83,4 +85,32 @@ def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, 
         "reason",
     }
     assert host.output.count("protected again at step") == before + 1, "one rank tells"
+    assert host.output.count("protected: every step, 1 replica on host solo, and none elsewhere") == 1
     assert not host.recoveries()
+
+
+def test_what_protects_a_run_is_said_once_and_the_doctor_agrees(
+    cluster: Cluster, tmp_path: Path, etcd_endpoint: str
+) -> None:
+    hosts = [cluster.host("a"), cluster.host("b")]
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-id", cluster.name]
+    for host in hosts:
+        host.launch([*options, "--rdzv-endpoint", etcd_endpoint], [str(tmp_path / "script.py")])
+    line = "protected: every step, 2 replicas on hosts "
+
+    def told() -> int:
+        return sum(host.output.count(line) for host in hosts)
+
+    wait_until(told, timeout_s=60, what="the line", host=hosts[0])
+    assert f"{line}a, b\n" in hosts[0].output + hosts[1].output or f"{line}b, a\n" in hosts[0].output + hosts[1].output
+    report = patient_of(hosts[0], tmp_path).doctor()
+    report.says("commits", "ok", found="is committed")
+    report.says("replicas", "ok", found="2 of step ")
+    assert not [found for found in report.findings if found["level"] == "fail"]
+    (pid,) = hosts[0].pids().values()
+    before = hosts[0].committed_step()
+    kill(pid)
+    wait_until(lambda: all(map(recovered, hosts)), timeout_s=60, what="the recovery", host=hosts[0])
+    wait_until(lambda: hosts[0].committed_step() > before + 1, timeout_s=60, what="commits after it", host=hosts[0])
+    assert told() == 1, "the same hosts protect it"

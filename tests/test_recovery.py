@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
 from etcd_process import EtcdProcess
@@ -57,6 +58,17 @@ def assert_nothing_committed_lost(hosts: list[Host], kept: list[int]) -> None:
         events = [event for event in host.recoveries() if event["complete"]]
         assert len(events) == len(kept), host.recoveries()
         assert all(event["restored_step"] >= step for event, step in zip(events, kept, strict=True)), (kept, events)
+
+
+def test_what_a_killed_worker_was_starting_ends_too(cluster: Cluster, tmp_path: Path) -> None:
+    """A DataLoader's worker that begins when its trainer is gone would wait for ever, and keep the output open."""
+    host, gate = cluster.host("solo"), tmp_path / "gate"
+    host.launch(["--standalone"], [str(Path(__file__).parent / "forking_trainer.py"), str(gate)])
+    assert host.wait() == 0, host.output
+    assert recovered(host) == 1
+    left = int(gate.with_suffix(".pid").read_text())
+    gate.touch()
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("victims", ["one worker", "all workers"])

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from etcd_process import EtcdProcess
+from launchers import start_python
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -31,6 +33,7 @@ from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.records import Fingerprint
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.launcher.rendezvous import claim
+from resilient_run.launcher.rendezvous.loop import LoopThread
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
 
 pytestmark = pytest.mark.jobs
@@ -87,9 +90,9 @@ class Launchers:
         """Start a process that joins every generation as `host`."""
         script = Path(__file__).parent / "rendezvous_host.py"
         settings = [f"{name}={value}" for name, value in {"lease_ttl": "2", **options}.items()]
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(script), self.endpoint, self.run_id, *map(str, nnodes), *settings],
-            env={**os.environ, "RESILIENT_HOST_ID": host},
+        process = start_python(
+            [str(script), self.endpoint, self.run_id, *map(str, nnodes), *settings],
+            {**os.environ, "OMP_NUM_THREADS": "1", "RESILIENT_HOST_ID": host},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -773,6 +776,31 @@ def test_another_script_than_the_run_has(launchers: Launchers, changes: dict[str
     described(launchers, "d", fingerprint=MARK)
     launchers.join("d")
     assert launchers.handlers["a"].failure is None
+
+
+def test_a_launcher_that_leaves_waits_no_more(launchers: Launchers) -> None:
+    for host in "ab":
+        launchers.make(host, (1, 1))
+    launchers.joined("a")
+    waiting = launchers.join("b")["b"]
+    launchers.handlers["b"].leave()
+    with pytest.raises((RendezvousConnectionError, RuntimeError)):
+        waiting.result(WAIT_S)
+
+
+def test_what_a_stopped_loop_was_running_is_told() -> None:
+    loop, begun = LoopThread("loop"), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: loop.run(wait()))
+        assert begun.wait(WAIT_S)
+        loop.stop()
+        with pytest.raises(RuntimeError, match="thread loop was stopped"):
+            waiting.result(WAIT_S)
 
 
 def test_other_formats_are_never_let_in(launchers: Launchers) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +18,7 @@ import pytest
 import torch
 from cluster import wait_until
 from hosts import PAYLOAD_BYTES, Host, Hosts, publish
+from launchers import start_python
 from proxy import Proxy
 from seats import seats
 from torch.distributed import TCPStore
@@ -38,6 +38,7 @@ from resilient_run.daemon.slots.slots import MAX_SLOT_BYTES, JobSlots, SlotFile
 
 pytestmark = pytest.mark.jobs
 
+TRAINER = str(Path(__file__).with_name("replicating_trainer.py"))
 TRANSPORTS = ("daemon", "trainer")
 IN_THE_MIDDLE = 100_000
 """A byte of a capture's payload, counted from the first that its owner's daemon sends."""
@@ -121,13 +122,10 @@ class Process:
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "PATH": "/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-P", str(Path(__file__).with_name("replicating_trainer.py")), *arguments]
-        self.popen = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.popen = start_python([TRAINER, *arguments], {**os.environ, **environment}, **pipes)
 
     def hear(self) -> dict[str, Any]:
         assert self.popen.stdout is not None

@@ -49,6 +49,22 @@ def test_second_daemon_is_refused(hosts: Hosts) -> None:
     assert host.status()["jobs"] == []
 
 
+def test_logs_are_json_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = ("--run-dir", str(tmp_path / "run"), "--shm-dir", str(tmp_path / "shm"), "--idle-exit", "0.1")
+    monkeypatch.setenv("RESILIENT_LOG_FORMAT", "json")
+    done = daemon(*directories)
+    entries = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 0
+    assert entries
+    assert all(entry.keys() == {"unix_s", "level", "logger", "pid", "message"} for entry in entries)
+    monkeypatch.setenv("RESILIENT_LOG_FORMAT", "xml")
+    command = [sys.executable, "-P", "-m", "resilient_run", "--standalone", "train.py"]
+    launcher = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    for wrong in (daemon(*directories), launcher):
+        assert wrong.returncode == 1
+        assert wrong.stderr == "Error: RESILIENT_LOG_FORMAT is 'xml': choose text or json\n"
+
+
 def test_daemon_replaces_what_a_killed_one_left(hosts: Hosts) -> None:
     host = hosts["a"]
     host.start()

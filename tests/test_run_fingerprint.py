@@ -50,11 +50,45 @@ def test_arguments_are_compared_and_never_told(tmp_path: Path) -> None:
     assert KEY not in str(asdict(one))
 
 
+def test_without_the_run_key_nobody_can_try_arguments() -> None:
+    """Who reads etcd knows the script and guesses a password among its arguments."""
+    one, again, other = (fingerprint(train, (KEY,), key) for key in ("k" * 40, "k" * 40, "l" * 40))
+    assert one == again == replace(other, arguments=one.arguments)
+    assert len({one.arguments, other.arguments, fingerprint(train, (KEY,)).arguments}) == 3
+
+
+def test_a_program_of_pythons_is_compared() -> None:
+    assert of("--no-python", "python", "-c", "1") == of("--no-python", "python", "-c", "1")
+    assert of("--no-python", "python", "-c", "1") != of("--no-python", "python", "-c", "2")
+
+
+def test_the_same_command_from_another_directory_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "train.py")
+    made(tmp_path / "pkg" / "train.py")
+    found = []
+    for directory, script in (
+        (tmp_path, "train.py"),
+        (tmp_path / "pkg", "../train.py"),
+        (tmp_path, f"{tmp_path}/train.py"),
+    ):
+        monkeypatch.chdir(directory)
+        found.append(of(script, "--data", "data"))
+    assert found[0] == found[1] == found[2]
+    assert of("-m", "pkg.train") == of("--no-python", "python3", "-u", "-m", "pkg.train")
+
+
 @pytest.mark.parametrize(
     ("words", "script", "has_content"),
     [
         (["-m", "pkg.train", "--lr", "1"], "-m pkg.train", False),
-        (["--no-python", "python", "-c", f"key = '{KEY}'", "x"], "-c", True),
+        (["--no-python", "python", "-c", f"key = '{KEY}'", "x"], "-c", False),
+        (["--no-python", "python", f"-Ickey = '{KEY}'", "x"], "-c", False),
+        (["--no-python", "python", "-um", "pkg.train", KEY], "-m pkg.train", False),
+        (["--no-python", "python", "-mpkg.train", KEY], "-m pkg.train", False),
+        (["--no-python", "python", "-Werror", "-uX", "dev", "-mpkg.train", KEY], "-m pkg.train", False),
+        (["--no-python", "python", "--check-hash-based-pycs", "never", "-m", "pkg.train", KEY], "-m pkg.train", False),
+        (["--no-python", "python", "-u", "-", KEY], "python", False),
+        (["--no-python", "python", "-m"], "-m ", False),
         (["--no-python", "python3.11", "-X", "dev", "-m", "pkg.train"], "-m pkg.train", False),
         (["--no-python", "bash", "-c", KEY], "bash", False),
         (["--no-python", "/bin/sh", "-c", KEY], "sh", True),

@@ -23,13 +23,13 @@ import psutil
 import pytest
 from cluster import Cluster, Host, kill, recovered, wait_until
 from flood import Flood
-from gated import STEPS, Gate, assert_undisturbed
+from gated import STEPS, Gate, assert_undisturbed, train_to
 from hosts import Client, Hosts
-from peer_talk import dial, identity_of, peer_address
+from peer_talk import dial, hello, identity_of, peer_address
 
 from resilient_run.ckpt.format import wire
 from resilient_run.daemon.base.crowd import Crowd
-from resilient_run.daemon.base.repeats import RepeatFilter
+from resilient_run.daemon.base.logs import RepeatFilter
 from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.etcd.client import EtcdConfig
 
@@ -79,9 +79,9 @@ def launch_pair(cluster: Cluster, gate: Gate, endpoint: str, *extra: str, prefix
     for host in pair:
         host.prefix = prefix
         host.launch(arguments, gate.script)
-    gate.open(5)
     for host in pair:
-        wait_until(lambda host=host: host.committed_step() > 2, timeout_s=120, what="commits", host=host)
+        wait_until(lambda host=host: host.starts(), timeout_s=120, what="a trainer", host=host)
+    train_to(3, gate, pair, pair[0].run_dir / "resilientd.sock")
     return pair
 
 
@@ -154,6 +154,25 @@ def test_silent_connections_keep_nobody_out(cluster: Cluster, gate: Gate, etcd_e
         kill_and_end(pair, gate)
     for host in pair:
         assert (host.run_dir / "resilientd.log").stat().st_size < 400_000
+
+
+@pytest.mark.usefixtures("many_files")
+@pytest.mark.parametrize("tls", [False, True], ids=["silent", "handshakes"])
+def test_a_flood_from_everywhere_holds_no_recovery_up(
+    cluster: Cluster, gate: Gate, etcd_endpoint: str, tls: bool
+) -> None:
+    """500 at the peers' port of each host, each from an address of its own; 500 at its socket ask and never read."""
+    pair = launch_pair(cluster, gate, etcd_endpoint, prefix=FEW_FILES)
+    everywhere = [f"127.1.{high}.{low}" for high in range(2) for low in range(1, 251)]
+    named = wire.encode(hello(cluster.name)) if tls else b""
+    with contextlib.ExitStack() as stack:
+        for host in pair:
+            address = ("127.0.0.1", peer_port(daemon_of(host)))
+            stack.enter_context(Flood(socket.AF_INET, address, count=500, data=named, sources=everywhere))
+            asking = wire.encode({"id": 1, "op": "status"}) * 20
+            path = str(host.run_dir / "resilientd.sock")
+            stack.enter_context(Flood(socket.AF_UNIX, path, count=500, data=asking))
+        kill_and_end(pair, gate)
 
 
 def test_a_full_table_of_files_is_survived(cluster: Cluster, gate: Gate, etcd_endpoint: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from cluster import wait_until
 from hosts import Hosts
+from launchers import start_python
 from solo_daemon import SoloDaemon
 
 from resilient_run.daemon.etcd.client import EtcdConfig
@@ -46,16 +46,7 @@ def start_ranks() -> Iterator[StartRanks]:
         store = torch.distributed.TCPStore("127.0.0.1", 0, len(environs), is_master=True, wait_for_workers=False)
         stores.append(store)
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        command = [sys.executable, "-P", "-W", "ignore", "-c", script, *arguments]
-        started = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **environ, **shared, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for environ in environs
-        ]
+        started = [_start_script(script, {**environ, **shared}, *arguments) for environ in environs]
         processes.extend(started)
         return started
 
@@ -65,6 +56,11 @@ def start_ranks() -> Iterator[StartRanks]:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _start_script(script: str, environ: dict[str, str], *arguments: str) -> Process:
+    env = {**os.environ, **environ, "OMP_NUM_THREADS": "1"}
+    return start_python(["-c", script, *arguments], env, stdout=subprocess.PIPE, text=True)
 
 
 def _finish(processes: list[Process]) -> list[str]:
@@ -91,9 +87,7 @@ ATTACH = "ckpt = Checkpointer(model=model, optimizer=optimizer)\n"
 
 
 def _start(daemon: SoloDaemon, body: str, **options: int) -> Process:
-    environ = {**os.environ, **daemon.environ(**options), "OMP_NUM_THREADS": "1"}
-    script = SCRIPT_HEAD + ATTACH + textwrap.dedent(body)
-    return subprocess.Popen([sys.executable, "-P", "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
+    return _start_script(SCRIPT_HEAD + ATTACH + textwrap.dedent(body), daemon.environ(**options))
 
 
 def test_a_script_that_just_ends_has_its_last_step(daemon: SoloDaemon) -> None:

@@ -58,19 +58,6 @@ def test_all_gather_and_swap() -> None:
         assert swapped.tolist() == list(range((rank - 1) % 3))
 
 
-def test_dense_collectives_count_the_bytes_of_a_ring() -> None:
-    def work(transport: Transport) -> tuple[Tensor, Tensor, Tensor, int]:
-        summed = Dense(transport).reduce("w", torch.full((6, 2), float(transport.rank)))
-        share = transport.reduce_scatter(torch.arange(12.0))
-        return summed, share, transport.all_gather_dense(share), transport.traffic.sent_bytes
-
-    for rank, (summed, share, whole, sent_bytes) in enumerate(run_ranks(3, work)):
-        assert torch.equal(summed, torch.full((6, 2), 3.0))
-        assert torch.equal(share, 3 * torch.arange(4 * rank, 4 * rank + 4.0))
-        assert torch.equal(whole, 3 * torch.arange(12.0))
-        assert sent_bytes == 2 * 2 * 48 / 3 + 2 * 16 + 2 * 16
-
-
 def test_parts_come_back_as_they_were_sent() -> None:
     values, indices = torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor([7], dtype=torch.int32)
     for first, second in [(values, indices), (indices, values)]:
@@ -92,3 +79,18 @@ def test_operation_runs_where_its_first_argument_lives() -> None:
     assert op.on("cuda")(torch.zeros(1)) == "cuda"
     with pytest.raises(OpError, match="where: the first argument is a int"):
         op(3)  # type: ignore[arg-type]
+
+
+def test_collectives_of_the_library_count_the_bytes_of_a_ring() -> None:
+    """GPUs use them; Gloo has them, too."""
+
+    def work(transport: Transport) -> tuple[Tensor, Tensor, Tensor, int]:
+        summed = Dense(transport).reduce("w", torch.full((6, 2), float(transport.rank)))
+        share = transport.reduce_scatter(torch.arange(12.0))
+        return summed, share, transport.all_gather_dense(share), transport.traffic.sent_bytes
+
+    for rank, (summed, share, whole, sent_bytes) in enumerate(run_ranks(3, work)):
+        assert torch.equal(summed, torch.full((6, 2), 3.0))
+        assert torch.equal(share, 3 * torch.arange(4 * rank, 4 * rank + 4.0))
+        assert torch.equal(whole, 3 * torch.arange(12.0))
+        assert sent_bytes == 2 * 2 * 48 / 3 + 2 * 16 + 2 * 16

@@ -151,6 +151,10 @@ def test_a_tensor_of_a_value_and_of_an_object_stays_one(
         assert ckpt.values["average"].data_ptr() == holder.average.data_ptr()
 
 
+def _of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_learning_rate_that_the_script_has_a_name_for_is_filled(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, *, registered: bool
@@ -162,13 +166,13 @@ def test_a_learning_rate_that_the_script_has_a_name_for_is_filled(
         return rate, torch.optim.Adam(groups, lr=rate)
 
     rate, optimizer = made()
-    with Checkpointer(optimizer=optimizer, **({"rate": rate} if registered else {})) as ckpt:
+    with Checkpointer(optimizer=optimizer, parameters=_of(optimizer), **({"rate": rate} if registered else {})) as ckpt:
         rate.mul_(0.5)
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
     rate, optimizer = made()
-    with Checkpointer(optimizer=optimizer, **({"rate": rate} if registered else {})) as ckpt:
+    with Checkpointer(optimizer=optimizer, parameters=_of(optimizer), **({"rate": rate} if registered else {})) as ckpt:
         ckpt.restore()
         assert rate.item() == 0.25
         assert all(group["lr"] is rate for group in optimizer.param_groups)
@@ -183,13 +187,13 @@ def test_tensors_in_a_tuple_of_options_are_filled(daemon: SoloDaemon, monkeypatc
         )
 
     beta, optimizer = made()
-    with Checkpointer(optimizer=optimizer) as ckpt:
+    with Checkpointer(optimizer=optimizer, parameters=_of(optimizer)) as ckpt:
         beta.mul_(0.5)
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
     beta, optimizer = made()
-    with Checkpointer(optimizer=optimizer) as ckpt:
+    with Checkpointer(optimizer=optimizer, parameters=_of(optimizer)) as ckpt:
         ckpt.restore()
         assert beta.item() == 0.25
         assert optimizer.param_groups[0]["betas"][0] is beta

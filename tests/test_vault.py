@@ -190,6 +190,27 @@ def test_vault_adopts_what_verifies_and_clears_the_rest(shm_dir: Path, caplog: p
     assert not (shm_dir / ("0" * 32)).exists()
 
 
+def test_what_a_trainer_still_writes_for_an_earlier_daemon_harms_no_replica(shm_dir: Path) -> None:
+    async def before() -> Path:
+        file = await open_vault(shm_dir).open(record()).place(3, SMALL, agreed=said(None))
+        assert file is not None
+        return file.slot.path
+
+    async def after() -> None:
+        vault = open_vault(shm_dir)
+        (slots,) = vault.scan()
+        await slots.adopt()
+        file = await place(slots, (1, 1), None)
+        assert file is not None
+        lent.buffer[OFFSET : OFFSET + 8] = b"too late"
+        assert await slots.verified(file) is not None
+        assert vault.budget.used_bytes == CAPACITY
+
+    lent = Slot.open(asyncio.run(before()), writable=True)
+    asyncio.run(after())
+    lent.close()
+
+
 def test_files_are_private_and_allocated_in_full(shm_dir: Path) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())

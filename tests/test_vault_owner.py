@@ -1,7 +1,6 @@
 """One vault has one owner: two logins of one user work at once, and nothing that somebody has open is removed."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,17 +24,20 @@ class Login(Host):
     def _directories(self, root: Path) -> tuple[Path, Path]:
         self.xdg = root / self.name / "xdg"
         self.xdg.mkdir(mode=0o700)
-        self.prefix = ("env", "-u", "RESILIENT_RUN_DIR", f"XDG_RUNTIME_DIR={self.xdg}")
         return self.vault.path, self.vault.path
+
+    def environ(self, **more: str) -> dict[str, str]:
+        env = {**super().environ(**more), "XDG_RUNTIME_DIR": str(self.xdg)}
+        del env["RESILIENT_RUN_DIR"]
+        return env
 
     def daemon_pid(self) -> int | None:
         return self.vault.owner
 
     def ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `resilientctl` in this login."""
-        command = [*self.prefix, sys.executable, "-P", "-c", CTL, *arguments]
-        env = {**os.environ, "RESILIENT_SHM_DIR": str(self.shm_dir)}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-P", "-c", CTL, *arguments]
+        return subprocess.run(command, env=self.environ(), capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture

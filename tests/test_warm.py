@@ -21,7 +21,8 @@ import pytest
 from cluster import wait_until
 
 from resilient_run.launcher.workers import warm
-from resilient_run.launcher.workers.warm import WarmProcess, WorkerStarter, warm_workers
+from resilient_run.launcher.workers.handler import warm_workers
+from resilient_run.launcher.workers.warm import WarmProcess, WorkerStarter
 
 pytestmark = pytest.mark.jobs
 
@@ -500,6 +501,14 @@ def _sets_threads(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     return _start(starter, "-u", _script("import os; os.environ['OMP_NUM_THREADS'] = '2'"))
 
 
+def _sets_threads_by_keyword(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    return _start(starter, "-u", _script("import os; os.environ.update(OMP_NUM_THREADS='2')"))
+
+
+def _reads_variables_from_a_file(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    return _start(starter, "-u", _script("if False:\n    from dotenv import load_dotenv\n    load_dotenv()"))
+
+
 def _imports_what_sets_threads(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     Path("package").mkdir()
     Path("package", "__init__.py").write_text("from . import (first,\n    second)\n")
@@ -554,6 +563,11 @@ def _hides_module(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     return _start(starter, "-u", _script())
 
 
+def _has_what_torch_looks_for(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
+    Path("opt_einsum.py").write_text("")
+    return _start(starter, "-u", _script())
+
+
 def _preloaded_module(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
     return _start(starter, "-u", "-m", "torch.version")
 
@@ -579,6 +593,8 @@ def _broken_sitecustomize(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
         (_other_program, "program is not"),
         (_other_flags, "options other than -u and -m"),
         (_sets_threads, "names 'OMP_NUM_THREADS'"),
+        (_sets_threads_by_keyword, "names OMP_NUM_THREADS"),
+        (_reads_variables_from_a_file, "names load_dotenv"),
         (_imports_what_sets_threads, "settings.py names 'OMP_NUM_THREADS'"),
         (_package_sets_threads, "settings.py names 'OMP_NUM_THREADS'"),
         (_has_many_modules, "more than 200 modules of its own"),
@@ -586,6 +602,7 @@ def _broken_sitecustomize(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
         (_sitecustomize_goes_by_the_rank, "changed environment variable MY_GPU"),
         (_temporary_folder_is_gone, "the zygote cannot be made: FileNotFoundError"),
         (_hides_module, "takes the place of module typing_extensions"),
+        (_has_what_torch_looks_for, "opt_einsum.py is found by the script alone"),
         (_preloaded_module, "torch.version is itself imported"),
         (_starts_thread, "started a thread, which a fork would lose: spy"),
         (_broken_sitecustomize, "the zygote, or its fork, failed"),
@@ -721,7 +738,7 @@ def _restart(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
 LAUNCHER = """
     import sys, time
     from torch.distributed.elastic.multiprocessing import api
-    from resilient_run.launcher.workers.warm import warm_workers
+    from resilient_run.launcher.workers.handler import warm_workers
 
     def start(rank):
         return api.get_subprocess_handler(

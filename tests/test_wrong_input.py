@@ -113,6 +113,7 @@ def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str
     wait_until(lambda: first.reached(reached + 5), timeout_s=30, what="the first run going on")
     assert first.starts() == 1
     assert not second.lines
+    wait_until(lambda: second.daemon_pid(), timeout_s=60, what="the second daemon, for the end to find")
 
 
 def test_another_script_with_the_id_of_a_run(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:

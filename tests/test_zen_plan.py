@@ -2,6 +2,7 @@
 
 import pytest
 
+from resilient_run.comm.zen.formats import ALL, Format, cheapest, payload_bytes
 from resilient_run.comm.zen.plan import Rows, decide, imbalance
 
 NUMEL = 1_000_000
@@ -25,6 +26,18 @@ def test_the_bitmap_counts() -> None:
     assert plan.received_bytes == pytest.approx(0.193 * 4 * NUMEL, rel=0.03)
     assert "hierarchical" in plan.reason
     assert "dense" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("density", "format"),
+    [(0.03, Format.COO), (0.033, Format.BITMAP), (0.95, Format.BITMAP), (0.967, Format.BITMAP), (0.97, Format.DENSE)],
+)
+def test_the_smallest_format_by_density(density: float, format: Format) -> None:
+    """Figure 3.17 of the thesis: the bitmap still saves bytes at 95 %, COO none from 50 % on."""
+    count = round(density * NUMEL)
+    assert cheapest(ALL, count=count, length=NUMEL, row_bytes=4) is format
+    coo = payload_bytes(Format.COO, count=count, length=NUMEL, row_bytes=4)
+    assert (coo < 4 * NUMEL) == (density < 0.5)
 
 
 def test_without_overlap_partners_swap() -> None:

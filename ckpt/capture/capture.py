@@ -232,6 +232,12 @@ class Capturer:
                 lambda: job.phase is _Phase.SKIPPED or self._slots.next > job.step, timeout_s
             )
 
+    @property
+    def uncommitted(self) -> int | None:
+        """The step of the newest capture while it may yet be committed, None otherwise."""
+        with self._changed:
+            return self._slots.uncommitted
+
     def close(self) -> None:
         """Let a copy under way end, and give up a waiting one; then close the link and unmap the slots."""
         with self._changed:

@@ -159,14 +159,22 @@ class CapturePlan:
 
         CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
         """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for index, staging in self._staging.items():
             leaf = flat.leaves[index]
-            if isinstance(leaf, torch.Tensor):
-                staging.copy_(leaf.detach(), non_blocking=True)
+            if _is_cuda(leaf):
+                staging.copy_(_tensor(leaf).detach(), non_blocking=True)
+            elif isinstance(leaf, torch.Tensor):
+                targets.append(staging)
+                sources.append(leaf)
             elif isinstance(leaf, np.ndarray):
                 np.ndarray(leaf.shape, dtype=leaf.dtype, buffer=staging.numpy())[...] = leaf
             else:
                 staging.numpy()[:] = np.frombuffer(leaf, dtype=np.uint8)
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)  # one call each would take longer than the copies
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in self.devices]
         tensors = {index: _tensor(flat.leaves[index]) for index in self.live}
         captures = [each.fingerprint(tensors) for each in self.on_devices]

@@ -161,6 +161,11 @@ class TwoSlots:
             self._taken = step
         return free
 
+    @property
+    def uncommitted(self) -> int | None:
+        """The step of the newest capture while it may yet be committed, None otherwise."""
+        return self._taken if self._taken >= self.next else None
+
     def give_up(self, step: int) -> None:
         """Take note that `step` cannot be captured any more; if it is being captured, that has failed."""
         self._passed = max(step, self._passed)

@@ -9,8 +9,7 @@ class CaptureStats:
 
     Attributes:
         stall_s: Seconds that the training thread spent in `step()` and waiting before optimizer steps.
-        waited_s: Those of them in which it waited for replicas: in the first steps of a run, while the idle spans of
-            the network are learned, and in every step with the scheme `blocking`.
+        waited_s: Those of them in which it waited for replicas, as the scheme `blocking` does.
         capture_s: Seconds that the capture thread spent copying and hashing.
         captures: Complete captures.
         skipped: Steps that were not captured, the discarded ones included.

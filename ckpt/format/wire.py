@@ -32,22 +32,27 @@ def dial(path: Path, timeout_s: float | None = None) -> socket.socket:
     Raises:
         OSError: Nobody listens there within `timeout_s`, or somebody else does (PermissionError).
     """
-    # A link could lead to whatever else this user serves, and that would be told secrets of the run.
-    directory, found = path.parent.stat(), path.lstat()
-    if directory.st_uid != os.geteuid() or directory.st_mode & 0o022 or not stat.S_ISSOCK(found.st_mode):
-        raise PermissionError(f"{path} is no socket in a directory that only uid {os.geteuid()} can write to")
-    sock = socket.socket(socket.AF_UNIX)
+    place = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        sock.settimeout(timeout_s)
-        sock.connect(str(path))
-        sock.settimeout(None)
-        _, uid = peer(sock)
-        if uid != os.geteuid():
-            # Whoever made the directory first would be told secrets of the run, and where its state goes.
-            raise PermissionError(f"{path} is served by uid {uid}, not by a daemon of uid {os.geteuid()}")
-    except BaseException:
-        sock.close()
-        raise
+        # A link could lead to whatever else this user serves, and that would be told secrets of the run. What is
+        # checked is what is connected to, whatever takes the directory's name meanwhile.
+        directory, found = os.fstat(place), os.stat(path.name, dir_fd=place, follow_symlinks=False)
+        if directory.st_uid != os.geteuid() or directory.st_mode & 0o022 or not stat.S_ISSOCK(found.st_mode):
+            raise PermissionError(f"{path} is no socket in a directory that only uid {os.geteuid()} can write to")
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(f"/proc/self/fd/{place}/{path.name}")
+            sock.settimeout(None)
+            _, uid = peer(sock)
+            if uid != os.geteuid():
+                # Whoever made the directory first would be told secrets of the run, and where its state goes.
+                raise PermissionError(f"{path} is served by uid {uid}, not by a daemon of uid {os.geteuid()}")
+        except BaseException:
+            sock.close()
+            raise
+    finally:
+        os.close(place)
     return sock
 
 

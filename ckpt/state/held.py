@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 from ..format.manifest import leaf_paths
-from .tree import PLAIN_TENSORS, Flattener, Leaf, bytes_of
+from .memory import Extents
+from .tree import Flattener, Leaf, bytes_of, extent, is_strided
 
 Optimizer = torch.optim.Optimizer
 
@@ -84,6 +85,8 @@ class ParameterOrder:
     Attributes:
         in_modules: The parameters of registered modules by key, when `names` was called last.
         replaced: What to tell of a parameter that left its module since `names` was called before, None if none did.
+        elsewhere: Parameters that are in no registered module, nor a leaf of the state, by what to call them.
+        unkept: What to call one of them that requires grad and is equal to no leaf, None if there is none.
     """
 
     def __init__(self) -> None:
@@ -94,6 +97,8 @@ class ParameterOrder:
         self._named: dict[str, set[int]] = {}
         self._names: dict[str, list[list[str | None]]] = {}
         self.replaced: str | None = None
+        self.elsewhere: dict[str, torch.Tensor] = {}
+        self.unkept: str | None = None
 
     def names(
         self, optimizers: dict[str, list[Optimizer]], modules: dict[str, torch.nn.Module], flat: Flattener
@@ -150,21 +155,38 @@ class ParameterOrder:
         known = {identity for _, identity in named}
         others = {id(tensor): tensor for several in self._groups.values() for group in several for tensor in group}
         others = {identity: tensor for identity, tensor in others.items() if identity not in known}
-        self._in_leaves = []
+        self._in_leaves, self.elsewhere, self.unkept = [], {}, None
         if others:
-            leaves = {_in_memory(leaf): index for index, leaf in enumerate(flat.leaves)}
-            found = {identity: leaves.get(_in_memory(tensor)) for identity, tensor in others.items()}
+            leaves = {in_memory(leaf): index for index, leaf in enumerate(flat.leaves)}
+            found = {identity: leaves.get(in_memory(tensor)) for identity, tensor in others.items()}
             self._in_leaves = [(others[identity], index) for identity, index in found.items() if index is not None]
-            taken = {leaves.get(_in_memory(parameter)) for parameter in self.in_modules.values()} | set(found.values())
-            copies = _equal_leaves(
+            taken = {leaves.get(in_memory(parameter)) for parameter in self.in_modules.values()} | set(found.values())
+            equal = _equal_leaves(
                 {identity: others[identity] for identity, index in found.items() if index is None},
                 {index: leaf for index, leaf in enumerate(flat.leaves) if index not in taken},
             )
             paths: dict[int, list[str]] = {}
             for path, index in leaf_paths(flat.node).items():
                 paths.setdefault(index, []).append(path.removeprefix("objects."))
-            places = [(id(tensor), index) for tensor, index in self._in_leaves] + list(copies.items())
+            places = [(id(tensor), index) for tensor, index in self._in_leaves]
+            places += [(identity, indices[0]) for identity, indices in equal.items() if len(indices) == 1]
             named += [(path, identity) for identity, index in places for path in paths[index]]
+            self.elsewhere = {
+                f"{name}: parameter {position} of group {index}": tensor
+                for name, several in self._groups.items()
+                for index, group in enumerate(several)
+                for position, tensor in enumerate(group)
+                if id(tensor) in equal
+            }
+            covered = Extents(
+                extent(leaf) for leaf in flat.leaves if isinstance(leaf, torch.Tensor) and leaf.is_contiguous()
+            )
+            unkept = (
+                name
+                for name, tensor in self.elsewhere.items()
+                if tensor.requires_grad and not equal[id(tensor)] and not covered.covers(extent(local(tensor)))
+            )
+            self.unkept = next(unkept, None)
         self._named = {}
         for key, identity in named:
             self._named.setdefault(key, set()).add(identity)
@@ -193,7 +215,7 @@ class ParameterOrder:
     def _are_leaves(self, flat: Flattener) -> bool:
         """Tell whether the parameters that were found in leaves are the same leaves of `flat`."""
         return all(
-            index < len(flat.leaves) and _in_memory(tensor) == _in_memory(flat.leaves[index])
+            index < len(flat.leaves) and in_memory(tensor) == in_memory(flat.leaves[index])
             for tensor, index in self._in_leaves
         )
 
@@ -202,15 +224,14 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, int]:
-    """Return the index of the only one of `leaves` that is equal to each of `tensors`, where there is one."""
+def _equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, list[int]]:
+    """Return the indices of those of `leaves` that are equal to each of `tensors`."""
     forms = {_form(tensor) for tensor in tensors.values()}
     contents: dict[Hashable, list[int]] = {}
     for index, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor) and _form(leaf) in forms:
             contents.setdefault(_content(leaf), []).append(index)
-    found = {identity: contents.get(_content(tensor), []) for identity, tensor in tensors.items()}
-    return {identity: indices[0] for identity, indices in found.items() if len(indices) == 1}
+    return {identity: contents.get(_content(tensor), []) for identity, tensor in tensors.items()}
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
@@ -218,15 +239,15 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 def _content(tensor: torch.Tensor) -> Hashable:
-    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
+    if not is_strided(tensor) or tensor.is_meta:
         return id(tensor)
     return _form(tensor), xxhash.xxh3_128_digest(bytes_of(tensor).numpy().data)
 
 
-def _in_memory(leaf: Any) -> Hashable:
+def in_memory(leaf: Any) -> Hashable:
     """Return what equal tensors in the same memory have in common; of others something that nothing else has."""
     tensor = local(leaf)
-    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and tensor.data_ptr():
+    if isinstance(tensor, torch.Tensor) and is_strided(tensor) and tensor.data_ptr():
         return tensor.data_ptr(), tensor.shape, tensor.dtype
     return id(leaf)
 
@@ -345,35 +366,54 @@ class Accumulation:
 
     def __init__(self) -> None:
         """Watch from now on."""
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped = True
+        # How often an optimizer's gradient was written when it was used last, and those that were written since.
+        self._used: weakref.WeakKeyDictionary[Optimizer, _Writes] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[torch.Tensor], torch.Tensor | bool]]
+        self._kept = weakref.WeakKeyDictionary()
+        # Those whose leftovers are zeros, which `zero_grad(set_to_none=False)` writes: to look costs a GPU's stream.
+        self._zeroed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._step = 0
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._warned = False
 
     def completed(self, step: int) -> None:
-        """Note that `step` is completed, and gradients that are there though no optimizer has stepped."""
+        """Note that `step` is completed, and gradients that were written since their optimizer stepped."""
         self._step = step
-        if not self._stepped and not self._warned:
-            found = (filter(lambda p: p.grad is not None, _parameters(optimizer)) for optimizer in self._optimizers)
-            # The first one of each tells: a gradient that is not begun anew stays the same tensor.
-            self._kept = [(p, p.grad) for each in found if (p := next(each, None)) is not None and p.grad is not None]
-        self._stepped = False
+        for optimizer, (used, writes) in [] if self._warned else self._used.items():
+            gradient = _gradient(optimizer)
+            if gradient is None or optimizer in self._zeroed:
+                continue
+            if used() is not gradient or gradient._version != writes:
+                plain = local(gradient)
+                self._kept[optimizer] = weakref.ref(gradient), plain.any() if is_strided(plain) else True
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Warn if `optimizer` is about to use one of the gradients that were noted."""
-        self._stepped = True
-        self._optimizers.add(optimizer)
-        kept, self._kept = self._kept, []
-        if any(parameter.grad is gradient for parameter, gradient in kept):
+        kept, gradient = self._kept.pop(optimizer, None), _gradient(optimizer)
+        if kept is None or gradient is None or kept[0]() is not gradient or self._warned:
+            return
+        if not kept[1]:
+            self._zeroed.add(optimizer)
+        else:
             self._warned = True
             warnings.warn(
                 f"gradients outlive step({self._step}) and are no part of a checkpoint: where they are accumulated "
-                "over several batches, call step() after steps of the optimizer only, or a recovery loses some of them",
+                "over several batches, or written by what another optimizer trains, call step() when none is left, or "
+                "a recovery loses some of them",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note that `optimizer` has used its gradients; only now, because a closure makes them in its step."""
+        gradient = _gradient(optimizer)
+        if gradient is not None:
+            self._used[optimizer] = weakref.ref(gradient), gradient._version
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+_Writes = tuple["weakref.ref[torch.Tensor]", int]
+
+
+def _gradient(optimizer: Optimizer) -> torch.Tensor | None:
+    """Return an optimizer's first gradient, which tells for all: one that is not begun anew stays the same tensor."""
+    gradients = (parameter.grad for parameter in chain(*_groups([optimizer])))
+    return next((each for each in gradients if each is not None and not each.is_inference()), None)

@@ -14,10 +14,10 @@ import torch
 
 from ..errors import SlotError, StateError, TopologyError
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
+from . import outside, unsaved
 from .exact import OwnTensors, put, sharing_kept, without_uncastable
 from .fits import check_fits, some
 from .held import dict_items, held_optimizers, parameters
-from .outside import other_classes, other_modes, parse
 from .state import TrainingState, get_rng, set_rng
 from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, shard_spec, unflatten
 from .values import renew
@@ -37,9 +37,10 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         link(manifest.tree, unflatten(saved["shared"], _no_leaf))
     check_fits(state.objects, objects, now, manifest.tensors, current.specs())
     modules = state.modules
-    was_outside = parse(saved["outside"]) if "outside" in saved else None
-    if was_outside is not None and (others := list(other_classes(was_outside, state.outside()))):
+    was_outside = outside.parse(saved["outside"]) if "outside" in saved else None
+    if was_outside is not None and (others := list(outside.other_classes(was_outside, state.outside()))):
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(others)}; start a new run id")
+    was_unsaved = unsaved.parse(saved["unsaved"]) if "unsaved" in saved else {}
     _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
     loader.keep(current, [(objects[name], now[name]) for name in modules])
     containers: dict[int, Any] = {}
@@ -70,6 +71,9 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     if state.has_rng and rng is None:
         warnings.append("the checkpoint has no states of random number generators, which stay what they are")
     warnings += _check(state, manifest, payload, states, before)
+    if others := list(unsaved.lost(was_unsaved, state.unsaved.digests)):
+        raise _inexact(others)
+    warnings += unsaved.other_buffers(was_unsaved, state.unsaved.digests)
     for optimizer, names in trained:
         lost = [name for name in names if name not in _trained(optimizer, modules)]
         if lost:
@@ -82,7 +86,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
             set_rng(rng)
         _check_rng(saved["rng"], manifest, payload)
     if was_outside is not None:
-        warnings += other_modes(was_outside, state.outside())
+        warnings += outside.other_modes(was_outside, state.outside())
     return warnings
 
 

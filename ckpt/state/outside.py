@@ -9,7 +9,8 @@ import torch
 from ..errors import SlotError
 from ..format.manifest import Node
 from .held import Optimizer, local
-from .tree import PLAIN_TENSORS, bytes_of, extent, unflatten
+from .memory import Extents, writable
+from .tree import bytes_of, extent, is_strided, unflatten
 
 _CLASSES: Final = "classes"
 _FROZEN: Final = "frozen"
@@ -93,10 +94,25 @@ def not_shown(modules: dict[str, torch.nn.Module]) -> str | None:
     )
 
 
+def read_only(modules: dict[str, torch.nn.Module]) -> str | None:
+    """Return what to tell of a tensor of a module that no restore could write: of a file mapped for reading, say."""
+    tensors = {
+        f"{name}.{key}": local(tensor)
+        for name, module in modules.items()
+        for key, tensor in module.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    remedy = "so that no checkpoint could be restored into it: register a copy of it, made by clone()"
+    if key := next((key for key, tensor in tensors.items() if tensor.is_inference()), None):
+        return f"{key} was made in torch.inference_mode() and cannot be written outside of it, {remedy}"
+    extents = {key: extent(tensor) for key, tensor in tensors.items() if is_strided(tensor) and tensor.is_cpu}
+    places = Extents(writable())
+    key = next((key for key, place in extents.items() if place[0] < place[1] and not places.covers(place)), None)
+    return key and f"{key} lies in memory that cannot be written, as of a file mapped for reading, {remedy}"
+
+
 def _is_shown(tensor: torch.Tensor, shown: torch.Tensor) -> bool:
-    if any(
-        type(each) not in PLAIN_TENSORS or each.layout is not torch.strided or each.is_meta for each in (tensor, shown)
-    ):
+    if any(not is_strided(each) or each.is_meta for each in (tensor, shown)):
         return True  # captures refuse such a leaf, or the module makes it a tensor of its own kind
     if (tensor.dtype, tensor.shape) != (shown.dtype, shown.shape):
         return False

@@ -5,7 +5,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,8 +14,10 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .held import ParameterOrder, held_optimizers, local, parameters
-from .outside import not_shown, outside
+from .layout import Layout, difference, layout
+from .outside import not_shown, outside, read_only
 from .tree import Flattener, extent, overlaps, share
+from .unsaved import REMEDY, Unsaved
 
 
 @runtime_checkable
@@ -42,13 +44,15 @@ class TrainingState:
         optimizers: All of them.
         trained: Names of the objects that are modules, or are or hold optimizers.
         order: The names of the optimizers' parameters when `flatten` was called last.
+        unsaved: What no object's state had then.
     """
 
     def __init__(self, registered: dict[str, Any], *, rng: bool) -> None:
         """Sort what the user registered into stateful objects and plain values.
 
         Raises:
-            StateError: A container mixes both, or an object's state dict is not local to its rank.
+            StateError: A container mixes both, an object's state dict is not local to its rank, or a module lies in
+                memory that cannot be written.
         """
         self.objects: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
@@ -64,6 +68,8 @@ class TrainingState:
                     raise StateError(f"{path} is registered twice: give one of the two another name")
                 self.objects[path] = found
         self.has_rng = rng
+        self._begun: Layout | None = None
+        self._layout: Layout = {}
         self._find_trained()
 
     def replace(self, registered: dict[str, Any]) -> None:
@@ -89,6 +95,8 @@ class TrainingState:
                 item = registered.get(name, item)
                 self._containers[name] = item, dict(_leaves(name, item))
         self._find_trained()
+        if self._begun is not None:
+            self.begin()
 
     def outgrown(self) -> str | None:
         """Return what to tell of a registered list, tuple or dict that has other objects now, None if none has."""
@@ -99,6 +107,15 @@ class TrainingState:
                     "from the beginning, or call checkpointer.replace()"
                 )
         return None
+
+    def begin(self) -> None:
+        """Remember how the state looks where a restarted script restores it."""
+        states = {name: item.state_dict() for name, item in self.modules.items()}
+        self._begun = layout(states, self.modules, self.held)
+
+    def changed(self) -> str | None:
+        """Return what to tell of modules and optimizers that look otherwise since `begin`, None if they do not."""
+        return None if self._begun is None else difference(self._begun, self._layout)
 
     def outside(self) -> dict[str, Any]:
         """Return what the state depends on and no `state_dict()` says; call it after `flatten`."""
@@ -116,6 +133,9 @@ class TrainingState:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
             flat.add("order", self.order.names(self.held, self.modules, flat))
             flat.add("outside", self.outside())
+            self.unsaved.take(self.modules, objects, self.order, flat)
+            if self.unsaved.digests:
+                flat.add("unsaved", self.unsaved.digests)
             if flat.shared:
                 flat.add("shared", flat.shared)
             if flat.kinds:
@@ -125,6 +145,8 @@ class TrainingState:
             self._check_arrays(flat)
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
+        if self._begun is not None:
+            self._layout = layout(objects, self.modules, self.held)
         return flat
 
     def estimate_bytes(self) -> int:
@@ -140,6 +162,19 @@ class TrainingState:
         """Return the first GPU that holds tensors of the state, None when there is none."""
         leaves = (leaf for leaf in self.flatten().leaves if isinstance(leaf, torch.Tensor))
         return next((leaf.device for leaf in leaves if leaf.is_cuda), None)
+
+    def check_kept(self) -> None:
+        """Check, after `flatten`, that the state has what registered optimizers train.
+
+        Raises:
+            StateError: It lacks a parameter. Of objects of other classes than torch's, which may keep it in a form of
+                their own, that is not known before a restore.
+        """
+        if self.order.unkept and all(
+            isinstance(item, torch.nn.Module) or type(item).__module__.partition(".")[0] == "torch"
+            for item in self.objects.values()
+        ):
+            raise StateError(f"{self.order.unkept} is in no registered object: no checkpoint would have it. {REMEDY}")
 
     def topology(self, world_size: int) -> int:
         """Return the fingerprint of the world size and of the shapes of the device meshes in use."""
@@ -171,7 +206,10 @@ class TrainingState:
         self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         self.order = ParameterOrder()
+        self.unsaved = Unsaved()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
+        if text := read_only(self.modules):
+            raise StateError(text)
         if text := not_shown(self.modules):
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
@@ -270,6 +308,26 @@ def _owns(array: Any) -> bool:
 
 def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return getattr(optimizer, "state", None) or {}
+
+
+class DueRng:
+    """What the random generators have to be when training goes on after a restore, as `get_rng` returned it.
+
+    Attributes:
+        states: None once they are set, or a step is completed.
+        steps: How many steps this process has completed.
+    """
+
+    states: dict[str, Any] | None = None
+    steps: int = 0
+
+    def completed(self) -> None:
+        """Tell that a step is completed."""
+        self.states = None
+        self.steps += 1
+
+
+due_rng: Final = DueRng()
 
 
 def get_rng() -> dict[str, Any]:

@@ -29,7 +29,7 @@ _FACTORIES: Final = {kind.__name__: kind for kind in (int, float, bool, str, lis
 _ROOTS: Final = 2
 """The length of the place of a registered object's state."""
 
-OPTIONAL_PARTS: Final = frozenset({"order", "outside", "shared", "kinds"})
+OPTIONAL_PARTS: Final = frozenset({"order", "outside", "unsaved", "shared", "kinds"})
 """Parts of the tree of a manifest beside the state; older versions did not write them."""
 
 LONG_BYTES: Final = 1024
@@ -48,6 +48,7 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
 
 PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_DTYPES: Final = frozenset(getattr(torch, name) for name in ITEM_BYTES)
 _REMEDY: Final = "give only plain Python data, tensors and numpy arrays, also in what state_dict() returns"
 
 
@@ -95,7 +96,8 @@ class Flattener:
         # Imported by whoever makes DTensors; importing it here would cost every trainer half a second.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         try:
-            self.node: Node = self._encode(tree)
+            with torch.no_grad():  # `to_local` would record it
+                self.node: Node = self._encode(tree)
         except _UnsupportedError as error:
             path = ".".join(reversed(error.path)) or "state"
             raise StateError(f"{path}: {error}; {_REMEDY}") from None
@@ -178,28 +180,35 @@ class Flattener:
     def _tensor(self, tensor: torch.Tensor) -> Node:
         shard, shard_key = None, None
         if self._dtensor and isinstance(tensor, self._dtensor):
-            with torch.no_grad():
-                shard, tensor = tensor, tensor.to_local()
+            shard, tensor = tensor, tensor.to_local()
             shard_key = (shard.shape, shard.stride(), shard.placements, shard.device_mesh)
         if type(tensor) not in PLAIN_TENSORS:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise _UnsupportedError("it has no data before the module's first forward pass: do one first")
             raise _UnsupportedError(f"tensors of type {_name(tensor)} are not supported")
-        if tensor.layout is not torch.strided:
-            raise _UnsupportedError(f"{tensor.layout} tensors are not supported")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise _UnsupportedError(f"{'nested' if tensor.is_nested else tensor.layout} tensors are not supported")
+        if tensor.dtype not in _DTYPES:
+            raise _UnsupportedError(f"tensors of {tensor.dtype} are not supported")
         if tensor.is_meta:
             raise _UnsupportedError("tensors on the meta device hold no data")
         stride = None if tensor.is_contiguous() else tensor.stride()
-        key = (tensor.dtype, tensor.shape, tensor.device, shard_key, stride)
+        key = (tensor.dtype, tensor.shape, tensor.device, stride)
+        is_empty = not tensor.numel()
         # Empty tensors have no memory by which to tell them apart.
-        address = tensor.data_ptr() if tensor.numel() else id(tensor)
-        place = (key, address, tensor.is_conj(), tensor.is_neg())
+        place: tuple[Any, ...] = (key, id(tensor) if is_empty else tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
         index = self._indices.get(place)
+        if index is not None and self.keys[index][-1] != shard_key:
+            # Hashing how each shard is laid out would take as long as all the rest.
+            place = (*place, shard_key)
+            index = self._indices.get(place)
         if index is None:
             storage = tensor.untyped_storage()
             _check_storage(tensor, storage.nbytes())
             index = self._indices[place] = len(self.leaves)
             self.leaves.append(tensor)
-            self.keys.append((*key, tensor.requires_grad))
-            if tensor.numel():
+            self.keys.append((*key, tensor.requires_grad, shard_key))
+            if not is_empty:
                 self._storages.setdefault(storage.data_ptr(), []).append(index)
             if stride is not None and any(
                 size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)
@@ -260,12 +269,9 @@ class Flattener:
             return TensorSpec(kind="numpy", dtype=leaf.dtype.str, shape=leaf.shape, stride=stride if laid_out else None)
         shard = self.shards.get(index)
         laid_out = not leaf.is_contiguous() and lies_apart(leaf.shape, leaf.stride())
-        name = str(leaf.dtype).removeprefix("torch.")
-        if name not in ITEM_BYTES:
-            raise StateError(f"tensors of {leaf.dtype} are not supported; {_REMEDY}")
         return TensorSpec(
             kind="torch",
-            dtype=name,
+            dtype=str(leaf.dtype).removeprefix("torch."),
             shape=tuple(leaf.shape),
             device=leaf.device.type,
             shard=None if shard is None else shard_spec(shard),
@@ -279,6 +285,11 @@ class Flattener:
         assert isinstance(leaf, torch.Tensor)
         plain = not leaf.is_conj() and not leaf.is_neg()
         return plain and is_dense(leaf.shape, leaf.stride()) and offset % leaf.element_size() == 0
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Tell whether `tensor` is one of torch's own classes whose memory its shape and strides describe."""
+    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def extent(leaf: Leaf) -> Extent:

@@ -1,7 +1,6 @@
 """Restoring plain values where they are, so that a script's own references to them see what was restored."""
 
 import warnings
-from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 from itertools import zip_longest
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from .held import local
+from .memory import Extents, overlap, writable
 from .tree import PLAIN_TENSORS, Extent, Leaf, extent, same
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
@@ -52,11 +52,11 @@ class _Renewal:
 
     def __init__(self, others: Iterable[Leaf], shared: Collection[int], restored: dict[str, Any]) -> None:
         self.replaced: list[str] = []
-        self._others = _Extents(map(_extent, others))
+        self._others = Extents(map(_extent, others))
         self._shared = shared
         self._overlapping = _overlapping(restored)
-        self._written = _Extents()
-        self._writable = _Extents(_writable())
+        self._written = Extents()
+        self._writable = Extents(writable())
         self._made: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
         self._renewed: dict[int, Any] = {}
@@ -136,7 +136,7 @@ class _Renewal:
             return False
         mates = []
         if here is not None and self._written.overlap(here):
-            mates = [(mate, its) for extent, mate, its in self._filled if _overlap(extent, here)]
+            mates = [(mate, its) for extent, mate, its in self._filled if overlap(extent, here)]
         backup = _copy(now) if mates else None
         if not is_equal and not _fill(now, wanted):
             return False
@@ -148,45 +148,6 @@ class _Renewal:
             self._written.add(filled)
             self._filled.append((filled, now, wanted))
         return True
-
-
-class _Extents:
-    """A union of memory."""
-
-    def __init__(self, extents: Iterable[Extent | None] = ()) -> None:
-        self._merged: list[Extent] = []
-        for each in sorted(each for each in extents if each is not None):
-            self.add(each)
-
-    def add(self, extent: Extent) -> None:
-        begin, end = extent
-        first = bisect_left(self._merged, (begin,))
-        if first and self._merged[first - 1][1] >= begin:
-            first -= 1
-        last = first
-        while last < len(self._merged) and self._merged[last][0] <= end:
-            last += 1
-        if first < last:
-            begin, end = min(begin, self._merged[first][0]), max(end, self._merged[last - 1][1])
-        self._merged[first:last] = [(begin, end)]
-
-    def overlap(self, extent: Extent | None) -> bool:
-        """Tell whether some of `extent` is in it."""
-        return extent is not None and _overlap(self._before(extent[1]), extent)
-
-    def covers(self, extent: Extent) -> bool:
-        """Tell whether all of `extent` is in it."""
-        begin, end = self._before(extent[1])
-        return begin <= extent[0] and extent[1] <= end
-
-    def _before(self, address: int) -> Extent:
-        """Return the last piece that begins before `address`."""
-        at = bisect_left(self._merged, (address,)) - 1
-        return self._merged[at] if at >= 0 else (0, 0)
-
-
-def _overlap(one: Extent, other: Extent) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
 
 
 def _extent(leaf: Any) -> Extent | None:
@@ -209,14 +170,6 @@ def _overlapping(restored: dict[str, Any]) -> set[int]:
         elif isinstance(value, torch.Tensor) and local(value).numel():
             found.setdefault(local(value).untyped_storage().data_ptr(), set()).add(id(value))
     return {one for several in found.values() if len(several) > 1 for one in several}
-
-
-def _writable() -> list[Extent]:
-    """Return the memory of this process that may be written."""
-    with open("/proc/self/maps") as file:
-        fields = [line.split(maxsplit=2) for line in file]
-    places = [place.split("-") for place, rights, *_ in fields if "w" in rights]
-    return [(int(begin, 16), int(end, 16)) for begin, end in places]
 
 
 def _is_mutable(value: Any) -> bool:

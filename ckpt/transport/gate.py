@@ -33,6 +33,10 @@ class Known(Protocol):
     def every(self) -> int:
         """How many iterations one checkpoint may take."""
 
+    @property
+    def quiet_s(self) -> float | None:
+        """For how long nothing may leave in the present iteration."""
+
 
 class Gate:
     """Lets chunks leave; any thread may ask.
@@ -63,25 +67,26 @@ class Gate:
         self._changed = threading.Condition()
         self._step = 0
         self._began_s = 0.0
-        self._busy_until_s = 0.0
+        self._busy_until_s = self._quiet_until_s = 0.0
         self._closed = False
 
     @property
     def is_open(self) -> bool:
         """Tell whether everything may leave at once: nothing is known yet, or nothing is gained by waiting."""
-        return self._plan is None
+        return self._plan is None and self._quiet_until_s <= self._clock()
 
     def begins(self, step: int) -> None:
         """Say that the iteration after `step` steps begins now."""
         with self._changed:
             self._step, self._began_s = step, self._clock()
+            self._quiet_until_s = self._began_s + (self._known.quiet_s or 0.0)
             self._changed.notify_all()
 
     def admit(self, step: int, remaining_bytes: int) -> int:
         """Wait until something of the capture of `step` may leave; return how much of the `remaining_bytes`."""
         with self._changed:
-            while not self._closed and (plan := self._plan) is not None:
-                size_bytes, wait_s = self._ask(*plan, step, remaining_bytes)
+            while not self._closed and not self.is_open:
+                size_bytes, wait_s = self._ask(step, remaining_bytes)
                 if size_bytes:
                     return size_bytes
                 self._changed.wait(max(wait_s, _STARTUP_S))
@@ -109,9 +114,12 @@ class Gate:
             return None
         return profile, TransferCost(startup_s=_STARTUP_S, bytes_per_s=bytes_per_s)
 
-    def _ask(self, profile: IdleProfile, cost: TransferCost, step: int, remaining_bytes: int) -> tuple[int, float]:
+    def _ask(self, step: int, remaining_bytes: int) -> tuple[int, float]:
         """Return how much may leave now, and after how many seconds to ask again where that is nothing."""
-        now_s = self._clock()
+        now_s, plan = self._clock(), self._plan
+        if plan is None:
+            return 0, self._quiet_until_s - now_s
+        profile, cost = plan
         seen = window(
             profile,
             offset_s=now_s - self._began_s,

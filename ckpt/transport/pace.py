@@ -1,11 +1,12 @@
 """What the training thread does for the traffic of replicas: learn when the network is idle, say when iterations begin.
 
-The daemon does the rest (`daemon/peers/pacing.py`). While the network is being profiled each step waits until its
-replicas have arrived, for at most as long as an iteration takes: so what is seen is the training's traffic alone, as in
-Section 6.5.4 of Gemini, and yet no step goes without a checkpoint. The scheme `blocking` waits so in every step.
+The daemon does the rest (`daemon/peers/pacing.py`). While the network is being profiled, a capture's replicas leave one
+iteration later: so the iteration in between shows the training's traffic alone, as in Section 6.5.4 of Gemini, and
+training waits for nothing. Iterations in which replicas of an earlier capture travel are not looked at.
 """
 
 import logging
+import math
 import threading
 import time
 from typing import Final
@@ -14,12 +15,12 @@ from ..capture.capture import Capturer
 from ..capture.protection import ProtectionWatch
 from ..capture.slots import Pair
 from ..format.idle import IdleProfile
+from ..format.schedule import SHORTEST_ITERATION_S, STALL, STALL_S
 from ..format.wire import Message
 from ..link.link import Link
 from .profile import Profiler
 
 _BLOCKING_S: Final = 60.0
-_PROFILING_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -29,6 +30,7 @@ class TrainerPace:
     Attributes:
         every: Of so many steps one is captured at most, because the network is not idle long enough for more.
         profile: The typical iteration, None while it is not known, and when there is none.
+        quiet_s: For so long no replicas are to leave in the present iteration, because that is being profiled.
         protection: Whether commits keep up.
     """
 
@@ -49,8 +51,10 @@ class TrainerPace:
         self._lock = threading.Lock()
         self._profiler: Profiler | None = None
         self._stuck_at: tuple[Pair | None] | None = None
+        self.quiet_s: float | None = None
         self._began_s = time.monotonic()
-        self._length_s = 0.0
+        self._shortest_s = math.inf
+        self._disturbed = False
         self.protection = ProtectionWatch(
             capturer, link, makes_captures=self.captures, every=lambda: self.every, loud=loud
         )
@@ -82,10 +86,11 @@ class TrainerPace:
 
     def enter(self) -> None:
         """Say that `step()` begins."""
-        self._length_s = time.monotonic() - self._began_s
         if self._profiler is None:
             return
-        self._profiler.iteration_ends()
+        if self._profiler.has_begun:
+            self._shortest_s = min(time.monotonic() - self._began_s, self._shortest_s)
+        self._profiler.iteration_ends(counts=not self._disturbed)
         if self._profiler.done:
             with self._lock:
                 self.profile = self._profiler.result
@@ -96,15 +101,24 @@ class TrainerPace:
             self._profiler = None
 
     def leave(self, step: int) -> None:
-        """Say that `step()` ends; wait for the replicas first where that is to be."""
+        """Say that `step()` ends; wait for the replicas first with the scheme `blocking`."""
         if self._scheme == "blocking":
-            self._wait(_BLOCKING_S)
-        elif self._profiler is not None:
-            self._wait(max(_PROFILING_S, self._length_s))
+            self._wait()
         self._began_s = time.monotonic()
-        self._link.notify("iteration", step=step, monotonic_s=self._began_s)
+        self.quiet_s = self._hush(step)
+        self._link.notify("iteration", step=step, monotonic_s=self._began_s, quiet_s=self.quiet_s)
         if self._profiler is not None:
             self._profiler.iteration_begins()
+
+    def _hush(self, step: int) -> float | None:
+        """Decide whether the iteration after `step` can be profiled, and for how long no replicas may leave for it."""
+        self._disturbed = False
+        # Where iterations are this short, replicas are not going to be paced at all.
+        if self._profiler is None or not self._profiler.needs_quiet or self._shortest_s < SHORTEST_ITERATION_S:
+            return None
+        self._disturbed = self._capturer.uncommitted not in (None, step)
+        # The shortest one: a script that waits for its commits shall not make the next wait longer.
+        return None if self._disturbed else STALL * self._shortest_s + STALL_S
 
     def close(self) -> None:
         """Stop profiling, and say how long commits did not keep up."""
@@ -112,10 +126,10 @@ class TrainerPace:
             self._profiler.close()
         self.protection.close()
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self) -> None:
         """Wait for the commit, but only while commits are made at all: training outlives the daemon, peers and etcd."""
         if self._stuck_at == (self._capturer.watermark,):
             return
         started_s = time.monotonic()
-        self._stuck_at = None if self._capturer.wait_decided(timeout_s) else (self._capturer.watermark,)
+        self._stuck_at = None if self._capturer.wait_decided(_BLOCKING_S) else (self._capturer.watermark,)
         self._capturer.stats.waited_s += time.monotonic() - started_s

@@ -25,11 +25,11 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _Expe
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity
 
-from ..format.idle import IdleProfile, Iteration, typical
+from ..format.idle import WARM_UP, IdleProfile, Iteration, typical
 
 _HOST_PREFIX: Final = "gloo:"
 _DEVICE_PREFIX: Final = "nccl"
-_PATIENCE: Final = 3
+_PATIENCE: Final = 10
 _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Profiler:
     """
 
     def __init__(self, steps: int) -> None:
-        """Prepare to look at `steps` iterations; `iteration_begins` starts."""
+        """Prepare to look at `steps` iterations, of many times as many at most; `iteration_begins` starts."""
         self.result: IdleProfile | None = None
         self.done = False
         self.reason = "the network is being profiled"
@@ -55,6 +55,16 @@ class Profiler:
         self._began_s = 0.0
         self._offset_ns = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an iteration has begun."""
+        return self._began_s > 0
+
+    @property
+    def needs_quiet(self) -> bool:
+        """Whether the iteration that begins is one of those whose traffic makes the profile."""
+        return self._thread == threading.get_ident() and len(self._bounds) >= WARM_UP
+
     def iteration_begins(self) -> None:
         """Say that the training thread leaves `Checkpointer.step()`."""
         if self.done:
@@ -63,20 +73,25 @@ class Profiler:
             self._start()
         self._began_s = time.monotonic()
 
-    def iteration_ends(self) -> None:
-        """Say that the training thread enters `Checkpointer.step()`."""
-        if self.done or not self._began_s:
+    def iteration_ends(self, *, counts: bool = True) -> None:
+        """Say that the training thread enters `Checkpointer.step()`.
+
+        Args:
+            counts: Whether the iteration had the traffic of training alone.
+        """
+        if self.done or not self.has_begun:
             return
         self._patience -= 1
         if self._thread == threading.get_ident():
-            self._bounds.append((self._began_s, time.monotonic()))
             if not _owns_session():
                 # The script's own profiler took over; what we had is lost.
                 self._thread, self._bounds = None, []
-            elif len(self._bounds) == self._steps:
+            elif counts:
+                self._bounds.append((self._began_s, time.monotonic()))
+            if len(self._bounds) == self._steps or (self._patience <= 0 and len(self._bounds) > WARM_UP):
                 self._finish()
         if not self.done and self._patience <= 0:
-            self._end(None, "another profiler was active all the time")
+            self._end(None, "another profiler was active, or older replicas were under way, all the time")
 
     def close(self) -> None:
         """Stop looking."""

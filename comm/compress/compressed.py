@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..net.collectives import all_gather
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 from .feedback import Memory
@@ -42,7 +43,7 @@ class Compressed(Scheme):
             sizes_bytes = [message.numel()] * self.transport.size if alike else None
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
-            for received in self.transport.all_gather(message, sizes_bytes=sizes_bytes):
+            for received in all_gather(self.transport, message, sizes_bytes=sizes_bytes):
                 compressor.add(received, total, seed=seed)
         self.memory.settle([key], total)
         total = total.view(gradient.shape)

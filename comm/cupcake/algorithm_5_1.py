@@ -1,11 +1,13 @@
 """Cupcake's Algorithm 5.1, mended: the reference for the exact planner."""
 
+from collections.abc import Collection
+
 from ..plan.curve import Table
 from .fusion import FusionProblem, Strategy, groups_of
 from .fusion_baselines import best_of, evenly_split, one_group
 
 
-def algorithm_5_1(problem: FusionProblem) -> Strategy:
+def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) -> Strategy:
     """Return the strategy that Cupcake's Algorithm 5.1 finds, mended; optimal for affine costs without decoding.
 
     As printed it never considers the single group, uses an undefined variable, lacks the case that nothing is left, and
@@ -17,6 +19,7 @@ def algorithm_5_1(problem: FusionProblem) -> Strategy:
 
     Args:
         problem: Its costs are affine.
+        prunings: Which of the two to use; neither is needed to find the optimum (Table 5.1 has what they save).
 
     Raises:
         ValueError: Decoding is not free, or a cost is measured points, with which the prunings would lose the best.
@@ -25,14 +28,15 @@ def algorithm_5_1(problem: FusionProblem) -> Strategy:
         raise ValueError("Algorithm 5.1 needs affine costs, alpha_s and beta_s_per_byte; use cupcake, which takes any")
     if problem.system.decompress(problem.size_bytes[-1]):
         raise ValueError("Algorithm 5.1 does not know decoding; use cupcake, which does")
-    return _Algorithm51(problem).run()
+    return _Algorithm51(problem, prunings).run()
 
 
 class _Algorithm51:
     """The recursion with the incumbent that both prunings compare with."""
 
-    def __init__(self, problem: FusionProblem) -> None:
+    def __init__(self, problem: FusionProblem, prunings: Collection[int]) -> None:
         self._problem = problem
+        self._prunings = prunings
         self._best = best_of(problem, [one_group(problem), evenly_split(problem, 2)])
         self._best_s = problem.finish_s(self._best)
 
@@ -45,7 +49,7 @@ class _Algorithm51:
         problem, system, count = self._problem, self._problem.system, len(self._problem)
         delay_s = sent_s - encoded_s
         first = start + 1
-        while ends and first < count and self._span(start, first + 1) <= delay_s:
+        while 2 in self._prunings and ends and first < count and self._span(start, first + 1) <= delay_s:
             first += 1
         for end in range(first, count + 1):
             encoding_s = self._span(start, end)
@@ -54,7 +58,7 @@ class _Algorithm51:
             rest_sending_s = system.communicate(self._bytes(end, count)) if end < count else 0.0
             computing_s = encoding_s + problem.backward_s[count] - problem.backward_s[end] + rest_encoding_s
             sending_all_s = max(encoding_s, delay_s) + sending_s + rest_sending_s
-            if encoded_s + max(computing_s, sending_all_s) >= self._best_s:
+            if 1 in self._prunings and encoded_s + max(computing_s, sending_all_s) >= self._best_s:
                 continue
             group_encoded_s = encoded_s + encoding_s
             group_sent_s = max(sent_s, group_encoded_s) + sending_s

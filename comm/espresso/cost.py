@@ -1,4 +1,4 @@
-"""What each step of an option costs: alpha-beta models of the collectives, curves for the compressor (Section 4.3).
+"""What each step of an option costs: the rounds of its collectives on links, curves for the compressor (Section 4.3).
 
 A participant holds a *region* of the tensor: all of it, or its part after a reduce-scatter or all-to-all. Compressed
 data cannot be summed in the network, so an all-gather, all-to-all or gather of it leaves as many *payloads* of that
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.cluster import Cluster, LinkCost
+from ..plan.collective import load, segments
 from ..plan.curve import Affine, Curve, Table
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 from .strategy import Choice, CostedStep
@@ -88,7 +89,7 @@ class Costs:
     def _cost(self, step: Step, holding: Holding) -> tuple[Resource | None, Array, Holding]:
         if isinstance(step, Comm):
             resource, taken = self._comm(step, holding)
-            after = _after(step, holding, self._participants(step.phase))
+            after = held_after(step, holding, self._participants(step.phase))
         else:
             resource, taken = Resource(step.device.value), self._code(step, holding)
             after = holding if isinstance(step, Comp) else replace(holding, payloads=0, pieces=1)
@@ -112,34 +113,42 @@ class Costs:
         held_bytes = holding.region * self._sizes_bytes
         if step.compressed:
             held_bytes = held_bytes * (holding.payloads * cluster.compressor.ratio)
-
-        def of(link: LinkCost) -> Curve:
-            return link.of(step.routine, compressed=step.compressed)
-
-        if step.phase is Phase.FLAT and cluster.hosts > 1:
-            resource, cost = Resource.INTER, of(cluster.flat or cluster.inter)
-            if cluster.flat is None and cluster.gpus_per_host > 1:
-                cost = self._flat(step)
-        elif step.phase is Phase.INTER:
-            resource, held_bytes, cost = Resource.INTER, holding.senders * held_bytes, of(cluster.inter)
-        else:
-            resource, cost = Resource.INTRA, of(cluster.intra)
+        between = step.phase is Phase.INTER or (step.phase is Phase.FLAT and cluster.hosts > 1)
+        resource, link = (Resource.INTER, cluster.inter) if between else (Resource.INTRA, cluster.intra)
+        if step.phase is Phase.FLAT and between:
+            link = cluster.flat or link
+        cost, sharing = self._of(link, step), holding.senders if step.phase is Phase.INTER else 1
         if isinstance(cost, Table):
-            return resource, cost.over(held_bytes)
-        rounds, share = traffic(step.routine, participants)
-        return resource, cost.alpha_s * rounds + cost.beta_s_per_byte * share * held_bytes
+            return resource, cost.over(sharing * held_bytes)
+        cuts = np.array([segments(step.routine, participants, size_bytes) for size_bytes in held_bytes.tolist()])
+        seconds = np.zeros_like(held_bytes)
+        for cut in set(cuts.tolist()):
+            rounds, s_per_byte = self._rounds(step, link, cut)
+            announcements = participants - 1 if self._announced(step) else 0
+            sent = cuts == cut
+            seconds[sent] = cost.alpha_s * (rounds + announcements) + s_per_byte * sharing * held_bytes[sent]
+        return resource, seconds
 
-    def _flat(self, step: Comm) -> Affine:
-        """Return what a flat collective costs by both links: the latency of the one between hosts, the slower pace."""
-        intra, inter = (
-            link.of(step.routine, compressed=step.compressed) for link in (self._cluster.intra, self._cluster.inter)
-        )
-        assert isinstance(intra, Affine)
-        assert isinstance(inter, Affine)
-        _, share = traffic(step.routine, self._participants(step.phase))
-        adapter = _flat_adapter_share(step, self._cluster.hosts, self._cluster.gpus_per_host)
-        slower = max(inter.beta_s_per_byte * adapter, intra.beta_s_per_byte * share)
-        return Affine(alpha_s=inter.alpha_s, beta_s_per_byte=slower / share)
+    def _rounds(self, step: Comm, link: LinkCost, cut: int) -> tuple[int, float]:
+        """Return how many rounds a collective has, and what each byte costs that a rank holds."""
+        cluster, cost = self._cluster, self._of(link, step)
+        assert isinstance(cost, Affine)
+        derived = step.phase is Phase.FLAT and link is cluster.inter and cluster.gpus_per_host > 1
+        if not derived:
+            found = load(step.routine, self._participants(step.phase), cut=cut)
+            return found.rounds, cost.beta_s_per_byte * found.rank
+        # Rounds wait for the link between hosts, and bytes pass at the slower one's pace.
+        within = self._of(cluster.intra, step)
+        assert isinstance(within, Affine)
+        found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut)
+        return found.rounds, max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
+
+    def _announced(self, step: Comm) -> bool:
+        """Tell whether ranks tell each other the sizes of messages first."""
+        return step.compressed and (step.routine is Routine.BROADCAST or self._cluster.compressor.announced)
+
+    def _of(self, link: LinkCost, step: Comm) -> Curve:
+        return link.of(step.routine, compressed=step.compressed)
 
     def _participants(self, phase: Phase) -> int:
         if phase is Phase.FLAT:
@@ -147,37 +156,7 @@ class Costs:
         return self._cluster.hosts if phase is Phase.INTER else self._cluster.gpus_per_host
 
 
-def traffic(routine: Routine, participants: int) -> tuple[int, float]:
-    """Return the rounds of a collective, and the bytes that the busiest participant moves for each byte it holds."""
-    others, part = participants - 1, (participants - 1) / participants
-    match routine:
-        case Routine.ALL_REDUCE:
-            return 2 * others, 2 * part
-        case Routine.REDUCE_SCATTER | Routine.ALL_TO_ALL:
-            return others, part
-        case Routine.ALL_GATHER | Routine.GATHER:
-            return others, float(others)
-        case Routine.REDUCE | Routine.BROADCAST:
-            return math.ceil(math.log2(participants)), 1.0
-
-
-def _flat_adapter_share(step: Comm, hosts: int, gpus: int) -> float:
-    """Return the bytes that the busiest adapter moves for each byte a GPU holds, when all GPUs take part.
-
-    Rings pass each adapter once; in an all-to-all every GPU of the host sends through it, and a root receives from all
-    other hosts.
-    """
-    participants = hosts * gpus
-    match step.routine:
-        case Routine.ALL_TO_ALL:
-            return gpus * (participants - gpus) / participants
-        case Routine.GATHER:
-            return float(participants - gpus)
-        case _:
-            return traffic(step.routine, participants)[1]
-
-
-def _after(step: Comm, holding: Holding, participants: int) -> Holding:
+def held_after(step: Comm, holding: Holding, participants: int) -> Holding:
     """Return what a participant holds after a collective."""
     region, payloads, pieces, senders = holding.region, holding.payloads, holding.pieces, holding.senders
     match step.routine:

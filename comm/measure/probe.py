@@ -10,19 +10,10 @@ from torch import Tensor
 
 from ..compress.compressor import Compressor
 from ..compress.feedback import ErrorFeedback
+from ..net.collectives import all_gather_dense, broadcast_from, reduce_scatter, reduce_to
 from ..net.transport import Transport, to_bytes
 from ..plan.tree import Routine
-from ..runtime.pieces import (
-    Message,
-    Pieces,
-    broadcast_from,
-    gather_all,
-    gather_to,
-    pack,
-    reduce_to,
-    scatter_all,
-    unpack,
-)
+from ..runtime.pieces import Message, Pieces, gather_all, gather_pieces_to, pack, scatter_all, unpack
 
 # A batch lasts about so long: more than what shaped links and buffers take in at once.
 _BATCH_S = 0.05
@@ -30,8 +21,8 @@ _GREATEST_BATCH = 200
 
 _DENSE: Mapping[Routine, Callable[[Transport, Tensor], object]] = {
     Routine.ALL_REDUCE: lambda transport, dense: transport.all_reduce(dense),
-    Routine.REDUCE_SCATTER: lambda transport, dense: transport.reduce_scatter(dense),
-    Routine.ALL_GATHER: lambda transport, dense: transport.all_gather_dense(dense),
+    Routine.REDUCE_SCATTER: lambda transport, dense: reduce_scatter(transport, dense),
+    Routine.ALL_GATHER: lambda transport, dense: all_gather_dense(transport, dense),
     Routine.REDUCE: lambda transport, dense: reduce_to(0, dense, transport),
     Routine.BROADCAST: lambda transport, dense: broadcast_from(
         0, None if transport.rank else to_bytes(dense), transport, size_bytes=dense.nbytes
@@ -42,7 +33,7 @@ _COMPRESSED: Mapping[Routine, Callable[[Transport, Tensor, bool], object]] = {
     Routine.ALL_TO_ALL: lambda transport, data, alike: scatter_all(
         _pieces(data, transport.size), transport, alike=alike
     ),
-    Routine.GATHER: lambda transport, data, alike: gather_to(0, _pieces(data, 1), transport, alike=alike),
+    Routine.GATHER: lambda transport, data, alike: gather_pieces_to(0, _pieces(data, 1), transport, alike=alike),
     Routine.BROADCAST: lambda transport, data, _: unpack(
         broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
     ),

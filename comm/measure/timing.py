@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..net.entries import kept_of
 from ..net.scheme import Dense, Scheme
-from ..net.transport import Transport
+from ..net.transport import Transport, Turn
 from ..ops.coo import coo_decode
 from ..ops.topk import topk
 from ..schemes import named
@@ -86,6 +87,23 @@ class RecordingTransport(Transport):
             again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
             self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=sizes_bytes, in_turn=in_turn))
         return super().exchange(outgoing, senders, sizes_bytes=sizes_bytes, in_turn=in_turn)
+
+    def relay(self, turns: Iterable[Turn]) -> None:
+        """As of `Transport`."""
+        turns = list(turns)
+        if not self._recording:
+            super().relay(turns)
+            return
+        made: dict[int, Tensor] = {}
+
+        def make(index: int) -> Tensor:
+            message = turns[index].message()
+            made[index] = torch.empty_like(message)
+            return message
+
+        super().relay([replace(turn, message=partial(make, index)) for index, turn in enumerate(turns)])
+        again = [replace(turn, message=partial(made.__getitem__, index), take=id) for index, turn in enumerate(turns)]
+        self._calls.append(lambda: self.relay(again))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """As of `Transport`."""

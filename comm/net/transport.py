@@ -1,13 +1,16 @@
 """What schemes send: messages of any size between the ranks of one process group, and every byte counted."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 
 from ..errors import MessageError
+from ..plan.collective import turns
+from ..plan.tree import Routine
 
 _SIZE_BYTES = 8
 _AT_ONCE_BYTES = 256 << 10
@@ -18,10 +21,10 @@ class Traffic:
     """What one rank has sent and received since the last `reset`.
 
     Attributes:
-        sent_bytes: Payload sent to other ranks; of a dense collective the bytes of its ring algorithm.
+        sent_bytes: Payload sent to other ranks; of the library's all-reduce the bytes of its ring.
         received_bytes: Payload received from other ranks.
         header_bytes: Announcements of sizes, sent.
-        rounds: Exchanges that had to follow each other, dense collectives included.
+        rounds: Exchanges that had to follow each other; the library's all-reduce is one.
     """
 
     sent_bytes: int = 0
@@ -32,6 +35,25 @@ class Traffic:
     def reset(self) -> None:
         """Count from zero again."""
         self.sent_bytes = self.received_bytes = self.header_bytes = self.rounds = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a rank does in a round of a collective.
+
+    Attributes:
+        to: Who gets a message; None if nobody does.
+        message: Makes it, of what came in the turns before.
+        source: Who sends one; None if nobody does.
+        size_bytes: Its size.
+        take: Takes it.
+    """
+
+    to: int | None
+    message: Callable[[], Tensor]
+    source: int | None
+    size_bytes: int
+    take: Callable[[Tensor], object]
 
 
 class Transport:
@@ -78,20 +100,20 @@ class Transport:
             sources: Other ranks that send a message to this one.
             sizes_bytes: Source → size of its message, where both sides know it (as 0 too); None announces the sizes
                 first, which costs a round trip and `_SIZE_BYTES` for each message.
-            in_turn: Where the n-th message of each rank goes to the rank whose n-th source it is, as in `all_to_all`:
-                long messages may follow each other then; else all go at once.
+            in_turn: Where each n-th message to a rank is the n-th that it waits for, or all that it waits for are from
+                ranks that send nothing else: long messages may follow each other then; else all go at once.
 
         Raises:
             MessageError: A size that was announced is not possible.
         """
         senders = list(sources)
         if sizes_bytes is None:
-            sizes_bytes = self._announce(outgoing, senders)
+            sizes_bytes = self.announce(outgoing, senders)
         incoming = {rank: torch.empty(sizes_bytes[rank], dtype=torch.uint8, device=self.device) for rank in senders}
         if in_turn and self.device.type == "cpu" and sum(map(Tensor.numel, incoming.values())) > _AT_ONCE_BYTES:
             # Many senders at once overrun the queue in front of a receiver, and TCP waits and sends again (incast).
-            for (target, message), (source, room) in zip(outgoing.items(), incoming.items(), strict=True):
-                self._pass({target: message}, {source: room})
+            for sent, received in zip_longest(outgoing.items(), incoming.items()):
+                self._pass(dict([sent] if sent else ()), dict([received] if received else ()))
         else:
             self._pass(outgoing, incoming)
         self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
@@ -99,11 +121,53 @@ class Transport:
         self.traffic.rounds += 1
         return incoming
 
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Return this rank's n-th of the 1-D `tensor`, whose length is a multiple of the ranks, summed over all.
+
+        By the library: Gloo's moves as many bytes as an all-reduce.
+        """
+        share = torch.empty(tensor.numel() // self.size, dtype=tensor.dtype, device=tensor.device)
+        self._group._reduce_scatter_base(share, tensor.contiguous(), ReduceScatterOptions()).wait()
+        self._count_ring((self.size - 1) * share.nbytes)
+        return share
+
+    def all_gather_dense(self, share: Tensor) -> Tensor:
+        """Return the 1-D shares of all ranks, all of one length, one after the other; by the library."""
+        whole = torch.empty(share.numel() * self.size, dtype=share.dtype, device=share.device)
+        self._group._allgather_base(whole, share.contiguous()).wait()
+        self._count_ring((self.size - 1) * share.nbytes)
+        return whole
+
+    def relay(self, turns: Iterable[Turn]) -> None:
+        """Send and receive turn by turn."""
+        for _, together in groupby(turns, key=lambda turn: turn.source):
+            self._relay(list(together))
+
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
+        """Tell other ranks the sizes of the messages for them, and return those that these senders announce.
+
+        Raises:
+            MessageError: A size is not possible.
+        """
+        sizes = {
+            r: torch.tensor([message.numel()], device=self.device).view(torch.uint8) for r, message in outgoing.items()
+        }
+        heard = {rank: torch.empty(_SIZE_BYTES, dtype=torch.uint8, device=self.device) for rank in senders}
+        self._pass(sizes, heard)
+        self.traffic.header_bytes += _SIZE_BYTES * len(sizes)
+        announced = {rank: int(size.view(torch.int64).item()) for rank, size in heard.items()}
+        for rank, size_bytes in announced.items():
+            if size_bytes < 0:
+                raise MessageError(
+                    f"rank {rank} announces a message of {size_bytes} bytes; run one version on all ranks"
+                )
+        return announced
+
     def all_to_all(self, messages: Sequence[Tensor], *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `messages[r]` to rank r and return what each rank sent here, in the order of ranks; own by reference."""
-        distances = range(1, self.size)
-        outgoing = {rank: messages[rank] for rank in ((self.rank + distance) % self.size for distance in distances)}
-        sources = [(self.rank - distance) % self.size for distance in distances]
+        own = turns(Routine.ALL_TO_ALL, self.size, self.rank)
+        outgoing = {sent.receiver: messages[sent.receiver] for sent, _ in own if sent is not None}
+        sources = [received.sender for _, received in own if received is not None]
         known = None if sizes_bytes is None else {rank: sizes_bytes[rank] for rank in sources}
         received = self.exchange(outgoing, sources, sizes_bytes=known, in_turn=True)
         received[self.rank] = messages[self.rank]
@@ -127,34 +191,39 @@ class Transport:
         self._count_ring(2 * (self.size - 1) * tensor.nbytes / self.size)
         return self._group.allreduce([tensor])
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this rank's n-th of the 1-D `tensor`, whose length is a multiple of the ranks, summed over all."""
-        share = torch.empty(tensor.numel() // self.size, dtype=tensor.dtype, device=tensor.device)
-        self._group._reduce_scatter_base(share, tensor.contiguous(), ReduceScatterOptions()).wait()
-        self._count_ring((self.size - 1) * share.nbytes)
-        return share
+    def _count_ring(self, moved_bytes: float) -> None:
+        self.traffic.sent_bytes += round(moved_bytes)
+        self.traffic.received_bytes += round(moved_bytes)
+        self.traffic.rounds += 1
 
-    def all_gather_dense(self, share: Tensor) -> Tensor:
-        """Return the 1-D shares of all ranks, all of one length, one after the other."""
-        whole = torch.empty(share.numel() * self.size, dtype=share.dtype, device=share.device)
-        self._group._allgather_base(whole, share.contiguous()).wait()
-        self._count_ring((self.size - 1) * share.nbytes)
-        return whole
-
-    def _announce(self, outgoing: Mapping[int, Tensor], senders: list[int]) -> dict[int, int]:
-        sizes = {
-            r: torch.tensor([message.numel()], device=self.device).view(torch.uint8) for r, message in outgoing.items()
-        }
-        heard = {rank: torch.empty(_SIZE_BYTES, dtype=torch.uint8, device=self.device) for rank in senders}
-        self._pass(sizes, heard)
-        self.traffic.header_bytes += _SIZE_BYTES * len(sizes)
-        announced = {rank: int(size.view(torch.int64).item()) for rank, size in heard.items()}
-        for rank, size_bytes in announced.items():
-            if size_bytes < 0:
-                raise MessageError(
-                    f"rank {rank} announces a message of {size_bytes} bytes; run one version on all ranks"
-                )
-        return announced
+    def _relay(self, turns: Sequence[Turn]) -> None:
+        """Do what `relay` does while one rank sends: what comes next may arrive while something is passed on."""
+        rooms = [torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device) for turn in turns]
+        # Gloo asks for a message when its receive is posted. NCCL would wait for it before it begins to send.
+        ahead = self.device.type == "cpu"
+        source = turns[0].source
+        receives = [
+            self._group.recv([room], source, 0) if ahead and source is not None and room.numel() else None
+            for room in rooms
+        ]
+        sends = []
+        for turn, room, receive in zip(turns, rooms, receives, strict=True):
+            outgoing = {} if turn.to is None else {turn.to: turn.message().contiguous()}
+            if ahead:
+                sends += [
+                    (self._group.send([message], to, 0), message) for to, message in outgoing.items() if message.numel()
+                ]
+            else:
+                self._pass(outgoing, {} if source is None else {source: room})
+            if receive is not None:
+                receive.wait()
+            if source is not None:
+                turn.take(room)
+            self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
+            self.traffic.received_bytes += room.numel()
+            self.traffic.rounds += 1
+        for work, _ in sends:
+            work.wait()
 
     def _pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Post all sends and receives, empty ones left out on both sides, and wait for them."""
@@ -171,11 +240,6 @@ class Transport:
             works = [self._group._end_coalescing(self.device)]
         for work in works:
             work.wait()
-
-    def _count_ring(self, moved_bytes: float) -> None:
-        self.traffic.sent_bytes += round(moved_bytes)
-        self.traffic.received_bytes += round(moved_bytes)
-        self.traffic.rounds += 1
 
 
 def to_bytes(*parts: Tensor) -> Tensor:

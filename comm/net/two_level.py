@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from .collectives import all_gather_dense, reduce_scatter
 from .scheme import Scheme
 from .transport import Transport
 
@@ -36,9 +37,9 @@ class TwoLevel(Scheme):
         rows = dense.reshape(dense.shape[0] if dense.dim() else 1, -1)
         missing = -rows.shape[0] % self.within.size
         padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-        share = self.within.reduce_scatter(padded.reshape(-1))
+        share = reduce_scatter(self.within, padded.reshape(-1))
         share = self.between.reduce(key, share.view(-1, rows.shape[1]))
-        whole = self.within.all_gather_dense(share.reshape(-1))[: dense.numel()].view(dense.shape)
+        whole = all_gather_dense(self.within, share.reshape(-1))[: dense.numel()].view(dense.shape)
         return whole.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else whole
 
     def fuses(self, key: str) -> bool:

@@ -62,12 +62,14 @@ class CompressorCost:
         coders: The devices that can run it. On CPUs all workers of a host do at the same time.
         batched: One call handles all pieces of a tensor that go different ways, and all payloads that are summed; else
             each takes a call, as in the run-time here.
+        announced: Its messages differ in size from rank to rank, so that ranks tell each other the sizes first.
     """
 
     name: str
     ratio: float
     coders: Mapping[Device, Coder]
     batched: bool = False
+    announced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +100,7 @@ class Cluster:
 
 
 def read_cluster(path: Path, compressor: str | None = None) -> Cluster:
-    """Return the cluster of a JSON file, whose form docs/comm.md gives.
+    """Return the cluster of a JSON file, whose form docs/comm/planning.md gives.
 
     Args:
         path: The file.
@@ -164,8 +166,9 @@ def _compressor(name: str, fields: FileFields) -> CompressorCost:
         raise fields.wrong(Device.GPU, "say what it costs on at least one device")
     ratio = fields.number("ratio", "the compressed bytes for each dense byte", positive=True)
     batched = "batched" in fields and fields.flag("batched", "whether one call handles all pieces of a tensor")
+    announced = "announced" in fields and fields.flag("announced", "whether sizes of messages have to be announced")
     fields.close()
-    return CompressorCost(name=name, ratio=ratio, coders=coders, batched=batched)
+    return CompressorCost(name=name, ratio=ratio, coders=coders, batched=batched, announced=announced)
 
 
 def _coder(fields: FileFields) -> Coder:

@@ -22,24 +22,13 @@ from torch.nn import functional as F
 
 from ..compress.feedback import Memory
 from ..errors import CommError
+from ..net.collectives import all_gather_dense, broadcast_from, reduce_scatter, reduce_to
 from ..net.fabric import Fabric
 from ..net.scheme import Reduction, Scheme, Whole
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..plan.plan import COMPRESSED, DENSE
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
-from .pieces import (
-    Message,
-    Pieces,
-    broadcast_from,
-    gather_all,
-    gather_to,
-    neighbours,
-    pack,
-    reduce_to,
-    scatter_all,
-    summands,
-    unpack,
-)
+from .pieces import Message, Pieces, gather_all, gather_pieces_to, neighbours, pack, scatter_all, summands, unpack
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +234,7 @@ class _Run(Reduction):
             message = None if held is None else to_bytes(_tensor(held))
             # Of the part that this rank had as well, before one rank went on for all.
             size_bytes = self._numel * self._dtype.itemsize
-            received = broadcast_from(self._root(transport), message, transport, size_bytes=size_bytes)
+            received = broadcast_from(self._root(step.phase), message, transport, size_bytes=size_bytes)
             return from_bytes(received, (self._dtype, self._numel))[0]
         dense = _tensor(held)
         match step.routine:
@@ -253,11 +242,11 @@ class _Run(Reduction):
                 transport.all_reduce(dense)
                 return dense
             case Routine.REDUCE_SCATTER:
-                return transport.reduce_scatter(dense)
+                return reduce_scatter(transport, dense)
             case Routine.ALL_GATHER:
-                return transport.all_gather_dense(dense)
+                return all_gather_dense(transport, dense)
             case Routine.REDUCE:
-                return reduce_to(self._root(transport), dense, transport)
+                return reduce_to(self._root(step.phase), dense, transport)
         raise AssertionError(f"{step} is no collective of dense tensors")
 
     def _messages(self, held: _Held, step: Comm) -> _Held:
@@ -267,27 +256,29 @@ class _Run(Reduction):
         match step.routine:
             case Routine.BROADCAST:
                 message = None if held is None else pack(_pieces(held))
-                return unpack(broadcast_from(self._root(transport), message, transport))
+                return unpack(broadcast_from(self._root(step.phase), message, transport))
             case Routine.ALL_TO_ALL:
                 return summands(scatter_all(_pieces(held), transport, alike=self._alike))
             case Routine.GATHER:
-                gathered = gather_to(self._root(transport), _pieces(held), transport, alike=self._alike)
+                gathered = gather_pieces_to(self._root(step.phase), _pieces(held), transport, alike=self._alike)
                 return None if gathered is None else summands(gathered)
             case Routine.ALL_GATHER:
                 sources = gather_all(_pieces(held), transport, alike=self._alike)
                 return summands(sources) if step.role is Role.WHOLE else neighbours(sources)
         raise AssertionError(f"{step} is no collective of messages")
 
-    def _root(self, transport: Transport) -> int:
-        # Spread by name, so that not one rank aggregates all tensors.
-        return zlib.crc32(self._key.encode()) % transport.size
+    def _root(self, phase: Phase) -> int:
+        # Spread by name, so that not one rank aggregates all tensors. Counted from the first rank of a host, as costs
+        # are: else the ranks that are each other's neighbours in rounds would not be those of a host.
+        step = self._fabric.intra.size if phase is Phase.FLAT and self._fabric.inter.size > 1 else 1
+        return zlib.crc32(self._key.encode()) * step % self._fabric.of(phase).size
 
     def _idle(self, phase: Phase) -> bool:
         """Tell whether this rank has nothing to do between hosts: the root of its host has it all."""
         first = self._steps[0] if isinstance(self._steps[0], Comm) else self._steps[1]
         assert isinstance(first, Comm)
         rooted = first.phase is Phase.INTRA1 and first.routine.rooted
-        return phase is Phase.INTER and rooted and self._fabric.intra.rank != self._root(self._fabric.intra)
+        return phase is Phase.INTER and rooted and self._fabric.intra.rank != self._root(Phase.INTRA1)
 
     def _shares(self, steps: Sequence[Step]) -> int:
         """Return into how many shares those of `steps` cut a tensor after which each rank goes on with one."""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MessageError
-from ..net.transport import Transport, from_bytes, to_bytes
+from ..net.collectives import all_gather, gather_to
+from ..net.transport import Transport, to_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +60,9 @@ def unpack(message: Tensor) -> Pieces:
         MessageError: It is none.
     """
     try:
-        length = int(message[:8].view(torch.int64).item())
-        head = message[8 : 8 + 8 * length].view(torch.int64).tolist()
+        # Copies, because a message may begin anywhere in what came.
+        length = int(message[:8].clone().view(torch.int64).item())
+        head = message[8 : 8 + 8 * length].clone().view(torch.int64).tolist()
         numel, count = head[0], head[1]
         counts, rest = head[2 : 2 + count], head[2 + count :]
         offset, pieces, at = 8 + 8 * length, [], 0
@@ -89,8 +91,7 @@ def gather_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Piece
         alike: The messages of all ranks have the same sizes, so that nobody needs to announce them.
     """
     packed = pack(held)
-    sizes_bytes = [packed.numel()] * transport.size if alike else None
-    return [unpack(message) for message in transport.all_gather(packed, sizes_bytes=sizes_bytes)]
+    return [unpack(message) for message in all_gather(transport, packed, sizes_bytes=_sizes(packed, transport, alike))]
 
 
 def scatter_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
@@ -98,37 +99,16 @@ def scatter_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Piec
     each = len(held.pieces) // transport.size
     parts = [held.pieces[rank * each : (rank + 1) * each] for rank in range(transport.size)]
     packed = [pack(Pieces(numel=held.numel, pieces=part)) for part in parts]
-    sizes_bytes = [packed[transport.rank].numel()] * transport.size if alike else None
+    sizes_bytes = _sizes(packed[transport.rank], transport, alike)
     return [unpack(message) for message in transport.all_to_all(packed, sizes_bytes=sizes_bytes)]
 
 
-def gather_to(root: int, held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces] | None:
+def gather_pieces_to(root: int, held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces] | None:
     """Return on `root` what all ranks hold, in their order, and None on the others; like `gather_all`."""
     packed = pack(held)
-    if transport.rank != root:
-        transport.exchange({root: packed}, [], sizes_bytes={} if alike else None)
-        return None
-    others = [rank for rank in range(transport.size) if rank != root]
-    found = transport.exchange({}, others, sizes_bytes=dict.fromkeys(others, packed.numel()) if alike else None)
-    return [held if rank == root else unpack(found[rank]) for rank in range(transport.size)]
+    found = gather_to(root, packed, transport, sizes_bytes=_sizes(packed, transport, alike))
+    return None if found is None else [unpack(message) for message in found]
 
 
-def reduce_to(root: int, dense: Tensor, transport: Transport) -> Tensor | None:
-    """Return on `root` the sum of the ranks' 1-D tensors, added in their order; None on the others."""
-    others = [rank for rank in range(transport.size) if rank != root]
-    if transport.rank != root:
-        transport.exchange({root: to_bytes(dense)}, [], sizes_bytes={})
-        return None
-    found = transport.exchange({}, others, sizes_bytes=dict.fromkeys(others, dense.nbytes))
-    for rank in others:
-        dense = dense + from_bytes(found[rank], (dense.dtype, dense.numel()))[0]
-    return dense
-
-
-def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, size_bytes: int | None = None) -> Tensor:
-    """Return the message of `root`; on the others `message` is None. `size_bytes`: its size, where all know it."""
-    if message is None:
-        return transport.exchange({}, [root], sizes_bytes=None if size_bytes is None else {root: size_bytes})[root]
-    others = [rank for rank in range(transport.size) if rank != root]
-    transport.exchange(dict.fromkeys(others, message), [], sizes_bytes=None if size_bytes is None else {})
-    return message
+def _sizes(packed: Tensor, transport: Transport, alike: bool) -> list[int] | None:
+    return [packed.numel()] * transport.size if alike else None

@@ -142,7 +142,7 @@ def read_ledger(paths: Iterable[Path], *, step_s: float | None = None, period_s:
     together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for path in paths:
         for where, line in _lines(path):
-            event = _recovery(where, line)
+            event = recovery_event(where, _value(where, line))
             if event is None:
                 continue
             # Before a generation is formed its number is not known: such a failure stays the host's own.
@@ -160,14 +160,22 @@ def _lines(path: Path) -> Iterable[tuple[str, str]]:
     return [(f"{path}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-def _recovery(where: str, line: str) -> dict[str, Any] | None:
-    """Return the fields of a recovery event, None for another event."""
+def _value(where: str, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DaemonError(f"{where}: not JSON ({error}); a launcher writes one JSON object per line") from error
     if not isinstance(value, dict):
         raise DaemonError(f"{where}: a JSON {type(value).__name__} and not an object; is it a file of --rr-events?")
+    return value
+
+
+def recovery_event(where: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what `FailureCost.of` takes of a recovery event, None for another event.
+
+    Raises:
+        DaemonError: The event lacks something; names `where` it is from.
+    """
     fields = Fields(value, where)
     if fields.text("event") != "recovery":
         return None

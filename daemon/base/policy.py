@@ -47,7 +47,7 @@ class ReplicationPolicy:
     Attributes:
         transport: "daemon" moves them between daemons over TCP, "trainer" between trainers over torch.distributed.
         scheme: When they travel, as in Figure 6.16; "none" makes no checkpoints at all.
-        profile_steps: First iterations in which the idle spans of the network are learned.
+        profile_steps: Iterations at the beginning in which the idle spans of the network are learned.
         sub_buffers: Chunks that may be on their way to a host at a time, p.
         sub_buffer_bytes: The largest chunk, R / p; between daemons never more than 4 MiB.
         variance: Part of each idle span that is used, mu, because spans vary.

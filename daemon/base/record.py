@@ -27,6 +27,8 @@ class JobRecord:
         run_id: The run that the slots belong to.
         host: Name of this host in that run.
         incarnation: Life of the run id that made the slots, None until it is known.
+        generation: The newest that was seen here in that life, 0 before the first.
+        round_revision: The etcd revision of its round, which tells it from another one of that number.
         replicas: Copies of each checkpoint.
         attached: A Checkpointer was seen in this incarnation.
         launcher_pid: The launcher that holds the job open, None once it is gone.
@@ -38,6 +40,8 @@ class JobRecord:
     replicas: int
     attached: bool
     launcher_pid: int | None
+    generation: int = 0
+    round_revision: int = 0
 
     @property
     def key(self) -> JobKey:
@@ -71,6 +75,8 @@ class JobRecord:
             replicas=fields.integer("replicas", low=1),
             attached=fields.flag("attached"),
             launcher_pid=fields.optional_integer("launcher_pid"),
+            generation=fields.optional_integer("generation") or 0,
+            round_revision=fields.optional_integer("round_revision") or 0,
         )
 
     def save(self, directory: Path) -> None:

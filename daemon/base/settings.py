@@ -15,6 +15,7 @@ SERVICES_DIR = Path("/run/resilientd")
 """Below it is the run directory of each user whose daemon is a service (`resilientd@<user>`)."""
 
 _SOCKET_NAME = "resilientd.sock"
+_PROBE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,8 @@ def find_settings(environ: Mapping[str, str], *, run_dir: Path | None = None, sh
 def server_pid(socket_path: Path) -> int | None:
     """Return the pid of the process that accepts connections at `socket_path`, None when none does."""
     with socket.socket(socket.AF_UNIX) as probe:
+        # Another user's may have a full backlog on purpose.
+        probe.settimeout(_PROBE_S)
         try:
             probe.connect(str(socket_path))
         except OSError:

@@ -1,5 +1,6 @@
 """What a launcher says about its job when it opens it."""
 
+import re
 from dataclasses import dataclass, field
 
 from ..etcd.client import EtcdConfig
@@ -39,3 +40,16 @@ class JobSpec:
     def key(self) -> JobKey:
         """Which job this is."""
         return self.run_id, self.host
+
+
+def parse_ports(text: str) -> range:
+    """Return the ports that `text` means: "29600", or "29600-29609".
+
+    Raises:
+        ValueError: It means none.
+    """
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text.strip())
+    ports = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+    if not ports or ports[0] < 1 or ports[-1] > 65535:
+        raise ValueError(f"{text!r} is no port or range of ports: write 29600 or 29600-29609")
+    return ports

@@ -4,9 +4,9 @@ from typing import Any
 
 import click
 
-from resilient_run.ckpt.errors import CheckpointError
-from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.errors import DaemonError, WireError
 
+from ..base.ask import ask_daemon
 from ..base.settings import Settings
 
 _ANSWER_TIMEOUT_S = 60.0
@@ -20,16 +20,10 @@ def ask(settings: Settings, op: str, **fields: Any) -> dict[str, Any]:
     """
     address = settings.address()
     try:
-        with wire.dial(address, _ANSWER_TIMEOUT_S) as sock:
-            sock.settimeout(_ANSWER_TIMEOUT_S)
-            sock.sendall(wire.encode({"id": 1, "op": op, **fields}))
-            answer = wire.recv_message(sock)
-    except (OSError, CheckpointError) as error:
+        return ask_daemon(address, op, within_s=_ANSWER_TIMEOUT_S, **fields)
+    except (OSError, WireError) as error:
         raise click.ClickException(
             f"no daemon answers at {address}: {error}; is another RESILIENT_RUN_DIR meant?"
         ) from error
-    if answer is None:
-        raise click.ClickException(f"the daemon at {address} closed the connection; see its log")
-    if not answer.get("ok"):
-        raise click.ClickException(str(answer.get("message")))
-    return {name: value for name, value in answer.items() if name not in {"id", "ok"}}
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error

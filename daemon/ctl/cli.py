@@ -21,7 +21,9 @@ from ..slots.memory import MemoryBudget
 from ..slots.vault import Vault
 from ..trust.private import open_directory
 from .ask import ask
+from .doctor import doctor
 from .export import export
+from .exporter import exporter
 from .forget import forget
 from .goodput import goodput
 from .import_ import import_
@@ -112,7 +114,9 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
         yield f"  rank {slot['rank']:<5} {slot['file']:<18} {size}  {slot['state']:<8}  {held}"
 
 
+resilientctl.add_command(doctor)
 resilientctl.add_command(export)
+resilientctl.add_command(exporter)
 resilientctl.add_command(forget)
 resilientctl.add_command(goodput)
 resilientctl.add_command(import_)

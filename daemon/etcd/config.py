@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from ..trust.private import read_secret
+from ..trust.secret import PASSWORD_VARIABLE, secret_variable
 
 DEFAULT_PORT = 2379
 _MOST_SOCKET_BYTES = 107
@@ -62,7 +63,7 @@ class EtcdConfig:
                 "name a file that only you can read by passwordfile="
             )
         file = options.get("passwordfile")
-        password = read_secret(file) if file else os.environ.get("RESILIENT_ETCD_PASSWORD")
+        password = read_secret(file) if file else secret_variable(PASSWORD_VARIABLE)
         paths = {name: options.get(name) for name in ("cacert", "cert", "key")}
         return cls(
             endpoints=tuple(_endpoint(part.strip()) for part in endpoint.split(",") if part.strip()),

@@ -84,6 +84,7 @@ class Endpoint:
         self.kv = rpc.KVStub(self.channel)
         self.lease = rpc.LeaseStub(self.channel)
         self.watch = rpc.WatchStub(self.channel)
+        self.maintenance = rpc.MaintenanceStub(self.channel)
 
 
 class EtcdConnection:
@@ -101,6 +102,11 @@ class EtcdConnection:
     def member(self) -> Endpoint:
         """The endpoint in use."""
         return self._members[0]
+
+    @property
+    def is_met(self) -> bool:
+        """Tell whether an endpoint speaks gRPC with us now; one that is asleep or without a leader may do so, too."""
+        return any(each.channel.get_state() is grpc.ChannelConnectivity.READY for each in self._members)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -144,9 +150,9 @@ class EtcdConnection:
         except rpc.AioRpcError as error:
             if not _mentions(error, ("authentication is not enabled",)):
                 raise self.failed(member, error) from error
-            if self.config.cert is None and not all(map(is_unix, self.config.endpoints)):
+            if not all(map(is_unix, self.config.endpoints)):
                 raise EtcdAuthError(
-                    f"etcd at {self.config.where} lets in everybody, whatever the password: enable its authentication "
+                    f"etcd at {self.config.where} asks nobody for a password: enable its authentication "
                     f"(etcdctl auth enable), or leave out RESILIENT_ETCD_USER and user="
                 ) from error
             self._token = None

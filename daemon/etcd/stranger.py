@@ -6,26 +6,49 @@ import ssl
 
 from .config import EtcdConfig
 
-_STRANGER_S = 2.0
+_STRANGER_S = 5.0
+_REFUSALS = ("ALERT_CERTIFICATE_REQUIRED", "ALERT_BAD_CERTIFICATE", "ALERT_HANDSHAKE_FAILURE")
 
 
-def lets_strangers_in(config: EtcdConfig) -> bool:
-    """Tell whether an endpoint, with TLS, answers who shows no certificate; one that does not answer at all is passed.
+def is_open(config: EtcdConfig, within_s: float | None = None) -> bool:
+    """Tell whether whoever reaches an etcd that lets us in with `config` can read there; asks it only where it must.
 
-    A server that wants a certificate ends the connection instead, in TLS 1.3 not before the first request.
+    Args:
+        config: Where it is, and how we get in.
+        within_s: How long one endpoint may take to answer, None for 5 s.
     """
-    return any(_answers(endpoint) for endpoint in config.endpoints)
+    if config.user is not None:
+        return False  # An etcd that does not ask for it was refused.
+    return config.cert is None or lets_strangers_in(config, within_s)
 
 
-def _answers(endpoint: str) -> bool:
+def lets_strangers_in(config: EtcdConfig, within_s: float | None = None) -> bool:
+    """Tell whether an endpoint answers who shows no certificate; so it counts, too, when none is seen to refuse that.
+
+    An endpoint from which nothing is heard may be down: the others say what etcd asks for.
+    """
+    found = [_answers(endpoint, config.cacert, within_s) for endpoint in config.endpoints]
+    return True in found or False not in found
+
+
+def _answers(endpoint: str, cacert: str | None, within_s: float | None) -> bool | None:
+    """Tell whether `endpoint` answers without a certificate of ours, None when it says neither yes nor no."""
+    # Who else answers in the place of this etcd says nothing about it.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Nothing is told: who the server is does not matter here.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
     host, _, port = endpoint.rpartition(":")
-    with contextlib.suppress(OSError):
-        plain = socket.create_connection((host.strip("[]"), int(port)), timeout=_STRANGER_S)
-        with plain, context.wrap_socket(plain) as sock:
-            sock.sendall(b"GET /version HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n")
-            return sock.recv(1) != b""
-    return False
+    host = host.strip("[]")
+    try:
+        if cacert is None:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(cacert)
+        plain = socket.create_connection((host, int(port)), timeout=within_s or _STRANGER_S)
+        with plain, context.wrap_socket(plain, server_hostname=host) as sock:
+            # In TLS 1.3 the alert comes now, and the server may have gone after it.
+            with contextlib.suppress(OSError):
+                sock.sendall(b"GET /version HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n")
+            return True if sock.recv(1) else None
+    except ssl.SSLError as error:
+        return False if (error.reason or "").endswith(_REFUSALS) else None
+    except OSError:
+        return None

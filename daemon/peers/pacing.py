@@ -50,6 +50,7 @@ class _Rank:
     profile: IdleProfile | None
     step: int = -1
     started_s: float = 0.0
+    quiet_s: float = 0.0
     checkpoint_bytes: int = 0
     copies: int = 0
     ready_s: float = 0.0
@@ -95,10 +96,15 @@ class Pacer:
         return self._policy.transport == "daemon" and self._policy.scheme in _PACED
 
     @property
+    def iteration_s(self) -> float | None:
+        """The time of a training step in this generation, the median of the last ones; None while it is not known."""
+        return statistics.median(self._iterations) if self._iterations else None
+
+    @property
     def patience_s(self) -> float:
         """How long a receiver may have to wait for a range."""
         if self._profile is None or self._plan is None or not self._plan.paced:
-            return 0.0
+            return max((rank.quiet_s for rank in self._ranks.values()), default=0.0)
         return self.every * (STALL * self._profile.iteration_s + STALL_S)
 
     # What trainers say.
@@ -123,8 +129,8 @@ class Pacer:
         known.profile = self._profiles[rank, known.topology] = profile
         self._wake()
 
-    def iteration(self, rank: int, step: int, started_s: float) -> None:
-        """Hear that the iteration after `step` steps began at `started_s`."""
+    def iteration(self, rank: int, step: int, started_s: float, quiet_s: float = 0.0) -> None:
+        """Hear that the iteration after `step` steps began at `started_s`; no replica may leave for `quiet_s` of it."""
         known = self._ranks.get(rank)
         if known is None:
             return
@@ -132,7 +138,7 @@ class Pacer:
             self._iterations.append(started_s - known.started_s)
         if step > max(other.step for other in self._ranks.values()):
             self._used_s, self._last_used_s = 0.0, self._used_s
-        known.step, known.started_s = step, started_s
+        known.step, known.started_s, known.quiet_s = step, started_s, quiet_s
         self._wake()
 
     def captured(self, rank: int, step: int, *, checkpoint_bytes: int, copies: int) -> None:
@@ -209,7 +215,7 @@ class Pacer:
             "bandwidth_mbit_s": None if cost is None else cost.bytes_per_s * 8 / 1e6,
             "startup_s": None if cost is None else cost.startup_s,
             "profiled_iteration_s": None if profile is None else profile.iteration_s,
-            "iteration_s": statistics.median(self._iterations) if self._iterations else None,
+            "iteration_s": self.iteration_s,
             "idle_s": None if profile is None else profile.idle_s,
             "planned_s": None if made is None else made.used_s / made.every,
             "used_s": self._last_used_s,
@@ -240,6 +246,9 @@ class Pacer:
     def _window(self, step: int) -> Window:
         if self._released:
             return Window(remaining_s=math.inf, wait_s=0.0, why="released")
+        quiet_until_s = max((rank.started_s + rank.quiet_s for rank in self._ranks.values()), default=0.0)
+        if quiet_until_s > self._clock():
+            return Window(remaining_s=0.0, wait_s=quiet_until_s - self._clock(), why="the network is being profiled")
         if self._profile is None or self._plan is None or not self._plan.paced or not self._all_profiled():
             return Window(remaining_s=math.inf, wait_s=0.0, why="not paced")
         present = max(rank.step for rank in self._ranks.values())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .commit import Agreed, Missed
 from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
+from .recoveries import Recoveries
 from .rounds import Pair, Round
 
 
@@ -32,6 +33,7 @@ class JobView:
         leader_revision: etcd revision of that election, 0 while there is no root, None until it was read.
         decisions: What roots decided, as `root/decisions` has it, oldest first.
         quarantines: Hosts that launchers avoid, and until when.
+        recoveries: What failures have cost.
         every_here: Of how many steps this host can send one checkpoint (`Pacer.every`).
         every_elsewhere: Host → the same of the others.
         sign_here: The sign of life of the ranks of this host (`HangDetector.sign`).
@@ -54,6 +56,7 @@ class JobView:
     leader_revision: int | None = None
     decisions: tuple[dict[str, Any], ...] = ()
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+    recoveries: Recoveries = field(default_factory=Recoveries)
     every_here: int = 1
     every_elsewhere: dict[str, int] = field(default_factory=dict)
     sign_here: str = ""

@@ -14,7 +14,12 @@ from resilient_run.ckpt.errors import MemoryBudgetError
 
 log = logging.getLogger(__name__)
 
-_SHARE = 0.8
+SLOTS_PER_RANK = 2
+"""A capture goes to the one that does not hold what is committed."""
+
+SHARE = 0.8
+"""Of the smallest of what limits memory, for slots: training needs the rest."""
+
 _CGROUP_LIMITS = ("/sys/fs/cgroup{}/memory.max", "/sys/fs/cgroup/memory{}/memory.limit_in_bytes")
 
 
@@ -69,19 +74,19 @@ class MemoryBudget:
         others = self._others_bytes(job)
         if others + needed_bytes > limit:
             raise MemoryBudgetError(
-                f"checkpoints need {_size(needed_bytes)} ({formula}), other jobs have {_size(others)} and the limit is "
-                f"{_size(limit)}: use fewer replicas (--rr-replicas), or raise the limit (--rr-memory, "
+                f"checkpoints need {shown(needed_bytes)} ({formula}), other jobs have {shown(others)} and the limit is "
+                f"{shown(limit)}: use fewer replicas (--rr-replicas), or raise the limit (--rr-memory, "
                 f"resilientd --memory-limit)"
             )
         missing = max(0, needed_bytes - self._shares[job].allocated_bytes)
         promised = missing + sum(
             share.committed_bytes - share.allocated_bytes for key, share in self._shares.items() if key != job
         )
-        free = _free_bytes(self._shm_dir)
+        free = free_bytes(self._shm_dir)
         if promised > free:
             raise MemoryBudgetError(
-                f"checkpoints need {_size(needed_bytes)} ({formula}), but {self._shm_dir} has only {_size(free)} free "
-                f"for the {_size(promised)} that are promised and not allocated yet: enlarge the tmpfs "
+                f"checkpoints need {shown(needed_bytes)} ({formula}), but {self._shm_dir} has only {shown(free)} free "
+                f"for the {shown(promised)} that are promised and not allocated yet: enlarge the tmpfs "
                 f"(mount -o remount,size=…), remove what else is in it, or use fewer replicas (--rr-replicas)"
             )
         self._shares[job].limit_bytes = limit
@@ -93,13 +98,13 @@ class MemoryBudget:
         Raises:
             MemoryBudgetError: It would exceed the limit, or more than is free in the tmpfs.
         """
-        share, others, free = self._shares[job], self._others_bytes(job), _free_bytes(self._shm_dir)
+        share, others, free = self._shares[job], self._others_bytes(job), free_bytes(self._shm_dir)
         own = share.allocated_bytes + size_bytes
         if max(share.reserved_bytes, own) + others > share.limit_bytes or size_bytes > free:
             raise MemoryBudgetError(
-                f"a slot of {_size(size_bytes)} does not fit: this job has {_size(share.allocated_bytes)} in slots, "
-                f"other jobs have {_size(others)}, the limit is {_size(share.limit_bytes)} and {self._shm_dir} has "
-                f"{_size(free)} free; use fewer replicas (--rr-replicas), or raise the limit (--rr-memory, "
+                f"a slot of {shown(size_bytes)} does not fit: this job has {shown(share.allocated_bytes)} in slots, "
+                f"other jobs have {shown(others)}, the limit is {shown(share.limit_bytes)} and {self._shm_dir} has "
+                f"{shown(free)} free; use fewer replicas (--rr-replicas), or raise the limit (--rr-memory, "
                 f"resilientd --memory-limit)"
             )
         share.allocated_bytes = own
@@ -132,11 +137,22 @@ class MemoryBudget:
         return sum(share.committed_bytes for key, share in self._shares.items() if key != job)
 
 
+def host_bytes(state_bytes: int, *, kept_ranks: int, copied_ranks: int) -> int:
+    """Return what the slots of a host take.
+
+    Args:
+        state_bytes: Of one rank.
+        kept_ranks: The ranks whose replicas the host holds, its own included.
+        copied_ranks: Its own ranks where there is a persistent tier, which is written from copies, else 0.
+    """
+    return (SLOTS_PER_RANK * kept_ranks + copied_ranks) * state_bytes
+
+
 def default_limit_bytes(shm_dir: Path) -> int:
     """Return 80 % of the smallest of the tmpfs at `shm_dir`, physical memory and the control group's limit."""
     stat = os.statvfs(shm_dir)
     candidates = [stat.f_blocks * stat.f_frsize, psutil.virtual_memory().total, *_cgroup_limits_bytes()]
-    return int(_SHARE * min(candidates))
+    return int(SHARE * min(candidates))
 
 
 def _cgroup_limits_bytes() -> list[int]:
@@ -157,12 +173,14 @@ def _cgroup_limits_bytes() -> list[int]:
     return limits
 
 
-def _free_bytes(shm_dir: Path) -> int:
+def free_bytes(shm_dir: Path) -> int:
+    """Return what is left for us in the file system at `shm_dir`."""
     stat = os.statvfs(shm_dir)
     return stat.f_bavail * stat.f_frsize
 
 
-def _size(size_bytes: int) -> str:
+def shown(size_bytes: int) -> str:
+    """Return a number of bytes as a person reads it."""
     if size_bytes >= 1 << 30:
         return f"{size_bytes / (1 << 30):.2f} GiB"
     return f"{size_bytes / (1 << 20):.2f} MiB"

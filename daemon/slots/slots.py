@@ -23,11 +23,10 @@ from ..base.record import JobRecord
 from ..run.commit import Agreed, is_dead
 from ..run.rounds import Pair, Round
 from .keeping import is_kept, version_of
-from .memory import MemoryBudget
+from .memory import SLOTS_PER_RANK, MemoryBudget
 
 log = logging.getLogger(__name__)
 
-SLOTS_PER_RANK = 2
 MAX_SLOT_BYTES = 1 << 44
 
 _T = TypeVar("_T")
@@ -66,12 +65,14 @@ class SlotFile:
         rank: The rank whose state it is for.
         pair: The complete, verified capture in it, None when there is none.
         busy: A fetch is writing into it.
+        stray: An earlier daemon left it unfinished: a trainer may still write to it.
     """
 
     slot: Slot
     rank: int
     pair: Pair | None = None
     busy: bool = False
+    stray: bool = False
 
     def fits(self, geometry: Geometry) -> bool:
         """Tell whether a capture of this geometry can be written here."""
@@ -105,6 +106,8 @@ class JobSlots:
     adopted: bool = False
     corrupt: dict[int, str] = field(default_factory=dict)
     """Rank → why its slot that was last found corrupt was cleared."""
+    received_bytes: int = 0
+    """Of replicas that came from other hosts, or from the persistent tier."""
     receiving: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """Rank → the lock of whoever receives a replica of it: one at a time."""
     _files: dict[int, list[SlotFile]] = field(default_factory=dict)
@@ -201,6 +204,9 @@ class JobSlots:
             MemoryBudgetError: A new file does not fit.
         """
         async with self._changing:
+            for file in list(self._files.get(rank, ())):
+                if file.stray and file.pair is None and not file.busy:
+                    self._remove_file(file)
             fitting = self._fitting(rank, geometry, agreed)
             free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
             if free:
@@ -221,6 +227,7 @@ class JobSlots:
         """
         header = await in_thread(partial(file.slot.adopt, header_page, verified=verified))
         file.pair = (header.generation, header.step)
+        self.received_bytes += header.used_bytes
 
     def discard(self, file: SlotFile) -> None:
         """Remove the busy `file`: somebody else may still write to it, so it cannot be used again."""
@@ -295,7 +302,7 @@ class JobSlots:
             log.error("cannot adopt %s: %s", path, error)
             return None
         self.budget.pin(slot.buffer)
-        file = SlotFile(slot=slot, rank=rank)
+        file = SlotFile(slot=slot, rank=rank, stray=slot.state() == "WRITING")
         if slot.state() == "COMPLETE":
             file.pair = self._verified_pair(slot, rank)
         return file

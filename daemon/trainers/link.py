@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
-from resilient_run.ckpt.errors import BY_NAME, CheckpointError, DaemonError, WireError
+from resilient_run.ckpt.errors import BY_NAME, CheckpointError, DaemonError
 from resilient_run.ckpt.format import wire
 
 from ..base.crowd import Crowd
@@ -111,7 +111,7 @@ class LinkServer:
                 await writer.drain()
                 connection.busy = False
                 message = await wire.read_message(reader, self._seat(connection))
-        except (WireError, DaemonError) as error:
+        except CheckpointError as error:
             log.warning("closing the connection of pid %d: %s", connection.pid, error)
         except ConnectionError as error:
             log.info("pid %d is gone: %s", connection.pid, error)
@@ -149,7 +149,7 @@ async def _answer(connection: Connection, message: wire.Message, service: Servic
     """Handle one message.
 
     Raises:
-        DaemonError: It is no message of this protocol, or a notification that is wrong.
+        CheckpointError: It is no message of this protocol, or a notification that is wrong.
     """
     fields = Fields(message, "message")
     op, request_id = fields.text("op", max_bytes=64), fields.optional_integer("id")

@@ -22,7 +22,8 @@ from ..run.hang import HangDetector
 from ..run.leased import LeasedKeys
 from ..run.rounds import pair_value
 from ..run.view import JobView
-from ..slots.slots import SLOTS_PER_RANK, Geometry, JobSlots
+from ..slots.memory import SLOTS_PER_RANK, host_bytes
+from ..slots.slots import Geometry, JobSlots
 from .trainer import Event, Trainer
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Sessions:
         self._hang = hang
         self._trainers: dict[int, Trainer] = {}
         self._unprotected: tuple[int, int, str] | None = None
+        self._missed_captures = 0
 
     @property
     def ranks(self) -> list[int]:
@@ -104,7 +106,8 @@ class Sessions:
 
         Raises:
             MemoryBudgetError: They do not.
-            DaemonError: The generation is over, did not come within 60 s, or has no such rank here.
+            DaemonError: The generation is over, did not come within 60 s, or has no such rank here; or another process
+                is attached as this rank.
         """
         attached_s = time.monotonic()
         rank, local_rank = fields.integer("rank"), fields.integer("local_rank")
@@ -129,6 +132,13 @@ class Sessions:
                 f"rank {rank} (local {local_rank}) of {world_size} does not fit generation {generation}, which runs "
                 f"ranks {list(own)} of {round_.world_size} on host {self._spec.host}"
             )
+        previous = self._trainers.get(rank)
+        if previous is not None and previous.generation == generation and previous.pid != pid:
+            raise DaemonError(
+                f"process {previous.pid} is attached as rank {rank}, and two would write the same slots (this one is "
+                f"{pid}): make one Checkpointer for each worker, or let resilient-run start every process that trains "
+                "(--nproc-per-node)"
+            )
         self._reserve(estimate_bytes)
         if self._slots.refresh([rank]):
             self._view.notify()
@@ -146,7 +156,7 @@ class Sessions:
             event=self._event,
             hang=self._hang,
         )
-        previous, self._trainers[rank] = self._trainers.get(rank), trainer
+        self._trainers[rank] = trainer
         if previous is not None:
             previous.close()
             self._replicator.trainers.detached(rank)
@@ -222,7 +232,13 @@ class Sessions:
         reason, most = "", 0
         if self._unprotected is not None and self._unprotected[0] == self._view.generation and self._trainers:
             _, most, reason = self._unprotected
-        return {"protected": not reason, "steps_at_risk": max(at_risk, 0), "most_steps": most, "reason": reason}
+        return {
+            "protected": not reason,
+            "steps_at_risk": max(at_risk, 0),
+            "most_steps": most,
+            "reason": reason,
+            "missed_captures": self._missed_captures,
+        }
 
     def _show(self, trainer: Trainer, op: str, fields: Fields) -> None:
         """Let a trainer's signs of life and of its network count, unless another process has become its rank."""
@@ -242,7 +258,8 @@ class Sessions:
                 }
                 count = partial(self._pacer.profiled, rank, IdleProfile.from_message(profile))
             case "iteration":
-                count = partial(self._pacer.iteration, rank, fields.integer("step"), fields.number("monotonic_s"))
+                began = fields.integer("step"), fields.number("monotonic_s")
+                count = partial(self._pacer.iteration, rank, *began, fields.optional_number("quiet_s") or 0.0)
             case "link":
                 count = partial(self._pacer.measured, rank, fields.number("bytes_per_s", low=1.0, high=1e15))
             case _:
@@ -260,6 +277,7 @@ class Sessions:
     def _missed(self, trainer: Trainer, next_: int, step: int, *, late: bool) -> None:
         """Let the root hear that `trainer`, at `step`, will never have captured the first step from `next_` on."""
         log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
+        self._missed_captures += 1
         missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
         if known is None or (known.next, known.step) < (missed.next, missed.step):
             self._view.missed = missed
@@ -277,7 +295,7 @@ class Sessions:
         persisting = f", and {copies} copies while they are persisted" if copies else ""
         self._slots.budget.reserve(
             self._slots.key,
-            needed_bytes=(SLOTS_PER_RANK * ranks + copies) * estimate_bytes,
+            needed_bytes=host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies),
             limit_bytes=self._spec.memory_limit_bytes,
             formula=f"{SLOTS_PER_RANK} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
             f"{own} own ranks, {self._spec.replicas} replicas",

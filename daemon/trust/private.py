@@ -28,7 +28,27 @@ def open_directory(path: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=True)
-        # What is checked is what is changed, whatever takes its name meanwhile.
+    except OSError as error:
+        raise DaemonError(f"{path} cannot be used: {error.strerror}; {_REMEDY}") from error
+    # What is checked is what is changed, whatever takes its name meanwhile.
+    with _own(path) as descriptor:
+        os.fchmod(descriptor, 0o700)
+
+
+def directory_mode(path: Path) -> int:
+    """Return the permissions of the directory `path` of our user, and change nothing.
+
+    Raises:
+        DaemonError: It is something else, or somebody else's.
+    """
+    with _own(path) as descriptor:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+
+
+@contextlib.contextmanager
+def _own(path: Path) -> Iterator[int]:
+    """Open the directory `path`, which has to be our user's."""
+    try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise DaemonError(f"{path} cannot be used: {error.strerror}; {_REMEDY}") from error
@@ -36,7 +56,7 @@ def open_directory(path: Path) -> None:
         owner = os.fstat(descriptor).st_uid
         if owner != os.geteuid():
             raise DaemonError(f"{path} must belong to uid {os.geteuid()}, it belongs to uid {owner}; {_REMEDY}")
-        os.fchmod(descriptor, 0o700)
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -75,6 +95,45 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise DaemonError(f"{path} is longer than {max_bytes} bytes")
     return content
+
+
+def open_to_append(path: Path) -> int:
+    """Return a descriptor that appends to `path`, and never waits: a file, made if there is none, a pipe or a terminal.
+
+    What another user may have put there is not written to: links, pipes, files that are theirs in a directory that is
+    not, and files with more than one name. A link of this user's or root's, as /dev/stdout, leads where they want it.
+
+    Raises:
+        DaemonError: It is such a thing, or nothing that could be appended to.
+        OSError: It cannot be opened.
+    """
+    trusted, place = {0, os.geteuid()}, path.parent.stat()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    linked = False
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        linked, owner = True, path.lstat().st_uid
+        # Where others may change names, it may be another link by now.
+        if not {owner, place.st_uid} <= trusted or place.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise DaemonError(f"{path} is a link that uid {owner} has made, or others may change") from error
+        descriptor = os.open(path, flags, 0o644)
+    about = os.fstat(descriptor)
+    is_file, trouble = stat.S_ISREG(about.st_mode), ""
+    if not (is_file or stat.S_ISFIFO(about.st_mode) or stat.S_ISCHR(about.st_mode)):
+        trouble = "is no file, pipe or terminal"
+    elif is_file and about.st_nlink > 1 and not linked:
+        trouble = "has more than one name"
+    elif not (
+        linked or stat.S_ISCHR(about.st_mode) or about.st_uid in trusted | ({place.st_uid} if is_file else set())
+    ):
+        trouble = f"belongs to uid {about.st_uid}"
+    if trouble:
+        os.close(descriptor)
+        raise DaemonError(f"{path} {trouble}")
+    return descriptor
 
 
 def read_secret(path: Path | str) -> str:

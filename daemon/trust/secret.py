@@ -3,8 +3,8 @@
 import json
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +16,30 @@ from resilient_run.ckpt.errors import DaemonError
 from .private import open_directory, own_directory, read_secret
 
 VARIABLE: Final = "RESILIENT_KEY"
+PASSWORD_VARIABLE: Final = "RESILIENT_ETCD_PASSWORD"
 MAX_KEY_BYTES: Final = 4096
 _MIN_LETTERS: Final = 32
 _SALT: Final = b"resilient-run"
 _KEYGEN: Final = "make one with `resilientctl keygen PATH`"
+_withheld: dict[str, str] = {}
+
+
+@contextmanager
+def withheld() -> Iterator[None]:
+    """Take the secrets out of the environment for the block: what is started in it does not need them."""
+    taken = {name: os.environ.pop(name) for name in (VARIABLE, PASSWORD_VARIABLE) if name in os.environ}
+    _withheld.update(taken)
+    try:
+        yield
+    finally:
+        for name in taken:
+            del _withheld[name]
+        os.environ.update(taken)
+
+
+def secret_variable(name: str) -> str | None:
+    """Return the secret that this process was given in an environment variable, also while it is `withheld`."""
+    return _withheld.get(name, os.environ.get(name))
 
 
 def make_key(path: Path) -> None:
@@ -29,8 +49,12 @@ def make_key(path: Path) -> None:
         OSError: There is such a file, or it cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except OSError:
+        path.unlink()
+        raise
 
 
 def find_key(path: Path | None, environ: Mapping[str, str]) -> str | None:

@@ -16,7 +16,9 @@ T = TypeVar("T")
 TURN_BYTES: Final = 256 << 10
 """What is encrypted or decrypted at a time, before others of the event loop have their turns."""
 
-_WAKE_BYTES: Final = 256 << 10
+_WAKE_BYTES: Final = 2 << 20
+"""So much is waited for before it is deciphered, where a link is slow: waking up costs. Sockets can hold more."""
+
 _RECORD_BYTES: Final = (16 << 10) + 256 + 5
 """The longest TLS record (RFC 8446, 5.2): so much of what is awaited may have left the kernel, still undeciphered."""
 

@@ -1,6 +1,21 @@
-"""``python -m resilient_run`` is the ``resilient-run`` command."""
+"""``resilient-run``, also as ``python -m resilient_run``."""
 
-from resilient_run.launcher.cli import main
+import gc
+import sys
+
+
+def main() -> None:
+    """Run `resilient_run.launcher.cli.main`; nothing that its imports make is garbage to be looked for."""
+    gc.disable()
+    from resilient_run.launcher.workers.early import begun
+
+    with begun(sys.argv[1:]):
+        from resilient_run.launcher.cli import main as launch
+
+        gc.freeze()
+        gc.enable()
+        launch()
+
 
 if __name__ == "__main__":
     main()

@@ -24,10 +24,13 @@ class LoopThread:
 
         Raises:
             TimeoutError: It took longer than `timeout_s`, and is cancelled.
+            RuntimeError: The loop was stopped, perhaps meanwhile.
         """
         future = self.submit(coroutine)
         try:
             return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise self._stopped() from None
         except BaseException:
             # Also when a signal handler raises: nobody waits for the result any more.
             future.cancel()
@@ -42,7 +45,7 @@ class LoopThread:
         with self._lock:
             if self._stopping:
                 coroutine.close()
-                raise RuntimeError(f"thread {self._thread.name} was stopped")
+                raise self._stopped()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
@@ -52,6 +55,9 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._stopping = True
         self._thread.join()
+
+    def _stopped(self) -> RuntimeError:
+        return RuntimeError(f"thread {self._thread.name} was stopped")
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -87,7 +87,7 @@ class Membership:
         """The end of the run that this launcher is or was a member of, None while it goes on."""
         return self._closed
 
-    async def register(self, terms: Terms, host: str, nproc: int, role: str, *, lease_ttl_s: float) -> None:
+    async def register(self, terms: Terms, host: str, addr: str, nproc: int, role: str, *, lease_ttl_s: float) -> None:
         """Become a member, ready for nothing yet.
 
         Waits for the end of an earlier run with this id to pass, and for the key of a launcher that was just killed to
@@ -98,7 +98,7 @@ class Membership:
             RendezvousClosedError: The run stays closed.
             EtcdError: etcd cannot be reached or refuses.
         """
-        self._member = replace(self._member, host=host, nproc=nproc, role=role)
+        self._member = replace(self._member, host=host, addr=addr, nproc=nproc, role=role)
         self._key = self._prefix + keys.MEMBERS(host)
         self._lease_ttl_s = lease_ttl_s
         clock = asyncio.get_running_loop().time

@@ -13,6 +13,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCP
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
@@ -22,13 +23,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from resilient_run.daemon.etcd.address import is_local, is_loopback, own_address
 from resilient_run.daemon.etcd.client import EtcdConfig, EtcdError
-from resilient_run.daemon.etcd.stranger import lets_strangers_in
+from resilient_run.daemon.etcd.stranger import is_open
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
-from .address import is_local, is_loopback, own_address
 from .agreement import Terms
 from .claim import HostClaim, machine_name
 from .forming import Announcer, Arrivals, FormingDecision, next_round, standby
@@ -45,6 +46,10 @@ _REPORT_S = 1.0
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
+class RendezvousOptionError(RendezvousError, ValueError):
+    """What this launcher was told about the rendezvous cannot be used."""
+
+
 class EtcdRendezvous(RendezvousHandler):
     """torch's rendezvous interface on etcd v3, and what our own agent needs beyond it.
 
@@ -52,16 +57,19 @@ class EtcdRendezvous(RendezvousHandler):
 
     Raises:
         RendezvousConnectionError: etcd cannot be reached or refuses the credentials.
-        ValueError: `--rdzv-endpoint`, `--rdzv-id`, an option in `--rdzv-conf` or RESILIENT_HOST_ID is not usable.
+        RendezvousOptionError: `--rdzv-endpoint`, `--rdzv-id`, an option in `--rdzv-conf` or RESILIENT_HOST_ID is not
+            usable.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
         self._run_id = params.run_id
-        machine = machine_name(self._run_id)
         self._min_nodes, self._max_nodes = params.min_nodes, params.max_nodes
-        self._patience = Patience.from_params(params)
-        self._etcd_config = EtcdConfig.parse(params.endpoint, params.config)
-        self._addr = params.local_addr or own_address(self._etcd_config.endpoints[0])
+        try:
+            machine = machine_name(self._run_id)
+            self._patience = Patience.from_params(params)
+            self._etcd_config = EtcdConfig.parse(params.endpoint, params.config)
+        except ValueError as error:
+            raise RendezvousOptionError(str(error)) from error
         self._session = new_session()
         self.describe(1, "default")
         self.stood_by = False
@@ -79,7 +87,7 @@ class EtcdRendezvous(RendezvousHandler):
             session=self._session,
             nproc=1,
             role="",
-            addr=self._addr,
+            addr="",
             pid=os.getpid(),
             ready=0,
             label=os.environ.get("RESILIENT_LABEL", ""),
@@ -88,6 +96,8 @@ class EtcdRendezvous(RendezvousHandler):
             self._link = RunLink(self._etcd_config, run_id=self._run_id, member=member)
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from error
+        # Only now: a name service that is away keeps this waiting for longer than whoever typed a wrong name likes.
+        self._addr = params.local_addr or own_address(self._etcd_config.endpoints[0])
         self._claim = HostClaim(self._run_id, machine, self._link.membership.view.round)
         self._host = self._claim.host
         # torch does not shut the handler of a launcher down that a signal ends; leaving tells the others at once.
@@ -210,10 +220,7 @@ class EtcdRendezvous(RendezvousHandler):
     @property
     def is_open(self) -> bool:
         """Tell whether whoever reaches its etcd can read the run's keys."""
-        config = self._etcd_config
-        if config.user is not None:
-            return False  # An etcd that does not ask for it was refused.
-        return config.cert is None or lets_strangers_in(config)
+        return is_open(self._etcd_config)
 
     @property
     def etcd_config(self) -> EtcdConfig:
@@ -387,7 +394,7 @@ class EtcdRendezvous(RendezvousHandler):
         if not self._registered:
             self._link.request(
                 lambda: membership.register(
-                    self._terms, self._host, self._nproc, self._role, lease_ttl_s=self._patience.lease_ttl_s
+                    self._terms, self._host, self._addr, self._nproc, self._role, lease_ttl_s=self._patience.lease_ttl_s
                 ),
                 deadline.at_s,
             )

@@ -51,9 +51,15 @@ class RunLink:
             return self.membership.view, self._version
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Return once there is news since the `look` that gave `version`, or after `timeout_s`."""
+        """Return once there is news since the `look` that gave `version`, or after `timeout_s`.
+
+        Raises:
+            EtcdError: Another thread has called `leave`.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._version != version, max(0.0, timeout_s))
+            self._changed.wait_for(lambda: self.left or self._version != version, max(0.0, timeout_s))
+        if self.left:
+            raise EtcdError("this launcher has left the run")
 
     def clear_changed(self) -> None:
         """Make `changed_fd` unreadable until the next change."""
@@ -88,7 +94,9 @@ class RunLink:
         # A forked child has this object, but neither its thread nor the right to speak for the launcher.
         if self.left or os.getpid() != self._pid:
             return True
-        self.left = True
+        with self._changed:
+            self.left = True
+            self._changed.notify_all()
         try:
             self._loop.run(self.membership.leave(), _LEAVE_S)
             return True

@@ -1,8 +1,7 @@
 """Workers start warm: forked from a `zygote` that has torch imported, when that equals a cold start in all but time.
 
-The agent starts workers through `torch.distributed.elastic.multiprocessing.api.get_subprocess_handler`; `warm_workers`
-replaces it while a run lasts. A command or an environment that a fork could not imitate exactly starts cold, and the
-log says why. Warm or cold, a worker is a child of the launcher and is killed with it.
+A command or an environment that a fork could not imitate exactly starts cold, and the log says why. Warm or cold, a
+worker is a child of the launcher and is killed with it. Nothing here imports torch: a zygote is begun before that.
 """
 
 import json
@@ -16,20 +15,12 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from torch.distributed.elastic.multiprocessing import api as torch_multiprocessing
-from torch.distributed.elastic.multiprocessing.subprocess_handler import (
-    SubprocessHandler,
-    get_subprocess_handler,
-)
-
 from . import zygote
 from .prctl import adopting_orphans, death_with_parent
-from .rebind import rebound
+from .preload import PER_WORKER
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +28,12 @@ _START_TIMEOUT_S = 60.0
 _FORK_TIMEOUT_S = 20.0
 _MAX_PACKET_BYTES = 1 << 16
 
-_PER_WORKER = re.compile(
-    r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES"
-    r"|(TORCHELASTIC|RESILIENT)_.*"
-)
-"""Variables that the agent sets for each worker and that nothing reads while torch is imported."""
-
 _LOAD_TIME = re.compile(
-    rb"""["'](LD|MALLOC|G?OMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR|PYTORCH|TORCH(?!ELASTIC|_NCCL)[A-Z]*)_[A-Z_]+["']"""
+    rb"""["'](?:LD|MALLOC|G?OMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR|PYTORCH|TORCH(?!ELASTIC|_NCCL)[A-Z]*)_[A-Z_]+["']"""
+    rb"""|\b(?:LD|MALLOC|G?OMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR)_[A-Z_]+(?=\s{0,20}=(?!=))|\bload_dotenv\b"""
 )
-"""Names, quoted in a script, of variables that only have an effect when set before torch is imported."""
+"""In a script: names, quoted or as keywords, of variables that only take effect when set before torch is imported, and
+what sets any of them from a file."""
 
 _IMPORT = re.compile(
     rb"(?:^|[;:])[ \t]{0,200}(?:from[ \t]{1,20}(\.{0,20})([\w.]{0,200})[ \t]{1,20})?"
@@ -60,38 +47,6 @@ _UNHURRIED_S = 1.0
 
 class ColdStart(Exception):
     """This worker cannot be forked from a zygote; the message says why."""
-
-
-@contextmanager
-def warm_workers(*, enabled: bool = True) -> Iterator["WorkerStarter"]:
-    """Let torch's agent start workers warm, and bind them to this process's life, while the block runs.
-
-    The zygote is prepared at the first start, or before, with the `expect` of what is yielded: torch is then imported
-    once, while the rendezvous is under way. A program that does not name torch is not kept waiting for that.
-
-    Enter it on the thread that runs the agent: that thread's end kills the workers.
-
-    Args:
-        enabled: False starts every worker cold, still bound to this process.
-    """
-    starter = WorkerStarter(warm=enabled)
-    handler = partial(_Handler, starter)
-    with rebound(torch_multiprocessing, "get_subprocess_handler", get_subprocess_handler, handler):
-        try:
-            yield starter
-        finally:
-            starter.close()
-
-
-class _Handler(SubprocessHandler):
-    """torch's handle of one worker, with our way to start it."""
-
-    def __init__(self, starter: "WorkerStarter", **kwargs: Any) -> None:
-        self._starter = starter
-        super().__init__(**kwargs)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-        return self._starter.start(args, env, self._stdout, self._stderr)
 
 
 class WarmProcess(subprocess.Popen[bytes]):
@@ -111,11 +66,15 @@ class WorkerStarter:
 
     Args:
         warm: False starts every worker cold.
+        preload: Modules that the zygote imports besides torch; None learns them from the first workers.
     """
 
-    def __init__(self, *, warm: bool) -> None:
+    def __init__(self, *, warm: bool, preload: Sequence[str] | None = ()) -> None:
+        self.preload = preload
         self._refusal = None if warm else "warm start is switched off"
-        self._preparing: threading.Thread | None = None
+        self._preparing: list[threading.Thread] = []
+        self._wanted: tuple[Sequence[str], Mapping[str, str]] | None = None
+        self._guess: tuple[Sequence[str], Mapping[str, str]] | None = None
         self._prepared = threading.Event()
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -139,20 +98,40 @@ class WorkerStarter:
             )
         return WarmProcess(args, pid)
 
-    def expect(self, args: Sequence[str], env: Mapping[str, str]) -> None:
-        """Prepare for workers that will be started with `args` and, but for what differs by worker, `env`."""
-        if self._refusal is None and self._preparing is None:
+    def expect(self, args: Sequence[str], env: Mapping[str, str], *, is_guess: bool = False) -> None:
+        """Prepare for workers that will be started with `args` and, but for what differs by worker, `env`.
+
+        What was prepared for a guess goes on if it was right, and is replaced otherwise.
+        """
+        if self._guess is not None:
+            guess, self._guess = self._guess, None
+            if (difference := _difference(*guess, args, env)) is None:
+                return
+            log.info("the zygote was made for other workers (%s); starting another", difference)
+            if (zygote := self._zygote) is not None:
+                zygote.kill()
+            with self._lock:
+                self._wanted = None
+                self._prepared.clear()
+                self._refusal = None
+                self._discard()
+        elif self._preparing:
+            return
+        if self._refusal is None:
+            self._guess = (args, env) if is_guess else None
             self._waits = _names_torch(args)
-            self._preparing = threading.Thread(target=self._prepare, args=(args, env), name="zygote", daemon=True)
-            self._preparing.start()
+            self._wanted = (args, env)
+            thread = threading.Thread(target=self._prepare, args=(self._wanted,), name="zygote", daemon=True)
+            self._preparing.append(thread)
+            thread.start()
 
     def close(self) -> None:
         """End the zygote; its workers go on."""
         self._closing.set()
         if (zygote := self._zygote) is not None:
             zygote.kill()
-        if self._preparing is not None:
-            self._preparing.join()
+        for thread in self._preparing:
+            thread.join()
         self._discard()
 
     def _discard(self) -> None:
@@ -161,9 +140,9 @@ class WorkerStarter:
             self._zygote = None
 
     def _zygote_for(self, args: Sequence[str], env: Mapping[str, str]) -> "Zygote":
+        self.expect(args, env)
         if self._refusal is not None:
             raise ColdStart(self._refusal)
-        self.expect(args, env)
         if not self._waits and not self._prepared.is_set():
             raise ColdStart("the zygote is not prepared yet, and the program does not name torch")
         self._prepared.wait()
@@ -189,23 +168,26 @@ class WorkerStarter:
             self._make_zygote(args, env)
         return self._zygote
 
-    def _prepare(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+    def _prepare(self, wanted: tuple[Sequence[str], Mapping[str, str]]) -> None:
         if not self._waits and self._closing.wait(_UNHURRIED_S):
             return
         try:
             with self._lock:
-                self._make_zygote(args, env)
+                # A guess may have turned out wrong by now.
+                if self._wanted is wanted:
+                    self._make_zygote(*wanted)
         except ColdStart as reason:
             log.info("workers will start cold: %s", reason)
         finally:
-            self._prepared.set()
+            if self._wanted is wanted:
+                self._prepared.set()
         # The kernel would kill the zygote with the thread that started it.
         self._closing.wait()
 
     def _make_zygote(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         try:
             _check_command(args)
-            self._zygote = Zygote(args, env, self._bind)
+            self._zygote = Zygote(args, env, self._bind, self.preload)
             if self._closing.is_set():
                 self._zygote.kill()
             self._zygote.wait_ready()
@@ -224,15 +206,20 @@ class Zygote:
         args: Command line of a worker; the zygote can start workers with exactly this one.
         env: Environment of a worker; the others may differ in what torch's agent sets for each worker.
         bind: Called in the new process, to bind it to this one's life.
+        preload: See `WorkerStarter`.
 
     Raises:
         ColdStart: An interpreter started with `env` would not reach the zygote's code.
     """
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], bind: Any) -> None:
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], bind: Any, preload: Sequence[str] | None = ()
+    ) -> None:
         self._args = tuple(args)
         self._env = dict(env)
         self._cwd = os.getcwd()
+        # What was asked for by name is missed.
+        self._note_level = logging.INFO if preload is None else logging.WARNING
         self._hook_dir = tempfile.TemporaryDirectory(prefix="resilient-run-zygote-")
         hook = Path(self._hook_dir.name, "sitecustomize.py")
         hook.symlink_to(zygote.__file__)
@@ -243,11 +230,12 @@ class Zygote:
         if probe.returncode != zygote.PROBE_EXIT_CODE:
             self._hook_dir.cleanup()
             raise ColdStart("another sitecustomize comes before the zygote's")
+        modules = {} if preload is None else {zygote.PRELOAD: ",".join(preload) or "none"}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 self._args,
-                env={**hooked, zygote.CONTROL_FD: str(theirs.fileno())},
+                env={**hooked, zygote.CONTROL_FD: str(theirs.fileno()), **modules},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 preexec_fn=bind,
@@ -276,13 +264,10 @@ class Zygote:
 
     def check(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         """Raise `ColdStart` when a fork would not be what `args` in `env` starts here and now."""
-        if tuple(args) != self._args:
-            raise ColdStart("the command line differs from the one that the zygote was started with")
         if os.getcwd() != self._cwd:
             raise ColdStart(f"the working directory was {self._cwd} when the zygote was started")
-        for name in sorted(env.keys() | self._env.keys()):
-            if env.get(name) != self._env.get(name) and not _PER_WORKER.fullmatch(name):
-                raise ColdStart(f"environment variable {name} has changed since the zygote was started")
+        if (difference := _difference(self._args, self._env, args, env)) is not None:
+            raise ColdStart(difference)
 
     def fork(self, env: Mapping[str, str], streams: Sequence[int]) -> int:
         """Return the pid of a new child of this process that runs the command, with `streams` as descriptors 0 to 2.
@@ -300,12 +285,16 @@ class Zygote:
                 with adopting_orphans():
                     socket.send_fds(self._control, [json.dumps(request).encode()], [*streams, theirs.fileno()])
                     theirs.close()
-                    pid = int(_receive(ours, _FORK_TIMEOUT_S)["pid"])
+                    answer = _receive(ours, _FORK_TIMEOUT_S)
                 ours.send(b"!")
             except OSError as error:
                 self._process.kill()
                 raise ColdStart(f"cannot reach the zygote, or adopt its fork: {error}") from error
-        return pid
+        for note in answer["notes"]:
+            log.log(self._note_level, "%s", note)
+        if answer["preloaded"]:
+            log.info("a worker starts with %s imported", ", ".join(answer["preloaded"]))
+        return int(answer["pid"])
 
     def kill(self) -> None:
         """Kill the zygote, which also ends a wait for it."""
@@ -329,6 +318,18 @@ def _receive(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     if "refused" in answer:
         raise ColdStart(answer["refused"])
     return answer
+
+
+def _difference(
+    args: Sequence[str], env: Mapping[str, str], other_args: Sequence[str], other_env: Mapping[str, str]
+) -> str | None:
+    """Say why a zygote made for `args` in `env` cannot fork the other workers, None when it can."""
+    if tuple(args) != tuple(other_args):
+        return "the command line differs from the one that the zygote was started with"
+    for name in sorted(env.keys() | other_env.keys()):
+        if env.get(name) != other_env.get(name) and not PER_WORKER.fullmatch(name):
+            return f"environment variable {name} has changed since the zygote was started"
+    return None
 
 
 def _check_command(args: Sequence[str]) -> None:

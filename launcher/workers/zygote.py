@@ -7,15 +7,19 @@ run the command as if it had just been started: no frame, no ``__main__`` and no
 
 The zygote says once, over a socket of sequenced packets, ``{"ready": true}`` or ``{"refused": reason}``. A request is
 ``{"set": {name: value}, "unset": [name]}``, the difference of the worker's environment to the zygote's, with four
-descriptors: the worker's stdin, stdout and stderr, and a socket of its own. On that socket ``{"pid"}`` or
-``{"refused"}`` comes back, and the worker waits for a packet, its leave to run; it ends when the launcher, having given
-up, has closed its end.
+descriptors: the worker's stdin, stdout and stderr, and a socket of its own. On that socket ``{"pid", "preloaded",
+"notes"}`` or ``{"refused"}`` comes back, and the worker waits for a packet, its leave to run; it ends when the
+launcher, having given up, has closed its end.
+
+What the script imports besides torch is imported beforehand by zygotes of single ranks (see `nursery.py`), which this
+one forks and hands requests on to.
 
 A worker is forked twice, so that it is an orphan that the launcher (see `prctl.adopting_orphans`) adopts: the launcher
 is then the parent of a warm worker as of a cold one, gets its exit status from the kernel, and the zygote may die.
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -25,12 +29,16 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any
 
 CONTROL_FD = "RESILIENT_ZYGOTE_FD"
 """Environment variable with the number of the zygote's end of the socket pair."""
+
+PRELOAD = "RESILIENT_ZYGOTE_PRELOAD"
+"""Environment variable with the modules to import beforehand, "none", or nothing to learn them."""
 
 PROBE = "RESILIENT_ZYGOTE_PROBE"
 PROBE_EXIT_CODE = 86
@@ -68,36 +76,145 @@ def _serve(control: socket.socket) -> bool:
     """Return in a worker, whether the user has a ``sitecustomize``."""
     control.set_inheritable(False)
     has_sitecustomize = _import_hidden_sitecustomize()
+    sys.meta_path.append(_unfound)
     changed = _changed_variable()
-    bind = _binding_to_launcher()
+    bind = _ours("prctl").death_with_parent(os.getppid())
+    nursery = _ours("nursery").Nursery.from_variable(os.environ.pop(PRELOAD, None))
     _preload(_AT_ONCE)
     if _names_optimizer():
         _preload(_LATER)
+    _answer(control, bind, changed, nursery)
+    return has_sitecustomize
+
+
+def _answer(control: socket.socket, bind: Callable[[], None], changed: str | None, nursery: Any) -> None:
+    """Fork a worker for each request, unless something speaks against it, as `changed` does; return in a worker."""
     refusal = changed or _refusal()
     _tell(control, {"refused": refusal} if refusal else {"ready": True})
-    pause_s: float | None = None
+    has_forked = False
     while True:
-        if pause_s is not None and not select.select([control], [], [], pause_s)[0]:
+        is_later = has_forked and _LATER[0] not in sys.modules
+        pause_s = _LATER_S if is_later else None if refusal else nursery.pause_s()
+        readable = select.select([control, *nursery.controls()], [], [], pause_s)[0]
+        nursery.listen(readable)
+        if control in readable:
+            packet, descriptors, _, _ = socket.recv_fds(control, _MAX_PACKET_BYTES, 4)
+            if not packet:
+                os._exit(0)
+            if _fork_worker(json.loads(packet), descriptors, bind, refusal, nursery, control):
+                return
+            has_forked = True
+        elif is_later and not readable:
             _preload(_LATER)
             refusal = changed or _refusal()
+        elif (
+            refusal is None and (rank := nursery.due()) is not None and _fork_rank_zygote(nursery, rank, bind, control)
+        ):
+            return
+
+
+def _fork_worker(
+    request: dict[str, Any],
+    descriptors: list[int],
+    bind: Callable[[], None],
+    refusal: str | None,
+    nursery: Any,
+    control: socket.socket,
+) -> bool:
+    """Fork the worker that is asked for, here or in its rank's zygote; return True in it, and False here."""
+    *streams, own = descriptors
+    with socket.socket(fileno=own) as worker:
+        if refusal:
+            _tell(worker, {"refused": refusal})
+        else:
+            zygote = nursery.zygote_for(request, streams)
+            request["notes"] = nursery.take_notes()
+            if zygote is None or not zygote.fork(request, descriptors):
+                journal = nursery.begins(request)
+                if _is_orphan():
+                    control.close()
+                    nursery.forget()
+                    _go_on(worker, request, streams, bind, journal, [])
+                    return True
+    for descriptor in streams:
+        os.close(descriptor)
+    return False
+
+
+def _fork_rank_zygote(nursery: Any, rank: str, bind: Callable[[], None], control: socket.socket) -> bool:
+    """Fork the zygote of `rank`; return True in its workers, and False here."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bind_to_this = _ours("prctl").death_with_parent(os.getpid())
+    request, journal = nursery.request(rank), nursery.journal(rank)
+    importer = nursery.importer(rank, _refusal)
+    try:
+        pid = os.fork()
+    except OSError:
+        ours.close()
+        theirs.close()
+        return False
+    if pid:
+        theirs.close()
+        nursery.add(rank, pid, ours)
+        return False
+    try:
+        control.close()
+        ours.close()
+        nursery.forget()
+        bind_to_this()
+        _serve_rank(theirs, bind, request, journal, importer)
+    except BaseException:  # noqa: BLE001
+        # It would run the training script.
+        traceback.print_exc()
+        os._exit(1)
+    return True
+
+
+def _serve_rank(
+    control: socket.socket, bind: Callable[[], None], first: dict[str, Any], journal: Any, importer: Any
+) -> None:
+    """Import and fork as the zygote says; return in a worker."""
+    environ = dict(os.environ)
+    _apply(first)
+    while True:
         packet, descriptors, _, _ = socket.recv_fds(control, _MAX_PACKET_BYTES, 4)
         if not packet:
             os._exit(0)
+        message = json.loads(packet)
+        if "preload" in message:
+            refused = importer.follow(message["preload"])
+            _tell(control, {"refused": refused, "reads": importer.reads})
+            continue
         *streams, own = descriptors
         with socket.socket(fileno=own) as worker:
-            if refusal:
-                _tell(worker, {"refused": refusal})
-            elif _is_orphan():
+            if _is_orphan():
                 control.close()
-                bind()
-                _become_worker(json.loads(packet), streams)
-                _tell(worker, {"pid": os.getpid()})
-                if not worker.recv(1):
-                    os._exit(1)
-                return has_sitecustomize
+                for name in (*first["set"], *first["unset"]):
+                    os.environ.pop(name, None)
+                    if name in environ:
+                        os.environ[name] = environ[name]
+                _go_on(worker, message, streams, bind, journal, importer.imported)
+                return
         for descriptor in streams:
             os.close(descriptor)
-        pause_s = _LATER_S if _LATER[0] not in sys.modules else None
+
+
+def _go_on(
+    launcher: socket.socket,
+    request: dict[str, Any],
+    streams: list[int],
+    bind: Callable[[], None],
+    journal: Any,
+    preloaded: Sequence[str],
+) -> None:
+    """Make this fork the worker that `request` asks for, and wait for the launcher's leave to run."""
+    bind()
+    _become_worker(request, streams)
+    if journal is not None:
+        journal.keep()
+    _tell(launcher, {"pid": os.getpid(), "preloaded": list(preloaded), "notes": request["notes"]})
+    if not launcher.recv(1):
+        os._exit(1)
 
 
 def _tell(launcher: socket.socket, message: dict[str, Any]) -> None:
@@ -127,27 +244,49 @@ def _changed_variable() -> str | None:
     with open("/proc/self/environ", "rb") as file:
         before = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0") if entry)
     now = dict(os.environb)
-    for name in sorted((before.keys() | now.keys()) - {CONTROL_FD.encode(), b"PYTHONPATH"}):
+    for name in sorted((before.keys() | now.keys()) - {CONTROL_FD.encode(), PRELOAD.encode(), b"PYTHONPATH"}):
         if before.get(name) != now.get(name):
             return f"sitecustomize, or a .pth file, changed environment variable {os.fsdecode(name)}"
     return None
 
 
-def _binding_to_launcher() -> Callable[[], None]:
-    """Return the function that ends a worker with the launcher, and forget the modules that it comes from."""
-    from resilient_run.launcher.workers.prctl import death_with_parent
-
-    for name in ("resilient_run.launcher.workers.prctl", "resilient_run.launcher.workers", "resilient_run.launcher"):
-        del sys.modules[name]
-    del sys.modules["resilient_run"].launcher
-    return death_with_parent(os.getppid())
+def _ours(name: str) -> ModuleType:
+    """Return a module beside this one, forgotten by the interpreter: a worker has imported none of them."""
+    full = f"resilient_run.launcher.workers.{name}"
+    module = importlib.import_module(full)
+    for forgotten in list(sys.modules):
+        if f"{forgotten}.".startswith("resilient_run.launcher."):
+            del sys.modules[forgotten]
+    vars(sys.modules["resilient_run"]).pop("launcher", None)
+    return module
 
 
 def _preload(modules: Sequence[str]) -> None:
+    gc.disable()  # Nothing of what imports make is garbage.
     for name in (*modules, "resilient_run.ckpt.checkpointer"):
         # What a worker cannot import must fail there, where the user sees it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.enable()
+
+
+class _Unfound:
+    """The last finder: notes which modules nobody has, because a worker may have them beside its script.
+
+    Attributes:
+        names: Theirs.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Find nothing."""
+        if path is None:
+            self.names.add(name)
+
+
+_unfound = _Unfound()
 
 
 def _names_optimizer() -> bool:
@@ -160,8 +299,8 @@ def _names_optimizer() -> bool:
     return False
 
 
-def _refusal() -> str | None:
-    """Return why this command must not run with torch imported beforehand in a fork, None when it may."""
+def _refusal(modules: Iterable[str] | None = None) -> str | None:
+    """Return why this command must not run with `modules`, all by default, imported beforehand; None when it may."""
     if threading.active_count() > 1:
         return f"sitecustomize started a thread, which a fork would lose: {threading.enumerate()[-1].name}"
     if sys.modules["torch"].cuda.is_initialized():
@@ -173,18 +312,22 @@ def _refusal() -> str | None:
     else:
         program = sys.orig_argv[2]
         places = [program, os.path.dirname(os.path.realpath(program))]
-    return _hidden_module(places)
+    return _hidden_module(places, [*(sys.modules if modules is None else modules), *sorted(_unfound.names)])
 
 
-def _hidden_module(places: list[str]) -> str | None:
-    """Say which module that was imported here the worker would find in `places`, the head of its ``sys.path``."""
-    for name, module in list(sys.modules.items()):
-        loaded = getattr(module, "__spec__", None)
+def _hidden_module(places: list[str], modules: Iterable[str]) -> str | None:
+    """Say which of `modules` the worker would find in `places`, the head of its ``sys.path``, and not where we did."""
+    for name in modules:
+        if name in _unfound.names and name not in sys.modules:
+            if (beside := PathFinder.find_spec(name, places)) is not None:
+                return f"{beside.origin or name} is found by the script alone: what is imported beforehand looks for it"
+            continue
+        loaded = getattr(sys.modules.get(name), "__spec__", None)
         if "." in name or loaded is None or loaded.origin in {"built-in", "frozen"}:
             continue
         found = PathFinder.find_spec(name, places)
         if found is not None and found.loader is not None and found.origin != loaded.origin:
-            return f"{found.origin} takes the place of module {name}, which torch imports"
+            return f"{found.origin} takes the place of module {name}, which is imported beforehand"
     return None
 
 
@@ -213,9 +356,9 @@ def _is_orphan() -> bool:
 
 def _become_worker(request: dict[str, Any], streams: list[int]) -> None:
     """Give this fork of the zygote what its own start as a child of the launcher would have given it."""
-    for name in request["unset"]:
-        del os.environ[name]
-    os.environ.update(request["set"])
+    with contextlib.suppress(ValueError):
+        sys.meta_path.remove(_unfound)
+    _apply(request)
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -230,6 +373,12 @@ def _become_worker(request: dict[str, Any], streams: list[int]) -> None:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     importlib.invalidate_caches()
+
+
+def _apply(request: dict[str, Any]) -> None:
+    for name in request["unset"]:
+        del os.environ[name]
+    os.environ.update(request["set"])
 
 
 def _reopen(stream: Any, descriptor: int, name: str) -> None:

@@ -234,6 +234,51 @@ def test_a_link_is_no_socket(host: Host, place: Path) -> None:
     assert "is no socket in a directory that only uid 0 can write to" in done.stderr
 
 
+def test_who_accepts_nobody_holds_nobody_up(host: Host) -> None:
+    """Another user made the run directory first, and listens there with a backlog that is full."""
+    host.run_dir.mkdir()
+    listener, filling = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    with listener, filling:
+        listener.bind(str(host.socket_path))
+        listener.listen(0)
+        filling.connect(str(host.socket_path))
+        host.socket_path.chmod(0o777)
+        for path in (host.run_dir, host.socket_path):
+            os.chown(path, MALLORY, MALLORY)
+        done = resilientctl(host, "status")
+    assert done.returncode == 1
+    assert "no daemon answers" in done.stderr
+
+
+def test_a_directory_that_is_replaced_while_it_is_dialled_leads_nowhere_else(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was checked, and is a link to another service of the same user when the connection is made."""
+    checked, elsewhere = place / "checked", place / "elsewhere"
+    for directory in (checked, elsewhere):
+        directory.mkdir(mode=0o700)
+    make = socket.socket
+
+    def make_late(*arguments: int) -> socket.socket:
+        checked.rename(place / "moved")
+        checked.symlink_to(elsewhere)
+        return make(*arguments)
+
+    with socket.socket(socket.AF_UNIX) as ours, socket.socket(socket.AF_UNIX) as other:
+        for listener, directory in ((ours, checked), (other, elsewhere)):
+            listener.bind(str(directory / "resilientd.sock"))
+            listener.listen()
+            listener.setblocking(False)
+        monkeypatch.setattr(socket, "socket", make_late)
+        with wire.dial(checked / "resilientd.sock", 5) as sock:
+            monkeypatch.undo()
+            sock.sendall(b"secret")
+        with pytest.raises(BlockingIOError):
+            other.accept()
+        with ours.accept()[0] as heard:
+            assert heard.recv(10) == b"secret"
+
+
 def test_whose_names_are_taken_has_names_all_the_same(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,11 +93,18 @@ class Run:
 
 
 class Zoo:
-    """Runs jobs below one directory, against one etcd."""
+    """Runs jobs below one directory, against one etcd.
 
-    def __init__(self, root: Path, etcd_endpoint: str) -> None:
-        """Prepare; `root` is an empty directory with a short path, for sockets lie below it."""
+    Args:
+        root: An empty directory with a short path, for sockets lie below it.
+        etcd_endpoint: The etcd.
+        forked: Whether launchers are forked, as in other tests; else they are started as by a user.
+    """
+
+    def __init__(self, root: Path, etcd_endpoint: str, *, forked: bool = False) -> None:
+        """Prepare."""
         self._root = root
+        self._forked = forked
         self._etcd_endpoint = etcd_endpoint
         (root / "zoo.toml").write_text(CONFIG)
         self._references: dict[tuple[str, int], Run] = {}
@@ -124,6 +131,7 @@ class Zoo:
         )
         cluster = Cluster(directory)
         host = cluster.host("h")
+        host.forked = self._forked
         arguments = ["--nnodes", "1", "--nproc-per-node", str(loop.ranks), "--rdzv-backend", "etcd-v3"]
         arguments += ["--rdzv-endpoint", self._etcd_endpoint, "--rdzv-id", f"{self._root.name}-{name}"]
         arguments += ["--local-addr", "127.0.0.1", f"--rr-config={self._root / 'zoo.toml'}"]

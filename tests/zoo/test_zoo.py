@@ -24,7 +24,7 @@ KILLS = 2
 def jobs(etcd_endpoint: str) -> Iterator[dict[str, Future[dict[str, Any]]]]:
     """The job of each loop by its name, two at a time."""
     with tempfile.TemporaryDirectory(prefix="zoo-", dir="/tmp") as root, ThreadPoolExecutor(2) as pool:
-        zoo = Zoo(Path(root), etcd_endpoint)
+        zoo = Zoo(Path(root), etcd_endpoint, forked=True)
         started = {
             loop.name: pool.submit(
                 run_job, zoo, loop, f"{loop.name}/ci", seed="ci", pace_ms=20, count=KILLS, steps=STEPS

@@ -1,10 +1,13 @@
-"""A log that nobody can flood: so many messages of a kind in a while, then only their number."""
+"""How logs look, and that nobody can flood them: so many messages of a kind in a while, then only their number."""
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from resilient_run.ckpt.errors import DaemonError
 
 log = logging.getLogger(__name__)
 
@@ -12,6 +15,39 @@ _PER_WINDOW = 20
 _WINDOW_S = 10.0
 _MAX_KINDS = 1000
 _KIND_LENGTH = 100
+
+
+FORMAT_VARIABLE = "RESILIENT_LOG_FORMAT"
+"""Environment variable: "text", or "json" for one object per line."""
+
+
+def log_formatter(text_format: str, environ: Mapping[str, str]) -> logging.Formatter:
+    """Return what formats the log as the environment asks for, in plain text with `text_format`.
+
+    Raises:
+        DaemonError: It asks for no format that there is.
+    """
+    match environ.get(FORMAT_VARIABLE, "text"):
+        case "text":
+            return logging.Formatter(text_format)
+        case "json":
+            return _JsonFormatter()
+        case wrong:
+            raise DaemonError(f"{FORMAT_VARIABLE} is {wrong!r}: choose text or json")
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "unix_s": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

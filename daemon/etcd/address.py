@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from resilient_run.daemon.etcd.config import is_unix
+from .config import is_unix
 
 
 def own_address(endpoint: str) -> str:

@@ -1,0 +1,130 @@
+"""What the integrations share: the framework, which nobody has to install who does not use it, and two precautions."""
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import StateError
+from ..state.held import local
+from ..state.tree import bytes_of, is_strided
+
+
+def framework(name: str, requirement: str) -> ModuleType:
+    """Return the module `name` of a framework.
+
+    Raises:
+        ImportError: It is not installed; the message has the command that installs it.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is needed here and cannot be imported ({error}): pip install '{requirement}'"
+        ) from error
+
+
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object or a module another attribute while the block runs."""
+    original = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, original)
+
+
+def warn_of_buckets(models: Iterable[Any], remedy: str) -> None:
+    """Warn if DDP sums in another order after a restart, until its first backward pass has laid out the buckets anew.
+
+    Args:
+        models: What the framework trains.
+        remedy: How it is told to look for unused parameters, which keeps the layout.
+    """
+    rebuilt = [
+        model for model in models if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    ]
+    if rebuilt and dist.get_world_size() > 2:
+        warnings.warn(
+            "a run that is restarted may differ in the last bit: with more than two ranks DDP's first backward pass of "
+            f"a process sums gradients in another order than the later ones. {remedy} avoids it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_silent(callbacks: Iterable[Any], library: str, remedy: str) -> None:
+    """Warn of callbacks that have attributes and tell their state in no way.
+
+    Args:
+        callbacks: Those that do not tell it; the framework's own are passed over.
+        library: The package of the framework.
+        remedy: How they could tell it.
+    """
+    silent = [
+        type(each).__qualname__
+        for each in callbacks
+        if vars(each) and type(each).__module__.partition(".")[0] not in (library, "resilient_run")
+    ]
+    if silent:
+        warnings.warn(
+            f"what {', '.join(silent)} has in its attributes is in no checkpoint. If training depends on it, {remedy}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+class AfterRestore:
+    """What a restore has brought, against hooks that a framework calls again before training goes on."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[Any], others: Iterable[Any]) -> None:
+        """Remember it.
+
+        Args:
+            modules: Those that were restored.
+            optimizers: Their groups' options are remembered.
+            others: Objects with `state_dict()` and `load_state_dict()`.
+        """
+        self._modules = list(modules)
+        self._digests = dict(self._digest())
+        self._groups = [
+            (group, {key: (value, copy.deepcopy(value)) for key, value in group.items() if key != "params"})
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+        self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
+
+    def put_back(self) -> None:
+        """Make it what it was again.
+
+        Raises:
+            StateError: A hook has changed a parameter or a buffer.
+        """
+        for group, options in self._groups:
+            for key in group.keys() - options.keys() - {"params"}:
+                del group[key]
+            for key, (value, content) in options.items():
+                group[key] = value.copy_(content) if isinstance(value, torch.Tensor) else content
+        for other, state in self._others:
+            other.load_state_dict(state)
+        for name, digest in self._digest():
+            if self._digests.get(name, digest) != digest:
+                raise StateError(
+                    f"{name} is not what was restored: a hook that begins the training or the epoch, which is called "
+                    "again after a restart, has changed it. Do that where the epoch ends, or at the first step"
+                )
+
+    def _digest(self) -> Iterator[tuple[str, str]]:
+        for module in self._modules:
+            for name, tensor in module.state_dict().items():
+                if isinstance(tensor, torch.Tensor) and is_strided(local(tensor)):
+                    yield name, xxhash.xxh3_128_hexdigest(bytes_of(local(tensor)).numpy().data)

@@ -1,0 +1,345 @@
+"""Lightning: a callback that goes on in the middle of an epoch, with the loops' progress and what was logged so far."""
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..checkpointer import Checkpointer
+from ..errors import StateError
+from ..state.state import Stateful, get_rng, set_rng
+from .common import AfterRestore, framework, warn_of_buckets, warn_of_silent
+from .position import PositionedLoader
+
+_REQUIREMENT: Final = "lightning>=2.6"
+
+if TYPE_CHECKING:
+    _Callback: Any
+else:
+    _Callback = framework("lightning.pytorch", _REQUIREMENT).Callback
+
+_METRICS: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_CHANGING: Final = ("BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "StochasticWeightAveraging")
+_META: Final = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+class ResilientCallback(_Callback):
+    """Keeps the state of `Trainer.fit` after every step of the optimizer, and goes on from it.
+
+    A step is completed once all that belongs to its batch is done, which for some is a validation.
+
+    Example:
+        ```
+        Trainer(max_epochs=3, callbacks=[ResilientCallback()]).fit(module, loader)
+        ```
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        """Make the callback of one `Trainer.fit`.
+
+        Args:
+            objects: What else is state, as for a `Checkpointer`.
+        """
+        self._objects = objects
+        self._fit: _Fit | None = None
+        self._pause: AbstractContextManager[None] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Follow the loops of this `fit`.
+
+        Raises:
+            StateError: Something about it could not be brought back exactly.
+        """
+        _refuse(trainer)
+        self._fit = _Fit(trainer, self._objects)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """A validation may take its time."""
+        if self._fit is not None and self._fit.checkpointer is not None:
+            self._pause = self._fit.checkpointer.pause()
+            self._pause.__enter__()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """It is over."""
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause.__exit__(None, None, None)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Detach: what comes now is no step."""
+        if self._fit is not None:
+            self._fit.close()
+            self._fit = None
+
+
+class _Fit:
+    """One call of `fit`: what its state is beside that of module, optimizers and schedules.
+
+    It takes the place of four methods of the loops, of these objects alone: hooks of callbacks come before a step is
+    over, and before the loops have set their counters to 0.
+    """
+
+    def __init__(self, trainer: Any, objects: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._objects = objects
+        self._loop = trainer.fit_loop
+        self._epoch_loop = self._loop.epoch_loop
+        self._loader: PositionedLoader | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._rng = get_rng()
+        self._completed = 0
+        self._restored: AfterRestore | None = None
+        self.checkpointer: Checkpointer | None = None
+        self._hooks = (
+            (self._loop, "_load_combined_loader_states", self._begin),
+            (self._epoch_loop, "reset", self._reset),
+            (self._epoch_loop, "on_run_start", self._start_epoch),
+            (self._epoch_loop, "on_advance_end", self._end_batch),
+        )
+        for owner, name, hook in self._hooks:
+            setattr(owner, name, functools.partial(hook, getattr(owner, name)))
+
+    def close(self) -> None:
+        """Give the loops their methods back, and detach."""
+        for owner, name, _ in self._hooks:
+            delattr(owner, name)
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    def _begin(self, original: Any) -> None:
+        """Restore, when the loader is there and was not iterated."""
+        original()
+        combined = self._loop._combined_loader
+        if len(combined.flattened) != 1:
+            raise StateError(
+                f"{len(combined.flattened)} training loaders: the position in several is not kept, give one"
+            )
+        (loader,), (limit,) = combined.flattened, combined.limits
+        # Lightning draws ahead where it cannot count.
+        length = framework("lightning.fabric.utilities.data", _REQUIREMENT).sized_len(loader)
+        sized = length is not None or limit != float("inf")
+        self._loader = PositionedLoader(loader, ahead=0 if sized else 1)
+        combined.flattened = [self._loader]
+        trainer = self._trainer
+        warn_of_buckets([trainer.strategy.model], 'Trainer(strategy="ddp_find_unused_parameters_true")')
+        module, optimizers = trainer.lightning_module, list(trainer.optimizers)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        metrics = [_MetricState(metric) for metric in _metrics(module)]
+        self.checkpointer = Checkpointer(
+            model=module,
+            optimizers=optimizers,
+            **_some("schedulers", schedulers),
+            **_some("metrics", metrics),
+            fit=self,
+            **self._objects,
+        )
+        self._completed = self.checkpointer.restore()
+        self._rng = get_rng()
+        if self._resumed is not None:
+            own = [each for each in self._objects.values() if isinstance(each, Stateful)]
+            self._restored = AfterRestore([module], optimizers, [*schedulers, *metrics, *own])
+
+    def _reset(self, original: Any) -> None:
+        original()
+        if self._resumed is not None and self._restored is not None:
+            self._apply(self._resumed)
+            # What hooks did to it since then was done before.
+            self._restored.put_back()
+            self._restored = None
+
+    def _start_epoch(self, original: Any, data_fetcher: Any) -> None:
+        if self._resumed is None:
+            original(data_fetcher)
+            return
+        self._resumed = None
+        # The iterator was made by `_FitLoop.setup_data`, and goes on.
+        self._epoch_loop._restarting = True
+        original(data_fetcher)
+        self._epoch_loop._restarting = False
+        set_rng(self._rng)
+
+    def _end_batch(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        if self._trainer.global_step > self._completed and self.checkpointer is not None:
+            self._completed = self._trainer.global_step
+            self.checkpointer.step(self._completed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of the loops, what they have logged, and the position."""
+        if self._resumed is not None:
+            return self._resumed
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        call = framework("lightning.pytorch.trainer.call", _REQUIREMENT)
+        assert self._loader is not None
+        return {
+            "position": self._loader.position(),
+            "loops": self._loop.state_dict(),
+            "should_stop": trainer.should_stop,
+            "callbacks": call._call_callbacks_state_dict(trainer),
+            "precision": trainer.precision_plugin.state_dict(),
+            "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
+            "first": connector._first_loop_iter,
+            "results": {key: _result_state(metric) for key, metric in self._epoch_loop._results.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the epoch that comes next."""
+        self._resumed = dict(state)
+        assert self._loader is not None
+        # Of the rest, all that comes until then sees the number of the epoch only.
+        self._loop.epoch_progress.load_state_dict(state["loops"]["epoch_progress"])
+        set_epoch = framework("lightning.fabric.utilities.data", _REQUIREMENT)._set_sampler_epoch
+        set_epoch(self._loader, self._loop.epoch_progress.current.processed)
+        self._loader.go_to(state["position"])
+        self._untangle(self._loop)
+
+    def _apply(self, state: dict[str, Any]) -> None:
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        call = framework("lightning.pytorch.trainer.call", _REQUIREMENT)
+        self._loop.load_state_dict(state["loops"])
+        self._untangle(self._loop)
+        trainer.should_stop = state["should_stop"]
+        for each in trainer.checkpoint_callbacks:
+            # Loggers give each process a directory of its own, and what it kept in another one it does not take back.
+            if "dirpath" in (before := state["callbacks"].get(each.state_key, {})):
+                each.dirpath = before["dirpath"]
+        call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
+        trainer.precision_plugin.load_state_dict(state["precision"])
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(state["data"])
+        for name in _METRICS:
+            setattr(connector, name, dict(state["metrics"][name]))
+        connector._first_loop_iter = state["first"]
+        self._epoch_loop._results.update({key: self._result(each) for key, each in state["results"].items()})
+
+    def _untangle(self, loop: Any) -> None:
+        """Let a loop go on as if it had been there all the time: Lightning's own restarts pass over parts of it."""
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+        loop.reset_restart_stage()
+        for child in vars(loop).values():
+            if isinstance(child, framework("lightning.pytorch.loops.loop", _REQUIREMENT)._Loop):
+                self._untangle(child)
+
+    def _result(self, state: dict[str, Any]) -> Any:
+        """Return what the loop has logged under a name in this epoch, to go on adding to."""
+        module = framework("lightning.pytorch.trainer.connectors.logger_connector.result", _REQUIREMENT)
+        meta = module._Metadata(reduce_fx=state["reduce"], **state["meta"])
+        should, only_zero = state["sync"]
+        meta.sync = module._Sync(fn=self._trainer.strategy.reduce, _should=should, rank_zero_only=only_zero)
+        metric = module._ResultMetric(meta, state["tensor"])
+        if state["tensor"]:
+            metric.value = state["value"].clone()
+            if meta.is_mean_reduction:
+                metric.cumulated_batch_size = state["batches"].clone()
+        elif meta.metric_attribute is not None:
+            metric.value = functools.reduce(getattr, meta.metric_attribute.split("."), self._trainer.lightning_module)
+        metric.has_reset, metric._update_count = state["reset"], state["updates"]
+        metric._forward_cache = state["cache"]
+        return metric
+
+
+class _MetricState:
+    """What a torchmetrics metric has counted in this epoch, which its own `state_dict` leaves out."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def state_dict(self) -> dict[str, Any]:
+        metric = self._metric
+        return {"counts": {name: getattr(metric, name) for name in metric._defaults}, "updates": metric._update_count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state["counts"].items():
+            copied = [each.clone() for each in value] if isinstance(value, list) else value.clone()
+            setattr(self._metric, name, copied)
+        self._metric._update_count, self._metric._computed = state["updates"], None
+
+
+def _metrics(module: Any) -> Iterator[Any]:
+    kind = framework("torchmetrics", "torchmetrics>=1").Metric
+    return (found for found in module.modules() if isinstance(found, kind))
+
+
+def _some(name: str, found: list[Any]) -> dict[str, Any]:
+    return {name: found} if found else {}
+
+
+def _result_state(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    return {
+        "meta": {name: getattr(meta, name) for name in _META},
+        "reduce": meta.reduce_fx.__name__,
+        "sync": [meta.sync.should, meta.sync.rank_zero_only],
+        "tensor": metric.is_tensor,
+        "value": metric.value if metric.is_tensor else None,
+        "batches": getattr(metric, "cumulated_batch_size", None),
+        "reset": metric.has_reset,
+        "updates": metric._update_count,
+        "cache": metric._forward_cache if isinstance(metric._forward_cache, torch.Tensor) else None,
+    }
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuse what cannot be brought back.
+
+    Raises:
+        StateError: It names the setting and the remedy.
+    """
+    strategies = framework("lightning.pytorch.strategies", _REQUIREMENT)
+    callback = framework("lightning.pytorch", _REQUIREMENT).Callback
+    if type(trainer.strategy) not in (strategies.SingleDeviceStrategy, strategies.DDPStrategy):
+        raise StateError(
+            f"{type(trainer.strategy).__qualname__} is not supported: use one device or strategy='ddp'; shard by "
+            "fully_shard (FSDP2) with a Checkpointer and a loop of your own"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise StateError("reload_dataloaders_every_n_epochs: the loaders of an epoch are not kept. Leave it out")
+    if trainer._val_check_time_interval is not None:
+        raise StateError("val_check_interval by time: nobody can repeat it. Give a number of batches")
+    if _takes_iterator(trainer.lightning_module):
+        raise StateError("training_step(dataloader_iter): what it draws is not known. Let it take a batch")
+    changing = framework("lightning.pytorch.callbacks", _REQUIREMENT)
+    for each in trainer.callbacks:
+        if isinstance(each, tuple(getattr(changing, name) for name in _CHANGING)):
+            raise StateError(
+                f"{type(each).__qualname__} makes other optimizers, schedules or steps on the way, which are not kept: "
+                "leave it out, or do what it does in the module"
+            )
+        if type(each).on_save_checkpoint is not callback.on_save_checkpoint:
+            raise StateError(
+                f"{type(each).__qualname__} has its state by on_save_checkpoint(), which is for files: give it "
+                "state_dict() and load_state_dict(), or leave it out"
+            )
+    warn_of_silent(
+        [each for each in trainer.callbacks if type(each).state_dict is callback.state_dict],
+        "lightning",
+        "give it state_dict() and load_state_dict()",
+    )
+    base = framework("lightning.pytorch", _REQUIREMENT).LightningModule
+    if type(trainer.lightning_module).on_save_checkpoint is not base.on_save_checkpoint:
+        warnings.warn(
+            "what on_save_checkpoint() of the module adds to a file is in no checkpoint here. If training depends on "
+            "it, give ResilientCallback(name=object) an object with state_dict() that has it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _takes_iterator(module: Any) -> bool:
+    utilities = framework("lightning.pytorch.utilities.signature_utils", _REQUIREMENT)
+    return bool(utilities.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))

@@ -1,0 +1,354 @@
+"""transformers: a `Trainer` that goes on in the middle of an epoch, with what it logs, counts and decides by.
+
+A `TrainerCallback` cannot do it. It is called first when the epoch to begin with and the batches to skip are fixed
+already, as local variables of `Trainer`, and what it restores is changed again before the first step. So these are
+methods of the Trainer itself.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..checkpointer import Checkpointer
+from ..errors import StateError
+from ..state.state import get_rng, set_rng
+from .accelerate import PreparedLoader
+from .common import AfterRestore, framework, replaced, warn_of_buckets, warn_of_silent
+
+if TYPE_CHECKING:
+    _Trainer: Any
+else:
+    _Trainer = object
+
+_REQUIREMENT: Final = "transformers>=5.23"
+_HERE: Final = "resilient-run"
+"""In place of a directory to resume from."""
+_SUMS: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+_COUNTS: Final = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+    "max_steps",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+)
+
+
+def protect(trainer: Any) -> Any:
+    """Let a `transformers.Trainer` keep its state after every step, and go on from it; call it before `train()`.
+
+    Returns:
+        The same trainer, whose class is now one of its own, a subclass of `ResilientMixin` and of what it was.
+
+    Raises:
+        ImportError: transformers is not installed, or of a version whose Trainer is another one.
+        StateError: Something about it could not be brought back exactly.
+    """
+    _module()
+    if not isinstance(trainer, ResilientMixin):
+        made = type(trainer)
+        trainer.__class__ = type(f"Resilient{made.__name__}", (ResilientMixin, made), {})
+    _refuse(trainer)
+    return trainer
+
+
+class ResilientMixin(_Trainer):
+    """What `protect` gives a Trainer. As a base class, `class MyTrainer(ResilientMixin, Trainer)`, it does the same."""
+
+    _run: "_Run"
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Remember the loader, which the optimizer is made with before Trainer does it."""
+        self._loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Restore: only now is the epoch to begin with not yet fixed."""
+        _module()
+        _refuse(self, trial)
+        begin = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
+        self._run = _Run(self)
+        return begin if self._run.resumed is None else (self._run.resumed["epoch"], 0)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
+        prepared, self._prepared = self._prepared, None
+        return prepared
+
+    def _run_epoch(
+        self,
+        *,
+        epoch: int,
+        train_dataloader: Any,
+        steps_in_epoch: int,
+        resume_from_checkpoint: Any,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        **others: Any,
+    ) -> None:
+        run = self._run
+        resumed = run.begin(epoch)
+        if resumed is not None:
+            resume_from_checkpoint, epochs_trained = _HERE, epoch
+            steps_trained_in_current_epoch = resumed["skipped"] + resumed["loader"]["given"]
+            run.over = self.control.should_epoch_stop or self.control.should_training_stop
+            run.over |= steps_trained_in_current_epoch >= steps_in_epoch
+        else:
+            run.follow(train_dataloader, skipped=0)
+        module = _module()
+        original = module.skip_first_batches
+
+        def skip(loader: Any, count: int) -> Any:
+            if resumed is None or resumed["skipped"]:
+                count = count if resumed is None else resumed["skipped"]
+                loader = original(loader, count)
+            else:
+                count = 0
+            run.follow(loader, skipped=count)
+            if resumed is not None and not run.over:
+                run.loader.load_state_dict(resumed["loader"])
+            return loader
+
+        ignores = self.args.ignore_data_skip and resumed is None
+        with (
+            replaced(module, "skip_first_batches", skip),
+            replaced(self.args, "ignore_data_skip", ignores),
+        ):
+            super()._run_epoch(
+                epoch=epoch,
+                train_dataloader=train_dataloader,
+                steps_in_epoch=steps_in_epoch,
+                resume_from_checkpoint=resume_from_checkpoint,
+                epochs_trained=epochs_trained,
+                steps_trained_in_current_epoch=steps_trained_in_current_epoch,
+                **others,
+            )
+        run.over = False
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Return no batches where a restart finds that the epoch was at its end."""
+        return ([], None) if self._run.over else super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if checkpoint != _HERE:  # the loader sets it, at the batch that follows
+            super()._load_rng_state(checkpoint)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        if skip_scheduler and self._run.resumed is not None:  # args.eval_on_start
+            return {}
+        with self._run.checkpointer.pause():
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._run.checkpointer.pause():
+            super()._save_checkpoint(model, trial)
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, *others: Any, learning_rate: float | None = None
+    ) -> None:
+        """After an evaluation, which may decide by what training goes on, the step is completed."""
+        run = self._run
+        if learning_rate is None:  # no step of this epoch since then, as where a restart finds nothing left of it
+            grad_norm, learning_rate = run.logged
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, learning_rate=learning_rate)
+        run.logged = grad_norm, learning_rate
+        run.step()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        with self._run.checkpointer.pause():
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        self._run.checkpointer.close()
+        return output
+
+
+class _Run:
+    """One call of `train()`: what its state is beside that of model, optimizer and schedule.
+
+    Attributes:
+        checkpointer: Keeps all of it.
+        resumed: What was restored, until its epoch begins.
+        loader: The position in the epoch.
+        over: Whether the epoch that is gone on with has no more steps.
+        logged: The norm of gradients and the learning rate that this epoch has given to be logged.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._epoch = self._skipped = self._completed = 0
+        self._history = ""
+        self._entries = 0
+        self._rng = get_rng()
+        self._arguments = _plain(trainer.args)
+        self.resumed: dict[str, Any] | None = None
+        self.over = False
+        self.logged: tuple[Any, float | None] = (None, None)
+        self.follow(trainer._loader, skipped=0)
+        warn_of_buckets([trainer.model_wrapped], "TrainingArguments(ddp_find_unused_parameters=True)")
+        stateful = _stateful(trainer)
+        others: dict[str, Any] = {"scaler": trainer.accelerator.scaler, "callbacks": stateful}
+        self.checkpointer = Checkpointer(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.lr_scheduler,
+            trainer=self,
+            **{name: found for name, found in others.items() if found},
+        )
+        self._completed = self.checkpointer.restore()
+        self._rng = get_rng()
+        self._restored: AfterRestore | None = None
+        if self.resumed is not None:
+            self._restored = AfterRestore([trainer.model], [trainer.optimizer], [trainer.lr_scheduler, *stateful])
+
+    def follow(self, loader: Any, *, skipped: int) -> None:
+        """Say what is iterated: the loader of an epoch, of which Trainer itself has skipped so many batches."""
+        self.loader = PreparedLoader(loader)
+        self._skipped = skipped
+
+    def begin(self, epoch: int) -> dict[str, Any] | None:
+        """Begin an epoch, and return what it goes on from, None if it begins at the beginning."""
+        self._epoch = epoch
+        resumed, self.resumed = self.resumed, None
+        if resumed is None:
+            self.logged = None, None
+        elif self._restored is not None:
+            # What callbacks did to it since then was done before.
+            self._apply(resumed)
+            self._restored.put_back()
+            self._restored = None
+            set_rng(self._rng)
+        return resumed
+
+    def step(self) -> None:
+        """Say that a step is completed, if one is."""
+        if self._trainer.state.global_step > self._completed:
+            self._completed = self._trainer.state.global_step
+            model = self._trainer.model_wrapped
+            evaluated = not model.training
+            # Trainer leaves it so, and trains it all the same: a restart that does is nothing to warn of.
+            model.train()
+            self.checkpointer.step(self._completed)
+            model.train(not evaluated)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what Trainer counts and decides by, and the position."""
+        if self.resumed is not None:
+            return self.resumed
+        trainer = self._trainer
+        return {
+            "epoch": self._epoch,
+            "skipped": self._skipped,
+            "loader": self.loader.state_dict(),
+            "logged": self.logged,
+            "counts": {name: getattr(trainer.state, name) for name in _COUNTS},
+            "history": self._log_history(),
+            "control": dict(vars(trainer.control)),
+            "callbacks": [callback.state()["attributes"] for callback in _exportable(trainer)],
+            "sums": {name: getattr(trainer, name, None) for name in _SUMS},
+            "changed": {
+                name: value for name, value in _plain(trainer.args).items() if self._arguments.get(name) != value
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the epoch that comes next."""
+        self.resumed = dict(state)
+        self._apply(self.resumed)
+
+    def _apply(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        self.logged = tuple(state["logged"])
+        for name, value in state["counts"].items():
+            setattr(trainer.state, name, value)
+        trainer.state.log_history = [json.loads(line) for line in state["history"].splitlines()]
+        self._history, self._entries = state["history"], len(trainer.state.log_history)
+        vars(trainer.control).update(state["control"])
+        for callback, attributes in zip(_exportable(trainer), state["callbacks"], strict=True):
+            # It is applied twice, and callbacks change their lists where they are.
+            vars(callback).update(copy.deepcopy(attributes))
+        vars(trainer.args).update(state["changed"])
+        for name, value in state["sums"].items():
+            setattr(trainer, name, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def _log_history(self) -> str:
+        """Return the entries of the log as lines; only new ones are written each time."""
+        history = self._trainer.state.log_history
+        if len(history) < self._entries:
+            self._history, self._entries = "", 0
+        self._history += "".join(f"{json.dumps(entry, default=float)}\n" for entry in history[self._entries :])
+        self._entries = len(history)
+        return self._history
+
+
+def _plain(arguments: Any) -> dict[str, Any]:
+    """Return the settings that a callback may change on the way."""
+    # The one that is left out is patched while an epoch runs.
+    return {
+        name: value
+        for name, value in vars(arguments).items()
+        if type(value) in (bool, int, float, str) and name != "ignore_data_skip"
+    }
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    """Return the callbacks that tell their state as Trainer wants it, such as early stopping."""
+    kind = framework("transformers.trainer_callback", _REQUIREMENT).ExportableState
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    """Return the callbacks with a `state_dict`, and warn of those that have a state and tell it in no way."""
+    exportable = _exportable(trainer)
+    others = [callback for callback in trainer.callback_handler.callbacks if callback not in exportable]
+    stateful = [callback for callback in others if hasattr(callback, "state_dict")]
+    warn_of_silent(
+        [callback for callback in others if callback not in stateful],
+        "transformers",
+        "give it state_dict() and load_state_dict(), or let it derive from transformers' ExportableState",
+    )
+    return stateful
+
+
+def _module() -> ModuleType:
+    """Return `transformers.trainer`.
+
+    Raises:
+        ImportError: It is not there, or its Trainer has other methods than those that are overridden.
+    """
+    module = framework("transformers.trainer", _REQUIREMENT)
+    overridden = [name for name, found in vars(ResilientMixin).items() if callable(found)]
+    missing = [name for name in overridden if not hasattr(module.Trainer, name)]
+    if missing or not hasattr(module, "skip_first_batches"):
+        raise ImportError(
+            f"the Trainer of this transformers has no {', '.join(missing) or 'skip_first_batches'}: "
+            f"pip install '{_REQUIREMENT}'"
+        )
+    return module
+
+
+def _refuse(trainer: Any, trial: Any = None) -> None:
+    """Refuse what cannot be brought back.
+
+    Raises:
+        StateError: It names the setting and the remedy.
+    """
+    fsdp = "use DDP, or FSDP2 (fully_shard) with a Checkpointer and a loop of your own"
+    refused = (
+        (trial is not None, "hyperparameter_search()", "a run has one sequence of steps: protect what comes after it"),
+        (trainer.args.auto_find_batch_size, "auto_find_batch_size=True", "set per_device_train_batch_size"),
+        (trainer.is_deepspeed_enabled, "DeepSpeed", fsdp),
+        (trainer.is_fsdp_enabled, "FSDP through Trainer", fsdp),
+    )
+    for found, setting, remedy in refused:
+        if found:
+            raise StateError(f"{setting} is not supported: {remedy}")

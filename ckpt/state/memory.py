@@ -1,0 +1,55 @@
+"""Addresses of memory: unions of them, and which this process may write."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from .tree import Extent
+
+
+class Extents:
+    """A union of memory."""
+
+    def __init__(self, extents: Iterable[Extent | None] = ()) -> None:
+        self._merged: list[Extent] = []
+        for each in sorted(each for each in extents if each is not None):
+            self.add(each)
+
+    def add(self, extent: Extent) -> None:
+        """Take `extent` into it."""
+        begin, end = extent
+        first = bisect_left(self._merged, (begin,))
+        if first and self._merged[first - 1][1] >= begin:
+            first -= 1
+        last = first
+        while last < len(self._merged) and self._merged[last][0] <= end:
+            last += 1
+        if first < last:
+            begin, end = min(begin, self._merged[first][0]), max(end, self._merged[last - 1][1])
+        self._merged[first:last] = [(begin, end)]
+
+    def overlap(self, extent: Extent | None) -> bool:
+        """Tell whether some of `extent` is in it."""
+        return extent is not None and overlap(self._before(extent[1]), extent)
+
+    def covers(self, extent: Extent) -> bool:
+        """Tell whether all of `extent` is in it."""
+        begin, end = self._before(extent[1])
+        return begin <= extent[0] and extent[1] <= end
+
+    def _before(self, address: int) -> Extent:
+        """Return the last piece that begins before `address`."""
+        at = bisect_left(self._merged, (address,)) - 1
+        return self._merged[at] if at >= 0 else (0, 0)
+
+
+def overlap(one: Extent, other: Extent) -> bool:
+    """Tell whether two pieces of memory have a byte in common."""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def writable() -> list[Extent]:
+    """Return the memory of this process that may be written."""
+    with open("/proc/self/maps") as file:
+        fields = [line.split(maxsplit=2) for line in file]
+    places = [place.split("-") for place, rights, *_ in fields if "w" in rights]
+    return [(int(begin, 16), int(end, 16)) for begin, end in places]

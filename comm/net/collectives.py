@@ -1,0 +1,137 @@
+"""Carries out the rounds of collectives (`plan.collective`) over a transport.
+
+All ranks of the transport make the same calls in the same order, as of the transport itself.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..plan.collective import segments, turns
+from ..plan.tree import Routine
+from .transport import Transport, Turn, from_bytes, to_bytes
+
+
+def all_gather(transport: Transport, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
+    """Return the messages of all ranks, in their order; own by reference.
+
+    Other than with `Transport.all_gather`, ranks pass on what others sent: less leaves a host that has several.
+
+    Args:
+        transport: The ranks.
+        message: This rank's.
+        sizes_bytes: Of each rank's, where all know them; None announces them.
+    """
+    if sizes_bytes is None:
+        others = [rank for rank in range(transport.size) if rank != transport.rank]
+        announced = transport.announce(dict.fromkeys(others, message), others)
+        sizes_bytes = [announced.get(rank, message.numel()) for rank in range(transport.size)]
+    held: list[Tensor] = [message] * transport.size
+    _carry_out(transport, Routine.ALL_GATHER, held, sizes_bytes)
+    return held
+
+
+def all_gather_dense(transport: Transport, share: Tensor) -> Tensor:
+    """Return the 1-D shares of all ranks, all of one length, one after the other."""
+    if _is_left_to_library(transport):
+        return transport.all_gather_dense(share)
+    held = [share] * transport.size
+    _carry_out(transport, Routine.ALL_GATHER, held, [share.numel()] * transport.size)
+    return torch.cat(held)
+
+
+def reduce_scatter(transport: Transport, tensor: Tensor) -> Tensor:
+    """Return this rank's n-th of the 1-D `tensor`, whose length is a multiple of the ranks, summed over all.
+
+    `tensor` is overwritten. The library has one as well: Gloo's moves as many bytes as an all-reduce.
+    """
+    if _is_left_to_library(transport):
+        return transport.reduce_scatter(tensor)
+    held = list(tensor.contiguous().view(transport.size, -1).unbind())
+    _carry_out(transport, Routine.REDUCE_SCATTER, held, [share.numel() for share in held])
+    return held[transport.rank]
+
+
+def reduce_to(root: int, tensor: Tensor, transport: Transport) -> Tensor | None:
+    """Return on `root` the sum of the ranks' 1-D tensors, which are overwritten; None on the others."""
+    dense = tensor.contiguous()
+    numels = _cut(Routine.REDUCE, dense.numel(), transport.size, item_bytes=dense.itemsize)
+    _carry_out(transport, Routine.REDUCE, list(torch.split(dense, numels)), numels, root=root)
+    return dense if transport.rank == root else None
+
+
+def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, size_bytes: int | None = None) -> Tensor:
+    """Return the message of `root`; on the others `message` is None. `size_bytes`: its size, where all know it."""
+    if message is None:
+        size_bytes = transport.announce({}, [root])[root] if size_bytes is None else size_bytes
+        numels = _cut(Routine.BROADCAST, size_bytes, transport.size)
+        held = [torch.empty(0, dtype=torch.uint8, device=transport.device)] * len(numels)
+        _carry_out(transport, Routine.BROADCAST, held, numels, root=root)
+        return torch.cat(held)
+    if size_bytes is None:
+        transport.announce({rank: message for rank in range(transport.size) if rank != root}, [])
+    numels = _cut(Routine.BROADCAST, message.numel(), transport.size)
+    _carry_out(transport, Routine.BROADCAST, list(torch.split(message, numels)), numels, root=root)
+    return message
+
+
+def gather_to(
+    root: int, message: Tensor, transport: Transport, *, sizes_bytes: Sequence[int] | None = None
+) -> list[Tensor] | None:
+    """Return on `root` the messages of all ranks, in their order, own by reference; None on the others.
+
+    Args:
+        root: Who gets them.
+        message: This rank's.
+        transport: The ranks.
+        sizes_bytes: As of `all_gather`.
+    """
+    own = turns(Routine.GATHER, transport.size, (transport.rank - root) % transport.size)
+    outgoing = {} if transport.rank == root else {root: message}
+    sources = [(received.sender + root) % transport.size for _, received in own if received is not None]
+    known = None if sizes_bytes is None else {source: sizes_bytes[source] for source in sources}
+    found = transport.exchange(outgoing, sources, sizes_bytes=known, in_turn=True)
+    return [found.get(rank, message) for rank in range(transport.size)] if transport.rank == root else None
+
+
+def _is_left_to_library(transport: Transport) -> bool:
+    # NCCL's moves what a ring does, and knows which links there are.
+    return transport.device.type == "cuda"
+
+
+def _cut(routine: Routine, numel: int, ranks: int, *, item_bytes: int = 1) -> list[int]:
+    """Return the numbers of elements of a tensor's blocks."""
+    count = segments(routine, ranks, numel * item_bytes)
+    return [numel * (block + 1) // count - numel * block // count for block in range(count)]
+
+
+def _carry_out(
+    transport: Transport, routine: Routine, held: list[Tensor], numels: Sequence[int], *, root: int = 0
+) -> None:
+    """Send and receive blocks of `numels` elements, which are replaced in `held`, or added to what is there."""
+    size, dtype = transport.size, held[0].dtype
+    adds = routine in (Routine.REDUCE, Routine.REDUCE_SCATTER)
+
+    def message(blocks: Sequence[int]) -> Tensor:
+        return to_bytes(*(held[block] for block in blocks))
+
+    def take(blocks: Sequence[int], received: Tensor) -> None:
+        parts = from_bytes(received, *((dtype, numels[block]) for block in blocks))
+        for block, part in zip(blocks, parts, strict=True):
+            held[block] = held[block].add_(part) if adds else part
+
+    own = []
+    for sent, received in turns(routine, size, (transport.rank - root) % size, len(numels) if routine.rooted else 1):
+        outgoing, incoming = sent.blocks if sent else (), received.blocks if received else ()
+        own.append(
+            Turn(
+                to=(sent.receiver + root) % size if sent else None,
+                message=partial(message, outgoing),
+                source=(received.sender + root) % size if received else None,
+                size_bytes=dtype.itemsize * sum(numels[block] for block in incoming),
+                take=partial(take, incoming),
+            )
+        )
+    transport.relay(own)

@@ -1,0 +1,169 @@
+"""What each collective sends: rounds of messages, which the run-time carries out and from which planners derive costs.
+
+A tensor is cut into blocks. What a rank distributes reaches the others in the same rounds, turned round, in which a sum
+of theirs would reach it: a reduction is a distribution in reverse order, with senders and receivers changed over. In no
+round does a rank send or receive more than one message.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from .tree import Routine
+
+_LEAST_SEGMENT_BYTES = 128 << 10
+_MOST_SEGMENTS_PER_RANK = 8
+
+
+class Hop(NamedTuple):
+    """A message from one rank to another one, with the blocks that it carries.
+
+    The root of rooted collectives is rank 0 here; of an all-to-all, block r is the one for rank r.
+    """
+
+    sender: int
+    receiver: int
+    blocks: tuple[int, ...]
+
+
+Round = tuple[Hop, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What a collective asks of the network.
+
+    Attributes:
+        rounds: Messages that wait for each other.
+        rank: Bytes that go through the busiest rank, one direction, round by round, for each byte that a rank holds.
+        adapter: The same of the busiest adapter, which the ranks of a host share.
+    """
+
+    rounds: int
+    rank: float
+    adapter: float
+
+
+def segments(routine: Routine, ranks: int, size_bytes: float) -> int:
+    """Return into how many blocks a rooted collective cuts a tensor, for a pipeline along a chain; 1 goes by a tree."""
+    if routine not in (Routine.REDUCE, Routine.BROADCAST) or ranks == 2:
+        return 1
+    most = min(size_bytes / _LEAST_SEGMENT_BYTES, _MOST_SEGMENTS_PER_RANK * ranks)
+    count = 1 << max(0, int(most).bit_length() - 1)
+    return count if count >= ranks else 1
+
+
+def blocks(routine: Routine, ranks: int, cut: int = 1) -> int:
+    """Return how many blocks make what a rank holds before a collective."""
+    match routine:
+        case Routine.REDUCE | Routine.BROADCAST:
+            return cut
+        case Routine.GATHER | Routine.ALL_GATHER:
+            return 1
+        case _:
+            return ranks
+
+
+@cache
+def rounds(routine: Routine, ranks: int, cut: int = 1) -> tuple[Round, ...]:
+    """Return the rounds of a collective; `cut` is what `segments` says."""
+    match routine:
+        case Routine.ALL_REDUCE:
+            # The library's own, which pipelines a ring.
+            return (*_reversed(_ring(ranks)), *_ring(ranks))
+        case Routine.ALL_GATHER:
+            return _all_gather(ranks)
+        case Routine.REDUCE_SCATTER:
+            return _reversed(_all_gather(ranks))
+        case Routine.BROADCAST:
+            return _tree(ranks) if cut == 1 else _chain(ranks, cut)
+        case Routine.REDUCE:
+            return _reversed(rounds(Routine.BROADCAST, ranks, cut))
+        case Routine.GATHER:
+            return tuple((Hop(rank, 0, (rank,)),) for rank in range(1, ranks))
+        case Routine.ALL_TO_ALL:
+            targets = [[(rank + distance) % ranks for rank in range(ranks)] for distance in range(1, ranks)]
+            return tuple(tuple(Hop(rank, to, (to,)) for rank, to in enumerate(each)) for each in targets)
+
+
+@cache
+def turns(routine: Routine, ranks: int, rank: int, cut: int = 1) -> tuple[tuple[Hop | None, Hop | None], ...]:
+    """Return what a rank sends and receives in the rounds in which it does either."""
+    found = []
+    for hops in rounds(routine, ranks, cut):
+        sent = next((hop for hop in hops if hop.sender == rank), None)
+        received = next((hop for hop in hops if hop.receiver == rank), None)
+        if sent or received:
+            found.append((sent, received))
+    return tuple(found)
+
+
+@cache
+def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1) -> Load:
+    """Return what a collective of all ranks asks of the network; those of a host are next to each other."""
+    ranks = hosts * per_host
+    if cut > ranks:
+        # Each further block takes one more round like those in the middle, in which all are at work.
+        most, more = load(routine, hosts, per_host, ranks), cut - ranks
+        moved, crossed = (round(share * ranks) + more for share in (most.rank, most.adapter))
+        return Load(rounds=most.rounds + more, rank=moved / cut, adapter=crossed / cut if hosts > 1 else 0.0)
+    moved = crossed = 0
+    for hops in rounds(routine, ranks, cut):
+        moved += max(len(hop.blocks) for hop in hops)
+        leaving: Counter[int] = Counter()
+        entering: Counter[int] = Counter()
+        for hop in hops:
+            source, target = hop.sender // per_host, hop.receiver // per_host
+            if source != target:
+                leaving[source] += len(hop.blocks)
+                entering[target] += len(hop.blocks)
+        crossed += max((*leaving.values(), *entering.values()), default=0)
+    whole = blocks(routine, ranks, cut)
+    return Load(rounds=len(rounds(routine, ranks, cut)), rank=moved / whole, adapter=crossed / whole)
+
+
+def _all_gather(ranks: int) -> tuple[Round, ...]:
+    """All-gather in as few rounds as there are, but for an odd factor: whatever is far goes first, while it is little.
+
+    A ring of every 2^j-th rank, and then partners that exchange all they have, at half of the distance each time.
+    """
+    stride = ranks & -ranks
+    found = list(_ring(ranks, stride))
+    distance = stride // 2
+    while distance:
+        held = [tuple(range(rank % (2 * distance), ranks, 2 * distance)) for rank in range(ranks)]
+        found.append(tuple(Hop(rank, rank ^ distance, held[rank]) for rank in range(ranks)))
+        distance //= 2
+    return tuple(found)
+
+
+def _ring(ranks: int, stride: int = 1) -> tuple[Round, ...]:
+    """All-gather among every so many ranks: each passes on what it got last."""
+    return tuple(
+        tuple(Hop(rank, (rank + stride) % ranks, ((rank - step * stride) % ranks,)) for rank in range(ranks))
+        for step in range(ranks // stride - 1)
+    )
+
+
+def _tree(ranks: int) -> tuple[Round, ...]:
+    """Broadcast of one block: who has it sends it to the middle of the ranks that it serves."""
+    found = []
+    distance = 1 << max(0, (ranks - 1).bit_length() - 1)
+    while distance and ranks > 1:
+        senders = range(0, ranks - distance, 2 * distance)
+        found.append(tuple(Hop(rank, rank + distance, (0,)) for rank in senders))
+        distance //= 2
+    return tuple(found)
+
+
+def _chain(ranks: int, cut: int) -> tuple[Round, ...]:
+    """Broadcast of many blocks: each rank passes on one while it receives the next one."""
+    return tuple(
+        tuple(Hop(rank, rank + 1, (step - rank,)) for rank in range(max(0, step - cut + 1), min(step + 1, ranks - 1)))
+        for step in range(cut + ranks - 2)
+    )
+
+
+def _reversed(distribution: tuple[Round, ...]) -> tuple[Round, ...]:
+    return tuple(tuple(Hop(to, source, carried) for source, to, carried in hops) for hops in reversed(distribution))

@@ -1,0 +1,171 @@
+"""The HTTP server of `resilientctl exporter`: metrics, health, and the page of this host's runs."""
+
+import base64
+import contextlib
+import hmac
+import http.server
+import ipaddress
+import json
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any, Final
+
+from resilient_run.ckpt.errors import DaemonError, WireError
+
+from .metrics import CONTENT_TYPE, exposition
+
+_PATIENCE_S: Final = 10.0
+_CROWD: Final = 32
+_JSON: Final = "application/json"
+
+Ask = Callable[[], dict[str, Any]]
+"""Returns the daemon's status; raises OSError, WireError or DaemonError when it gives none."""
+
+
+class ExporterServer(http.server.ThreadingHTTPServer):
+    """Answers `GET /metrics`, `/healthz`, `/status.json` and `/`; all but `/healthz` only to who knows the password.
+
+    A client has 10 s for its request and the answer, of which there are 32 at a time.
+
+    Args:
+        address: Host and port to listen on; port 0 takes a free one (`server_address`).
+        ask: The daemon's status.
+        password: As password of basic authentication, with any user name, or as a bearer token; None lets everybody in.
+        tls: Encrypts, None for plain HTTP.
+
+    Raises:
+        OSError: The address cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, address: tuple[str, int], ask: Ask, *, password: str | None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.ask, self.password = ask, password
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._room = threading.BoundedSemaphore(_CROWD)
+        super().__init__(address, _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; hang up where too many wait already."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()  # there is no thread
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer in time, and make room for the next."""
+        deadline = threading.Timer(_PATIENCE_S, _hang_up, (request,))
+        deadline.daemon = True
+        try:
+            deadline.start()
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report what went wrong, unless the client broke off or speaks no TLS, which is nobody's trouble."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(request, socket.SHUT_RDWR)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: ExporterServer
+    timeout = _PATIENCE_S
+    protocol_version = "HTTP/1.0"
+    server_version, sys_version = "resilient-run", ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/healthz":
+            self._healthz()
+        elif not self._is_meant():
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this name is not that of a loopback address\n")
+        elif not self._is_admitted():
+            self._answer(HTTPStatus.UNAUTHORIZED, "text/plain", b"a password is needed\n")
+        elif path == "/metrics":
+            status, _ = self._status()
+            self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(status))
+        elif path == "/status.json":
+            status, trouble = self._status()
+            code = HTTPStatus.SERVICE_UNAVAILABLE if status is None else HTTPStatus.OK
+            self._answer(code, _JSON, json.dumps({"trouble": trouble} if status is None else status).encode())
+        elif path == "/":
+            self._answer(
+                HTTPStatus.OK, "text/html; charset=utf-8", files(__package__).joinpath("page.html").read_bytes()
+            )
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there are /, /metrics, /healthz and /status.json\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing of requests."""
+
+    def _healthz(self) -> None:
+        status, _ = self._status()
+        # Who asks may be anybody, so names are not told.
+        if status is None:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"no daemon answers\n")
+        elif any(job.get("failure") for job in status["jobs"]):
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"a run failed in the daemon\n")
+        else:
+            self._answer(HTTPStatus.OK, "text/plain", b"ok\n")
+
+    def _status(self) -> tuple[dict[str, Any] | None, str]:
+        try:
+            return self.server.ask(), ""
+        except (OSError, WireError, DaemonError) as error:
+            return None, str(error) or type(error).__name__
+
+    def _is_meant(self) -> bool:
+        """Tell whether no web page made a browser ask here, by a name of its own that leads to the loopback address."""
+        if self.server.password is not None or not ipaddress.ip_address(self.connection.getsockname()[0]).is_loopback:
+            return True
+        name = self.headers.get("Host", "localhost")
+        host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(host)
+            return True
+        return host == "localhost"
+
+    def _is_admitted(self) -> bool:
+        if self.server.password is None:
+            return True
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            except ValueError:
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given.encode(), self.server.password.encode())
+
+    def _answer(self, code: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'")
+        if code is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", 'Basic realm="resilient-run", charset="UTF-8"')
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,93 @@
+"""Writes `commands.md`: every command with its options, as `--help` has them.
+
+python docs/command_reference.py
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+
+from resilient_run.comm.cli.main import resilient_comm
+from resilient_run.daemon.cli import resilientd
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.launcher.config import options
+from resilient_run.launcher.inject.cli import resilient_inject
+
+PAGE: Final = Path(__file__).with_name("commands.md")
+
+_HEAD: Final = """# Commands
+
+Every command and option, as `--help` has them. A variable stands for its option in the environment.
+
+For completion in bash, put this into your `~/.bashrc`. It works for `resilient-inject` and `resilient-comm`, too,
+and with `zsh_source` or `fish_source` in other shells.
+
+```sh
+eval "$(_RESILIENTCTL_COMPLETE=bash_source resilientctl)"
+```"""
+_LAUNCHER: Final = "Start a training script as `torchrun` does, with all of its options and the following ones."
+_METAVARS: Final = {"INTEGER RANGE": "N", "INTEGER": "N", "FLOAT RANGE": "X", "FLOAT": "X"}
+
+
+def page() -> str:
+    """Return the text of the page."""
+    launcher = click.Command("resilient-run", params=options(), help=_LAUNCHER, add_help_option=False)
+    lines = [_HEAD]
+    for name, command in (
+        ("resilient-run", launcher),
+        ("resilientctl", resilientctl),
+        ("resilient-inject", resilient_inject),
+        ("resilient-comm", resilient_comm),
+        ("resilientd", resilientd),
+    ):
+        lines += ["", *_section(name, command, click.Context(command, info_name=name), depth=2)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, command: click.Command, context: click.Context, *, depth: int) -> Iterator[str]:
+    yield f"{'#' * depth} {name}"
+    if command.help:
+        for paragraph in command.help.split("\n\n"):
+            yield ""
+            yield _cell(paragraph)
+    arguments = " ".join(param.make_metavar(context) for param in command.params if isinstance(param, click.Argument))
+    if arguments:
+        yield ""
+        yield f"`{name} [OPTIONS] {arguments}`"
+    rows = [_row(param, context) for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    if rows:
+        yield from ("", "| option | variable | default | meaning |", "|---|---|---|---|", *rows)
+    if isinstance(command, click.Group):
+        for child in command.list_commands(context):
+            found = command.get_command(context, child)
+            assert found is not None
+            yield ""
+            below = click.Context(found, info_name=child, parent=context)
+            yield from _section(f"{name} {child}", found, below, depth=depth + 1)
+
+
+def _row(option: click.Option, context: click.Context) -> str:
+    names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    if not option.is_flag:
+        metavar = option.make_metavar(context)
+        names += f" {_cell(_METAVARS.get(metavar, metavar))}"
+    variable = f"`{option.envvar}`" if option.envvar else ""
+    values = option.default if isinstance(option.default, tuple) else (option.default,)
+    default = ", ".join(f"`{value}`" for value in values) if option.show_default and option.default is not None else ""
+    if option.is_flag and option.secondary_opts:
+        default = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
+    return f"| {names} | {variable} | {default} | {_cell(option.help or '')} |"
+
+
+def _cell(text: str) -> str:
+    """Return `text` so that nothing in it is Markdown but what stands between backticks."""
+    parts = " ".join(text.split()).split("`")
+    parts[::2] = [re.sub(r"([|<*_])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

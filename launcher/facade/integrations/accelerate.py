@@ -1,0 +1,5 @@
+"""accelerate: see docs/frameworks.md."""
+
+from resilient_run.ckpt.integrations.accelerate import AcceleratorCheckpointer
+
+__all__ = ["AcceleratorCheckpointer"]

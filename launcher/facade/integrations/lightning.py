@@ -1,0 +1,5 @@
+"""Lightning: see docs/frameworks.md."""
+
+from resilient_run.ckpt.integrations.lightning import ResilientCallback
+
+__all__ = ["ResilientCallback"]

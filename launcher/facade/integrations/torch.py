@@ -1,0 +1,5 @@
+"""torch: see docs/frameworks.md."""
+
+from resilient_run.ckpt.integrations.position import ResumableLoader
+
+__all__ = ["ResumableLoader"]

@@ -1,0 +1,5 @@
+"""transformers: see docs/frameworks.md."""
+
+from resilient_run.ckpt.integrations.transformers import ResilientMixin, protect
+
+__all__ = ["ResilientMixin", "protect"]

@@ -1,0 +1,22 @@
+"""The tests with other versions of Python and torch than CI has. `nox -l` lists the sessions.
+
+torch's wheels for these bring CUDA, several GB each. What ran with what is in docs/versions.md.
+"""
+
+from pathlib import Path
+
+import nox
+
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+TORCHES = ("2.13.0", "2.14.1", "2.15.0")
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("torch", TORCHES)
+def tests(session: nox.Session, torch: str) -> None:
+    """Install as the README does, but for the versions, and run the tests; arguments after ``--`` are pytest's."""
+    pins = Path(session.create_tmp(), "constraints.txt").resolve()
+    lines = Path("constraints.txt").read_text().splitlines()
+    pins.write_text("\n".join([*(line for line in lines if not line.startswith("torch==")), f"torch=={torch}"]))
+    session.install("-c", str(pins), ".[test]")
+    session.run("python", "-P", "-m", "pytest", *session.posargs)

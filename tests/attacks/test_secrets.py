@@ -1,0 +1,106 @@
+"""The run key and etcd's password are with launchers and daemons, and nowhere else that anybody could look."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster, Host, kill, recovered, wait_until
+from etcd_process import EtcdProcess
+from gated import STEPS, Gate, on_etcd, train_to
+
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(600)]
+
+KEY = "a-run-key-of-at-least-thirty-two-characters"
+PASSWORD = "a-password-that-etcd-asks-for"
+SECRETS = (KEY.encode(), PASSWORD.encode())
+GIVEN = {"RESILIENT_KEY": KEY, "RESILIENT_ETCD_USER": "trainer", "RESILIENT_ETCD_PASSWORD": PASSWORD}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    process.start()
+    process.enable_auth(PASSWORD)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    cluster = Cluster(tmp_path / "cluster")
+    made = cluster.host("a")
+    made.forked = False  # The test's processes would have the secrets in memory that they hand on.
+    yield made
+    cluster.close()
+
+
+def memory_of(pid: int) -> Iterator[bytes]:
+    """Yield what a process has in memory of its own."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            where, rights, *_ = line.split()
+            begin, end = (int(number, 16) for number in where.split("-"))
+            if rights.startswith("rw-p"):
+                memory.seek(begin)
+                yield memory.read(end - begin)
+
+
+def shows(data: bytes) -> bool:
+    return any(secret in data for secret in SECRETS)
+
+
+@pytest.mark.parametrize("start", ["--rr-warm-workers", "--rr-no-warm-workers"])
+def test_nobody_is_shown_a_secret(host: Host, tmp_path: Path, guarded: EtcdProcess, start: str) -> None:
+    """Neither workers, in whose memory it is not even once, nor who reads the process list, logs, files or etcd."""
+    gate = Gate(tmp_path / "gate")
+    options = [*on_etcd(guarded.endpoint, tmp_path.name), start]
+    host.launch(options, gate.script, **GIVEN, LOGLEVEL="DEBUG")
+    train_to(2, gate, [host], host.run_dir / "resilientd.sock")
+    kill(host.pids()[1])
+    wait_until(lambda: host.starts() == 4, timeout_s=120, what="a restart", host=host)
+    train_to(5, gate, [host], host.run_dir / "resilientd.sock")
+    wait_until(lambda: recovered(host) == 1, timeout_s=60, what="a recovery", host=host)
+    assert host.launcher is not None
+    daemon = host.daemon_pid()
+    started = {process.pid for process in psutil.Process(host.launcher.pid).children(recursive=True)} - {daemon}
+    assert set(host.pids().values()) <= started
+    for pid in started:
+        assert not any(map(shows, memory_of(pid))), psutil.Process(pid).cmdline()
+    for pid in (daemon, host.launcher.pid, guarded.pid, *started):
+        assert not shows(Path(f"/proc/{pid}/cmdline").read_bytes())
+    for pid in (daemon, guarded.pid, *started):
+        assert not shows(Path(f"/proc/{pid}/environ").read_bytes())
+    gate.open(STEPS)
+    files = [path for place in (host.run_dir, host.shm_dir, host.events_path.parent) for path in place.rglob("*")]
+    for path in files:
+        assert not path.is_file() or not shows(path.read_bytes()), path
+    assert not shows(asyncio.run(everything(guarded)))
+    assert host.wait(300) == 0, host.output
+    assert not shows(host.output.encode())
+
+
+async def everything(etcd: EtcdProcess) -> bytes:
+    """Return all keys and values of runs."""
+    config = EtcdConfig(endpoints=(etcd.endpoint,), user="trainer", password=PASSWORD)
+    client = await Etcd.connect(config)
+    try:
+        return repr(await client.list("/resilient-run/")).encode()
+    finally:
+        await client.close()
+
+
+def test_without_recovery_workers_see_no_secret_either(tmp_path: Path, guarded: EtcdProcess) -> None:
+    """The rendezvous gets in all the same."""
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(sorted(set(os.environ) & {'RESILIENT_KEY', 'RESILIENT_ETCD_PASSWORD'}))\n")
+    command = [sys.executable, "-P", "-m", "resilient_run", *on_etcd(guarded.endpoint, tmp_path.name, nproc=1)]
+    command += ["--rr-off", str(script)]
+    done = subprocess.run(command, env={**os.environ, **GIVEN}, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -1,0 +1,72 @@
+"""Run a training script that dies at given moments: `killed.py DIRECTORY SCRIPT ARGUMENT…`, as a worker.
+
+`DIRECTORY/kills.json` has moments `[where, step, rank]`, and each strikes once: "train" and "evaluate" in a forward
+pass of any model once that many steps are completed and committed, "after" as soon as `step(n)` has returned, none
+while there is a file `DIRECTORY/wait`. The script knows nothing of it.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from resilient_run import Checkpointer
+
+RANK = int(os.environ.get("RANK", "0"))
+DIRECTORY = Path(sys.argv[1])
+plan = [tuple(kill) for kill in json.loads((DIRECTORY / "kills.json").read_text())]
+completed = 0
+checkpointer: Checkpointer | None = None
+
+
+def strike(where: str) -> None:
+    """Die, if that is planned for now."""
+    for number, (place, step, rank) in enumerate(plan):
+        mark = DIRECTORY / f"struck{number}"
+        if (place, rank) != (where, RANK) or step > completed or mark.exists():
+            continue
+        deadline = time.monotonic() + 30
+        while where != "after" and checkpointer is not None and time.monotonic() < deadline:
+            if checkpointer.watermark is not None and checkpointer.watermark[1] >= completed:
+                break
+            time.sleep(0.002)
+        while (DIRECTORY / "wait").exists():
+            time.sleep(0.01)
+        mark.write_text(f"{where} {completed}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+restore, advance = Checkpointer.restore, Checkpointer.step
+
+
+def noted_restore(self: Checkpointer) -> int:
+    global checkpointer, completed
+    checkpointer, completed = self, restore(self)
+    with (DIRECTORY / f"restored{RANK}").open("a") as file:
+        print(completed, file=file)
+    return completed
+
+
+def noted_step(self: Checkpointer, n: int | None = None) -> None:
+    global completed
+    advance(self, n)
+    completed = self._step
+    strike("after")
+
+
+def before_forward(module: torch.nn.Module, _arguments: object) -> None:
+    strike("train" if module.training else "evaluate")
+
+
+Checkpointer.restore = noted_restore
+Checkpointer.step = noted_step
+register_module_forward_pre_hook(before_forward)
+print(json.dumps({"rank": RANK, "pid": os.getpid()}), flush=True)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")

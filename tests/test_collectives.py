@@ -1,0 +1,159 @@
+"""Collectives: everyone ends with what the routine says, and costs count the messages that are sent."""
+
+from collections import Counter
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from resilient_run.comm.net.collectives import (
+    all_gather,
+    all_gather_dense,
+    broadcast_from,
+    gather_to,
+    reduce_scatter,
+    reduce_to,
+)
+from resilient_run.comm.net.scheme import Dense
+from resilient_run.comm.net.transport import Traffic, Transport
+from resilient_run.comm.plan.collective import blocks, load, rounds, segments
+from resilient_run.comm.plan.tree import Routine
+
+pytestmark = pytest.mark.jobs
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
+LONG = 300_000
+"""Elements of a float32 tensor that goes along a chain among up to 8 ranks."""
+
+
+def given(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_of_any_size_reach_all_or_the_root(size: int) -> None:
+    """Some are empty, and where they begin is no multiple of anything."""
+    root = size - 1
+
+    def work(transport: Transport) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None, int]:
+        mine = torch.full((7 * transport.rank,), transport.rank, dtype=torch.uint8)
+        announced = all_gather(transport, mine)
+        header_bytes = transport.traffic.header_bytes
+        known = all_gather(transport, mine, sizes_bytes=[7 * rank for rank in range(size)])
+        return announced, known, gather_to(root, mine, transport), header_bytes
+
+    for rank, (announced, known, gathered, header_bytes) in enumerate(run_ranks(size, work)):
+        assert (gathered is not None) == (rank == root)
+        for found in (announced, known, gathered or known):
+            assert [message.tolist() for message in found] == [[sender] * 7 * sender for sender in range(size)]
+        assert header_bytes == 8 * (size - 1)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, LONG])
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_and_broadcasts_by_a_tree_and_along_a_chain(size: int, numel: int) -> None:
+    root = size // 2
+
+    def work(transport: Transport) -> tuple[Tensor | None, Tensor, Tensor]:
+        total = reduce_to(root, given(transport.rank, numel), transport)
+        message = None if total is None else total.view(torch.uint8)
+        known = broadcast_from(root, message, transport, size_bytes=4 * numel)
+        return total, known, broadcast_from(root, message, transport)
+
+    expected = sum(given(rank, numel) for rank in range(size))
+    found = run_ranks(size, work)
+    for rank, (total, known, announced) in enumerate(found):
+        assert (total is not None) == (rank == root)
+        assert torch.equal(known, announced)
+        assert torch.equal(known, found[root][1])
+        torch.testing.assert_close(known.view(torch.float32), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_shares_of_the_sum_are_gathered_again(size: int, dtype: torch.dtype) -> None:
+    def work(transport: Transport) -> tuple[Tensor, Tensor]:
+        share = reduce_scatter(transport, torch.arange(3 * size, dtype=dtype))
+        return share.clone(), all_gather_dense(transport, share)
+
+    for rank, (share, whole) in enumerate(run_ranks(size, work)):
+        assert torch.equal(whole, size * torch.arange(3 * size, dtype=dtype))
+        assert torch.equal(share, whole[3 * rank : 3 * rank + 3])
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_sum_in_two_steps_sends_what_the_all_reduce_does(size: int) -> None:
+    def work(transport: Transport) -> tuple[int, int]:
+        Dense(transport).reduce("w", torch.ones(3 * size))
+        once = transport.traffic.sent_bytes
+        all_gather_dense(transport, reduce_scatter(transport, torch.ones(3 * size)))
+        return once, transport.traffic.sent_bytes - once
+
+    assert run_ranks(size, work) == [(2 * (size - 1) * 12,) * 2] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize("routine", [Routine.REDUCE, Routine.BROADCAST, Routine.REDUCE_SCATTER, Routine.ALL_GATHER])
+def test_bytes_are_those_of_the_rounds(routine: Routine, size: int) -> None:
+    numel = 12 * 25_000
+    held_bytes = 4 * numel // size if routine is Routine.ALL_GATHER else 4 * numel
+
+    def work(transport: Transport) -> Traffic:
+        match routine:
+            case Routine.REDUCE:
+                reduce_to(0, torch.ones(numel), transport)
+            case Routine.BROADCAST:
+                whole = torch.ones(numel).view(torch.uint8) if transport.rank == 0 else None
+                broadcast_from(0, whole, transport, size_bytes=4 * numel)
+            case Routine.REDUCE_SCATTER:
+                reduce_scatter(transport, torch.ones(numel))
+            case _:
+                all_gather_dense(transport, torch.ones(numel // size))
+        return transport.traffic
+
+    cut = segments(routine, size, held_bytes)
+    sent, received = Counter(), Counter()
+    for hops in rounds(routine, size, cut):
+        for hop in hops:
+            sent[hop.sender] += len(hop.blocks)
+            received[hop.receiver] += len(hop.blocks)
+    block_bytes = held_bytes / blocks(routine, size, cut)
+    for rank, traffic in enumerate(run_ranks(size, work)):
+        assert traffic.sent_bytes == pytest.approx(sent[rank] * block_bytes, abs=cut)
+        assert traffic.received_bytes == pytest.approx(received[rank] * block_bytes, abs=cut)
+
+
+@pytest.mark.parametrize("routine", Routine)
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_no_rank_sends_or_receives_two_messages_in_a_round(routine: Routine, size: int) -> None:
+    for hops in rounds(routine, size, 16 if routine in (Routine.REDUCE, Routine.BROADCAST) else 1):
+        assert len({hop.sender for hop in hops}) == len({hop.receiver for hop in hops}) == len(hops) > 0
+
+
+def test_long_tensors_go_along_a_chain() -> None:
+    """In 36 rounds of a 32th, where a tree would send all of it three times in a row."""
+    assert segments(Routine.REDUCE, 6, 4 << 20) == segments(Routine.BROADCAST, 6, 4 << 20) == 32
+    assert segments(Routine.REDUCE, 6, 700 << 10) == segments(Routine.REDUCE, 2, 4 << 20) == 1
+    chain, tree = load(Routine.REDUCE, 6, cut=32), load(Routine.REDUCE, 6)
+    assert (chain.rounds, chain.rank) == (36, 36 / 32)
+    assert (tree.rounds, tree.rank) == (3, 3)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 2), (3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize("routine", [Routine.REDUCE, Routine.BROADCAST])
+def test_load_of_a_long_chain_is_that_of_its_rounds(routine: Routine, hosts: int, per_host: int) -> None:
+    for cut in (16, 32):
+        found = load(routine, hosts, per_host, cut)
+        hops = rounds(routine, hosts * per_host, cut)
+        assert (found.rounds, found.rank) == (len(hops), pytest.approx(len(hops) / cut))
+        crossing = [any(hop.sender // per_host != hop.receiver // per_host for hop in each) for each in hops]
+        assert found.adapter == pytest.approx(sum(crossing) / cut)
+
+
+def test_ranks_of_a_host_share_its_adapter() -> None:
+    """What 56 ranks of other hosts have has to come in, once; an all-to-all sends it for each rank of the host."""
+    assert load(Routine.ALL_GATHER, 8, 8).adapter == 56
+    assert load(Routine.GATHER, 8, 8).adapter == 56
+    assert load(Routine.ALL_TO_ALL, 8, 8).adapter == 8 * 56 / 64
+    assert load(Routine.ALL_REDUCE, 8, 8).adapter == 2 * 63 / 64

@@ -1,0 +1,233 @@
+"""Documents: links and anchors lead somewhere, the navigation has every page, quoted messages are real
+ones, generated pages are of today, and the page of papers has all of them and names what is there."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+FOLDERS = ("launcher", "daemon", "ckpt", "comm", "tests", "examples", "benchmarks", "systemd")
+
+FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.M)
+
+VARIES = re.compile(r"…|'[^']*'|/\S+|\d[\d.]*|[:;()=]|, or ")
+"""What is between those parts of a quoted message that are the same each time."""
+
+
+def shown(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """Return the page without its blocks of code, in which nothing is a link or a heading."""
+    return FENCE.sub("", page.read_text())
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    found, seen = set(), Counter[str]()
+    for heading in HEADING.findall(prose(page)):
+        name = slug(heading)
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of the links of a page that lead to a file, a folder or a heading of this repository."""
+    text = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", prose(page))
+    yield from (target for target in LINK.findall(text) if not re.match(r"[a-z]+:", target))
+
+
+def broken(page: Path, target: str) -> str | None:
+    name, _, anchor = target.partition("#")
+    file = (page.parent / name).resolve() if name else page
+    if not file.is_relative_to(ROOT) or not file.exists():
+        return f"{target}: no such file"
+    if anchor and (file.suffix != ".md" or anchor not in anchors(file)):
+        return f"{target}: no such heading in {shown(file)}"
+    return None
+
+
+def test_a_heading_has_the_anchor_of_github(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b`, c/d (TLS 1.3)\n```sh\n# no heading\n```\n## Same\n## Same\n")
+    assert anchors(page) == {"a-b-cd-tls-13", "same", "same-1"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [wrong for target in links(page) if (wrong := broken(page, target))] == []
+
+
+def test_source_names_documents_that_exist() -> None:
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = {
+        (path, name) for path in sources for name in re.findall(r"\bdocs/[\w/-]+\.\w+(?:#[\w-]+)?", path.read_text())
+    }
+    assert len(named) > 20
+    assert {(shown(path), wrong) for path, name in named if (wrong := broken(ROOT / "README.md", name))} == set()
+
+
+def test_navigation_has_every_page_once() -> None:
+    (nav,) = re.findall(r"^nav:\n(.*?)(?=^\S|\Z)", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
+    listed = re.findall(r": (\S+\.md)$", nav, re.M)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def quoted(page: Path) -> Iterator[str]:
+    """Yield the messages of a page: blocks of code of no language, and code in first cells and in lines "Message"."""
+    text = page.read_text()
+    for block in FENCE.finditer(text):
+        if block[0].startswith("```\n"):
+            yield block[0].strip("`")
+    for line in FENCE.sub("", text).splitlines():
+        if line.startswith("|"):
+            yield from re.findall(r"`([^`]+)`", line.split("|")[1])
+        elif line.startswith("**Message**"):
+            yield from re.findall(r"`([^`]+)`", line)
+
+
+def literals() -> Iterator[str]:
+    """Yield every text in the source, with … in the place of what is formatted."""
+    for path in (path for folder in ("launcher", "daemon", "ckpt") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%(\.\d)?[dsfr]", "…", node.value)
+
+
+def test_troubleshooting_quotes_what_is_printed() -> None:
+    printed = "\n".join(literals()).replace("`", "")
+    parts = {
+        (message, part.strip(" ,.").replace("`", ""))
+        for message in quoted(DOCS / "troubleshooting.md")
+        for part in VARIES.split(message)
+        if len(part.split()) >= 4
+    }
+    assert len(parts) > 60
+    assert {(message, part) for message, part in parts if part not in printed} == set()
+
+
+def test_the_page_of_commands_is_of_today() -> None:
+    spec = spec_from_file_location("command_reference", DOCS / "command_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert reference.PAGE.read_text() == reference.page(), "write it anew: python -P docs/command_reference.py"
+
+
+PAPERS = DOCS / "papers.md"
+KIND = r"§|(?:Fig\.|Table|Alg\.|Def\.|Thm|Lemma|Cor\.|Eq\.|Problem) "
+CONTENTS = {
+    "Thesis, chapters 1, 2, 7 and 8": (
+        "§1.1 to 1.2, §2.1 to 2.4, §7.1 to 7.3, §8.1 to 8.2, Fig. 1.1, Fig. 2.1 to 2.4, Table 2.1"
+    ),
+    "Thesis, chapter 3: Zen": (
+        "§3.1, §3.2.1 to 3.2.5, §3.3.1 to 3.3.4, §3.4.1 to 3.4.3, "
+        "Fig. 3.1 to 3.18, Table 3.1 to 3.2, Alg. 3.1 to 3.3, Def. 3.1 to 3.6, Thm 3.1 to 3.3, "
+        "Lemma 3.1 to 3.5, Problem 3.1"
+    ),
+    "ZEN, OSDI 2025": (
+        "§1, §2.1 to 2.4, §3.1 to 3.3, §4, §5.1 to 5.3, §6, §7, §A, §B.1 to B.2, "
+        "Fig. 1 to 18, Table 1 to 4, Alg. 1 to 3, Def. 1 to 8, Thm 1 to 2, Lemma 1 to 2, Eq. 1 to 2, "
+        "Problem 1"
+    ),
+    "Thesis, chapter 4: Espresso": (
+        "§4.1, §4.2.1 to 4.2.2, §4.3.1 to 4.3.2, §4.4, §4.5.1 to 4.5.2, §4.6, §4.7.1 to 4.7.3, §4.8.1 to 4.8.7, "
+        "Fig. 4.1 to 4.16, Table 4.1 to 4.6, Alg. 4.1 to 4.2, Thm 4.1, Lemma 4.1, Problem 4.1"
+    ),
+    "Espresso, EuroSys 2023": (
+        "§1, §2.1 to 2.3, §3.1 to 3.2, §4.1, §4.2.1 to 4.2.2, §4.3, §4.4.1 to 4.4.3, "
+        "§5.1, §5.2.1 to 5.2.4, §5.3 to 5.4, §6, §7, "
+        "Fig. 1 to 16, Table 1 to 6, Alg. 1 to 2, Thm 1, Lemma 1"
+    ),
+    "Thesis, chapter 5: Cupcake": (
+        "§5.1, §5.2.1 to 5.2.4, §5.3.1 to 5.3.2, §5.4.1 to 5.4.3, "
+        "Fig. 5.1 to 5.9, Table 5.1, Alg. 5.1, Thm 5.1, Eq. 5.1 to 5.5"
+    ),
+    "Thesis, chapter 6: Gemini": (
+        "§6.1, §6.2.1 to 6.2.3, §6.3.1 to 6.3.2, §6.4, §6.5.1 to 6.5.4, §6.6.1 to 6.6.2, §6.7.1 to 6.7.4, "
+        "Fig. 6.1 to 6.16, Table 6.1 to 6.2, Alg. 6.1 to 6.2, Thm 6.1, Cor. 6.1, Eq. 6.1 to 6.6, Problem 6.1"
+    ),
+    "SparDL": (
+        "§1, §2, §3.1 to 3.3, §4.1, §4.1.1 to 4.1.3, §5, §6, "
+        "Fig. 1 to 8, Table 1 to 3, Alg. 1 to 2, Thm 3.1, Eq. 1 to 7"
+    ),
+}
+"""Sections of the page of papers, and what the papers have."""
+
+
+def contents(listed: str) -> Iterator[str]:
+    """Yield each section, figure, … of a list that may have ranges; words in small letters say which part of it."""
+    for item in (item for item in listed.split(", ") if not item[0].islower()):
+        found = re.fullmatch(rf"({KIND})([\w.]+)(?: to ([\w.]+))?", item)
+        assert found, f"no section, figure, table, …: {item}"
+        kind, first, last = found.groups()
+        before, dot, number = first.rpartition(".")
+        numbers = range(int(number), int(last.rpartition(".")[2]) + 1) if last else [number]
+        yield from (f"{kind}{before}{dot}{each}" for each in numbers)
+
+
+def rows(heading: str) -> list[str]:
+    """Return the rows of the table below a heading of the page of papers, without the two of its head."""
+    below = PAPERS.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [line for line in below.splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.mark.parametrize("heading", CONTENTS)
+def test_papers_are_complete(heading: str) -> None:
+    listed = {item for row in rows(heading) for item in contents(row.split(" | ")[0].removeprefix("| "))}
+    assert listed == set(contents(CONTENTS[heading]))
+
+
+@cache
+def defined(path: Path) -> set[str]:
+    """Return the names at the top level of a file."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
+                names.add(name)
+            case ast.Assign([ast.Name(name)]) | ast.AnnAssign(ast.Name(name)):
+                names.add(name)
+    return names
+
+
+def exists(name: str, file: str) -> bool:
+    """Tell whether there is what the page of papers says: `Name` (`file`), a test, or a path."""
+    if file:
+        return (ROOT / file).is_file() and name in defined(ROOT / file)
+    module, _, function = name.partition("::")
+    if module.startswith("test_"):
+        return any(function in defined(path) for path in (ROOT / "tests").rglob(f"{module}.py"))
+    return (ROOT / name).exists()
+
+
+def test_papers_name_what_exists() -> None:
+    table = "\n".join(row for heading in CONTENTS for row in rows(heading))
+    named = [
+        (name, file)
+        for name, file in re.findall(r"`([^`]+)`(?: \(`([^`]+)`\))?", table)
+        if file or "/" in name or name.startswith("test_")
+    ]
+    assert len(named) > 200
+    assert [each for each in named if not exists(*each)] == []

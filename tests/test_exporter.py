@@ -1,0 +1,295 @@
+"""`resilientctl exporter`: what it tells of a real run, whom it tells it, and that nothing a client does ends it."""
+
+import base64
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import make_certificates
+from click.testing import CliRunner
+from cluster import EXAMPLE, TINY, Cluster, Host, kill, recovered, wait_until
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.exporter.metrics import _run
+from resilient_run.daemon.exporter.server import ExporterServer
+from resilient_run.daemon.run.recoveries import Recoveries
+
+pytestmark = pytest.mark.jobs
+
+PASSWORD = "0123456789abcdef"
+MONITORING = Path(__file__).parent.parent / "examples" / "monitoring"
+CHROMIUM = shutil.which("chromium")
+
+
+class Exporter:
+    """A real `resilientctl exporter` of a host."""
+
+    def __init__(self, host: Host, *options: str) -> None:
+        code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
+        command = [sys.executable, "-P", "-c", code, "--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)]
+        command += ["exporter", "--listen", "127.0.0.1:0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split()[-1]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def get(
+        self, path: str, authorization: str | None = None, tls: ssl.SSLContext | None = None
+    ) -> tuple[int, bytes, http.client.HTTPMessage]:
+        """Return the code, the body and the headers of an answer."""
+        address = ("127.0.0.1", self.port)
+        connection = (
+            http.client.HTTPConnection(*address, timeout=60)
+            if tls is None
+            else http.client.HTTPSConnection(*address, timeout=60, context=tls)
+        )
+        with contextlib.closing(connection):
+            connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
+            answer = connection.getresponse()
+            return answer.status, answer.read(), answer.headers
+
+    def metrics(self, authorization: str | None = None) -> dict[tuple[str, ...], float]:
+        """Return name and labels but those of the run → value."""
+        code, body, headers = self.get("/metrics", authorization)
+        assert code == 200
+        assert headers["Content-Type"].startswith("application/openmetrics-text")
+        found = {}
+        for family in text_string_to_metric_families(body.decode()):
+            for sample in family.samples:
+                labels = [value for name, value in sorted(sample.labels.items()) if name not in ("run_id", "host")]
+                found[sample.name, *labels] = sample.value
+        return found
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """A host whose run of two ranks goes on for as long as the test."""
+    cluster = Cluster(tmp_path)
+    host = cluster.host("a")
+    host.launch(["--standalone", "--nproc-per-node", "2"], [str(EXAMPLE), "--steps", "1000000", "--json", *TINY])
+    wait_until(lambda: host.committed_step() > 2, timeout_s=120, what="a commit", host=host)
+    yield host
+    cluster.close()
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+def used_names() -> set[str]:
+    """Return the metrics that the examples for Prometheus and Grafana ask for."""
+    return set(re.findall(r"resilient_\w+", "".join(path.read_text() for path in MONITORING.iterdir())))
+
+
+def names_of(exposition: str) -> set[str]:
+    """Return the names of all samples that there may be, also of those without a value now."""
+    families = text_string_to_metric_families(exposition)
+    return {
+        family.name.removeprefix("resilient_") + ("_total" if family.type == "counter" else "") for family in families
+    }
+
+
+def rendered(url: str, directory: Path, *options: str) -> str:
+    """Return the document that a browser has made of the page at `url`."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += ["--disable-sync", "--no-first-run", f"--user-data-dir={directory}", "--virtual-time-budget=3000"]
+    command += ["--dump-dom", *options, url]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_a_killed_worker_is_in_the_metrics_and_on_the_page(host: Host, tmp_path: Path) -> None:
+    kill(host.pids()[1])
+    wait_until(lambda: recovered(host) == 1, timeout_s=60, what="the recovery", host=host)
+    (event,) = host.recoveries()
+    wait_until(lambda: host.committed_step() > event["restored_step"] + 5, timeout_s=60, what="commits", host=host)
+    with contextlib.closing(Exporter(host, "--open")) as exporter:
+        metrics = wait_until(
+            lambda: found if (found := exporter.metrics()).get(("resilient_recoveries_total", "worker_exit")) else None,
+            timeout_s=30,
+            what="the recovery",
+        )
+        assert metrics[("resilient_up",)] == 1
+        assert metrics[("resilient_failed",)] == 0
+        assert metrics[("resilient_generation",)] == 2
+        assert metrics[("resilient_world_size_ranks",)] == metrics[("resilient_attached_ranks",)] == 2
+        assert metrics[("resilient_step",)] >= metrics[("resilient_committed_step",)] > event["restored_step"]
+        assert metrics[("resilient_commits_total",)] > 0
+        assert metrics[("resilient_recoveries_total", "worker_exit")] == 1
+        assert metrics[("resilient_down_seconds_total",)] == event["total_s"]
+        assert metrics[("resilient_lost_steps_total",)] == event["steps_lost"]
+        assert metrics[("resilient_recovery_seconds_total", "restore")] == event["restore_s"]
+        assert 0 < metrics[("resilient_effective_training_ratio",)] < 1
+        assert 0 < metrics[("resilient_slots_used_bytes",)] < metrics[("resilient_slots_limit_bytes",)]
+        step = metrics[("resilient_step",)]
+        wait_until(lambda: exporter.metrics()[("resilient_step",)] > step, timeout_s=60, what="a step", host=host)
+        assert exporter.get("/healthz")[:2] == (200, b"ok\n")
+        assert used_names() <= {f"resilient_{name}" for name in names_of(exporter.get("/metrics")[1].decode())}
+        code, body, _ = exporter.get("/")
+        assert code == 200
+        assert b"<html" in body
+        assert json.loads(exporter.get("/status.json")[1])["jobs"][0]["generation"] == 2
+        assert exporter.get("/other")[0] == 404
+        if CHROMIUM is not None:
+            page = rendered(exporter.url, tmp_path / "browser")
+            assert f"{event['steps_lost']} step(s) lost" in page
+            assert event["cause"] in page
+            assert 'title="restore ' in page
+        pid = host.daemon_pid()
+        assert host.launcher is not None
+        assert pid is not None
+        kill(host.launcher.pid)
+        kill(pid)
+        wait_until(lambda: exporter.get("/healthz")[0] == 503, timeout_s=30, what="the daemon's end")
+        assert exporter.metrics() == {("resilient_up",): 0.0}
+        assert exporter.get("/status.json")[0] == 503
+
+
+def test_only_who_knows_the_password_is_told(host: Host, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    secret = tmp_path / "password"
+    secret.write_text(f"{PASSWORD}\n")
+    secret.chmod(0o600)
+    tls = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    encrypted = ("--certificate", str(tmp_path / "server.pem"), "--private-key", str(tmp_path / "server.key"))
+    with contextlib.closing(Exporter(host, "--password-file", str(secret), *encrypted)) as exporter:
+        assert exporter.url.startswith("https://")
+        for path in ("/", "/metrics", "/status.json", "/other"):
+            for wrong in (
+                None,
+                basic("x" * 16),
+                basic(""),
+                "Bearer ",
+                f"Bearer {PASSWORD}x",
+                "Basic %",
+                "Basic é",
+                PASSWORD,
+            ):
+                code, body, headers = exporter.get(path, wrong, tls)
+                assert code == 401, (path, wrong)
+                assert headers["WWW-Authenticate"].startswith("Basic ")
+                assert body == b"a password is needed\n"
+        for right in (basic(PASSWORD), f"Bearer {PASSWORD}"):
+            assert b"resilient_up 1.0" in exporter.get("/metrics", right, tls)[1]
+        code, body, _ = exporter.get("/healthz", None, tls)
+        assert (code, body) == (200, b"ok\n")
+        with pytest.raises((OSError, http.client.HTTPException)):
+            exporter.get("/healthz")
+
+
+def test_clients_that_say_nothing_or_nonsense_keep_nobody_out_for_long(host: Host) -> None:
+    with contextlib.closing(Exporter(host, "--open")) as exporter, contextlib.ExitStack() as silent:
+        for content in (b"\0" * 70000, b"GET /metrics\r\n", b"POST / HTTP/1.1\r\n\r\n", b"GET " + b"/" * 70000):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", exporter.port), 30) as sock:
+                sock.sendall(content)
+                sock.recv(100)
+        assert exporter.get("/healthz")[0] == 200
+        for _ in range(50):
+            silent.enter_context(socket.create_connection(("127.0.0.1", exporter.port), 30))
+        trickling = threading.Event()
+        trickle = threading.Thread(target=_trickle, args=(exporter.port, trickling))
+        trickle.start()
+        silent.callback(trickle.join)
+        silent.callback(trickling.set)
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return exporter.get("/healthz")[0] == 200
+            time.sleep(0.5)
+            return False
+
+        wait_until(answers, timeout_s=60, what="an answer")
+
+
+def _trickle(port: int, over: threading.Event) -> None:
+    """Send requests that do not come to their end, a byte now and then."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(32)]
+        while not over.wait(1.0):
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.send(b"G")
+
+
+def test_a_web_page_that_leads_its_name_here_is_told_nothing() -> None:
+    """With a password a browser would not give it; without one, names of loopback addresses only are answered."""
+    with ExporterServer(("::1", 0), lambda: {"jobs": [], "used_bytes": 0, "limit_bytes": 1}, password=None) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        for host, code in ((f"[::1]:{port}", 200), (f"localhost:{port}", 200), (f"evil.example:{port}", 403)):
+            with contextlib.closing(http.client.HTTPConnection("::1", port, timeout=60)) as connection:
+                connection.request("GET", "/metrics", headers={"Host": host})
+                assert connection.getresponse().status == code
+        server.shutdown()
+
+
+def test_a_thread_that_cannot_begin_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ExporterServer(("127.0.0.1", 0), dict, password=None) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(40):
+                with pytest.raises(RuntimeError), socket.socket() as sock:
+                    server.process_request(sock, None)
+        assert server._room._value == 32  # type: ignore[attr-defined]
+
+
+def test_counters_never_fall_and_begin_at_nothing() -> None:
+    recoveries = Recoveries()
+    before = recoveries.describe(1.0)
+    assert before["kinds"]["worker_exit"] == before["phases_s"]["restore"] == 0
+    told = {"event": "recovery", "run_id": "run", "kind": "worker_exit", "cause": "", "generation": 2, "complete": True}
+    told |= {"steps_lost": 1, "unix_s": time.time() + 5}
+    recoveries.see("a", {**told, "host": "a", "total_s": 2.0, "restore_s": 1.9})
+    recoveries.see("b", {**told, "host": "b", "total_s": 2.1, "restore_s": 0.2, "spawn_s": 1.9})
+    recoveries.see("c", {**told, "host": "c", "total_s": 9.0, "spawn_s": 9.0})
+    found = recoveries.describe(1.0)
+    assert (found["kinds"]["worker_exit"], found["down_s"]) == (1, 9.0)
+    assert (found["phases_s"]["restore"], found["phases_s"]["spawn"]) == (1.9, 9.0)
+
+
+def test_a_name_that_is_no_text_hides_nothing() -> None:
+    assert _run({"run_id": "\udcff", "host": "a"}) == ("?", "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param([], "choose one of --password-file FILE", id="neither"),
+        pytest.param(["--open", "--password-file", "{here}/good"], "choose one of", id="both"),
+        pytest.param(["--open", "--listen", "here"], "'here' is not ADDRESS:PORT", id="address"),
+        pytest.param(["--open", "--listen", "192.0.2.1:1"], "cannot listen on 192.0.2.1:1", id="foreign address"),
+        pytest.param(["--open", "--certificate", "x"], "need each other", id="no private key"),
+        pytest.param(["--open", "--certificate", "x", "--private-key", "y"], "cannot use certificate x", id="no file"),
+        pytest.param(["--password-file", "{here}/none"], "cannot read {here}/none", id="no password"),
+        pytest.param(["--password-file", "{here}/short"], "must have 16 printable ASCII characters", id="short"),
+        pytest.param(["--password-file", "{here}/shared"], "is not for you alone", id="others read it"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: list[str], message: str) -> None:
+    for name, text, mode in (("good", PASSWORD, 0o600), ("short", "short", 0o600), ("shared", PASSWORD, 0o644)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    arguments: list[Any] = ["--run-dir", tmp_path, "exporter", *(option.format(here=tmp_path) for option in options)]
+    done = CliRunner().invoke(resilientctl, list(map(str, arguments)))
+    assert done.exit_code in (1, 2)
+    assert message.format(here=tmp_path) in " ".join(done.output.split())

@@ -1,0 +1,102 @@
+"""Training loops of frameworks, killed at seeded moments, end with the same bits as undisturbed ones."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import EXAMPLE, Cluster, wait_until
+
+pytestmark = pytest.mark.jobs
+
+KILLED = Path(__file__).parent / "frameworks" / "killed.py"
+TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+STEPS = {"accelerate": 60, "transformers": 39, "lightning": 60}
+"""How many steps of the optimizer an example makes in one process: 3 epochs, each with an evaluation at its end."""
+ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def moments(steps: int, ranks: int, seed: int) -> list[tuple[str, int, int]]:
+    """Draw a moment in a training step, one in the evaluation that follows, and one right after a step."""
+    draw = random.Random(seed)
+    epoch = steps // 3
+    return [
+        ("train", draw.randrange(2, epoch - 1), draw.randrange(ranks)),
+        ("evaluate", epoch, draw.randrange(ranks)),
+        ("after", draw.randrange(epoch + 2, 2 * epoch), draw.randrange(ranks)),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, id="alone"), pytest.param(2, id="ddp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("library", STEPS)
+def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path, library: str, ranks: int) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed (extra zoo)")
+    example = str(EXAMPLE.with_name(f"with_{library}.py"))
+    command = [sys.executable, *TORCHRUN, str(ranks), example] if ranks > 1 else [sys.executable, "-P", example]
+    reference = subprocess.run(
+        command, env={**os.environ, **ENVIRON}, capture_output=True, text=True, timeout=250, cwd=tmp_path
+    )
+    assert reference.returncode == 0, reference.stderr
+    (undisturbed,) = [line for line in reference.stdout.splitlines() if line.startswith("parameters ")]
+    kills = moments(STEPS[library] // ranks, ranks, seed=ranks)
+    (tmp_path / "kills.json").write_text(json.dumps(kills))
+    host = cluster.host("solo")
+    host.forked = False
+    host.launch(["--standalone", "--nproc-per-node", str(ranks)], [str(KILLED), str(tmp_path), example], **ENVIRON)
+    assert host.wait(250) == 0, host.output
+    assert len(list(tmp_path.glob("struck*"))) == len(kills), "a moment did not come"
+    restored = [int(line) for line in (tmp_path / "restored0").read_text().split()]
+    assert len(restored) >= 4
+    assert min(restored[1:]) > 0, "it began at the beginning"
+    assert undisturbed in host.output
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_restarted_worker_finds_its_framework_imported(cluster: Cluster, tmp_path: Path, library: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed (extra zoo)")
+    example = str(EXAMPLE.with_name(f"with_{library}.py"))
+    reference = subprocess.run(
+        [sys.executable, "-P", example], env={**os.environ, **ENVIRON}, capture_output=True, text=True, timeout=250
+    )
+    (undisturbed,) = [line for line in reference.stdout.splitlines() if line.startswith("parameters ")]
+    (tmp_path / "kills.json").write_text(json.dumps([("after", 5, 0)]))
+    (tmp_path / "wait").touch()
+    host = cluster.host("solo")
+    host.forked = False
+    host.launch(
+        ["--standalone", "--rr-preload=learn"], [str(KILLED), str(tmp_path), example], LOGLEVEL="INFO", **ENVIRON
+    )
+    wait_until(lambda: _imports_beforehand(host.launcher), timeout_s=200, what="imports beforehand", host=host)
+    (tmp_path / "wait").unlink()
+    assert host.wait(250) == 0, host.output
+    assert re.search(rf"a worker starts with .*\b{library}\b", host.output)
+    assert "recovered in" in host.output
+    assert undisturbed in host.output
+
+
+def _imports_beforehand(launcher: "subprocess.Popen[str] | None") -> bool:
+    """Tell whether a zygote of a rank, the only process here whose parent is a zygote, has imported what it is to."""
+    assert launcher is not None
+    for child in psutil.Process(launcher.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for zygote in child.children():
+                if zygote.cmdline()[1:2] == ["-u"] and zygote.cpu_times().user > 1 and zygote.status() == "sleeping":
+                    return True
+    return False

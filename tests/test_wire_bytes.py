@@ -1,0 +1,174 @@
+"""What options of the tree send, by the rounds that planners derive costs from, by counters, and by the kernel's."""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from ranks import run_hosts
+
+from resilient_run.comm.compress.compressors import named
+from resilient_run.comm.compress.feedback import ErrorFeedback
+from resilient_run.comm.espresso.cost import Holding, held_after
+from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.plan.collective import blocks, rounds, segments
+from resilient_run.comm.plan.constraints import gpu_only
+from resilient_run.comm.plan.tree import Comm, Comp, Option, Phase, all_options
+from resilient_run.comm.runtime.execute import OptionScheme
+from resilient_run.launcher.netlab import NetLab
+
+pytestmark = pytest.mark.lab
+
+# On which device something is compressed makes no difference to the network.
+OPTIONS = [option for option in all_options() if gpu_only(option)]
+NUMEL = 1 << 18
+RATIO = 0.5
+_FRAME_BYTES = 14 + 20 + 32
+"""Headers of a packet: Ethernet, IPv4, and TCP with time stamps."""
+_NET = "/proc/thread-self/net"
+_ATTEMPTS = 50
+
+
+@dataclass(kw_only=True, slots=True)
+class HostBytes:
+    """What a host sends to others, receives from others, and passes between its own ranks; and segments sent again."""
+
+    sent: float = 0.0
+    received: float = 0.0
+    within: float = 0.0
+    again: int = 0
+
+    def __sub__(self, other: "HostBytes") -> "HostBytes":
+        return HostBytes(
+            sent=self.sent - other.sent,
+            received=self.received - other.received,
+            within=self.within - other.within,
+            again=self.again - other.again,
+        )
+
+
+def on_the_wire() -> HostBytes:
+    """Return what the interfaces of this thread's host have counted, without headers of packets."""
+    counts = {}
+    for line in Path(_NET, "dev").read_text().splitlines()[2:]:
+        name, numbers = line.split(":")
+        counts[name.strip()] = [int(number) for number in numbers.split()]
+    titles, values = (line.split() for line in Path(_NET, "snmp").read_text().splitlines() if line.startswith("Tcp:"))
+    tcp = dict(zip(titles, values, strict=True))
+    received_bytes, packets_in, sent_bytes, packets_out = (counts["eth0"][column] for column in (0, 1, 8, 9))
+    return HostBytes(
+        sent=sent_bytes - _FRAME_BYTES * packets_out,
+        received=received_bytes - _FRAME_BYTES * packets_in,
+        within=counts["lo"][8] - _FRAME_BYTES * counts["lo"][9],
+        again=int(tcp["RetransSegs"]),
+    )
+
+
+def modelled(option: Option, hosts: int, per_host: int, key: str) -> list[HostBytes]:
+    """Return what each host sends, receives and passes within by the rounds of the option's collectives."""
+    found = [HostBytes() for _ in range(hosts)]
+    holding = Holding(senders=per_host)
+    for step in option.steps:
+        if not isinstance(step, Comm):
+            holding = replace(holding, payloads=1 if isinstance(step, Comp) else 0)
+            continue
+        ranks = {Phase.FLAT: hosts * per_host, Phase.INTER: hosts}.get(step.phase, per_host)
+        held_bytes = holding.region * 4 * NUMEL * (holding.payloads * RATIO if step.compressed else 1)
+        for source, target, moved_bytes in moves(step, ranks, held_bytes):
+            if step.phase is Phase.INTER:
+                root = zlib.crc32(key.encode()) % hosts
+                ends = [((source + root) % hosts, (target + root) % hosts)] * holding.senders
+            elif step.phase is Phase.FLAT:
+                root = zlib.crc32(key.encode()) * (per_host if hosts > 1 else 1) % ranks
+                ends = [((source + root) % ranks // per_host, (target + root) % ranks // per_host)]
+            else:
+                ends = [(host, host) for host in range(hosts)]
+            for sender, receiver in ends:
+                if sender == receiver:
+                    found[sender].within += moved_bytes
+                else:
+                    found[sender].sent += moved_bytes
+                    found[receiver].received += moved_bytes
+        holding = held_after(step, holding, ranks)
+    return found
+
+
+def moves(step: Comm, ranks: int, held_bytes: float) -> Iterator[tuple[int, int, float]]:
+    """Yield sender, receiver and bytes of all messages of a collective."""
+    cut = segments(step.routine, ranks, held_bytes)
+    block_bytes = held_bytes / blocks(step.routine, ranks, cut)
+    for hops in rounds(step.routine, ranks, cut):
+        for hop in hops:
+            yield hop.sender, hop.receiver, len(hop.blocks) * block_bytes
+
+
+def covering() -> list[Option]:
+    """Return a few options that have every collective of the tree."""
+    missing = {comm for option in OPTIONS for comm in option.comms}
+    chosen = []
+    while missing:
+        chosen.append(max(OPTIONS, key=lambda option: len(missing.intersection(option.comms))))
+        missing -= set(chosen[-1].comms)
+    return chosen
+
+
+def compare(lab: NetLab, per_host: int, options: Sequence[Option]) -> None:
+    """Carry out options on a laboratory network, and hold rounds and counters against those of the interfaces."""
+    hosts = len(lab.hosts)
+    meeting = Barrier(hosts * per_host)
+    again: set[Option] = set()
+
+    def measure(fabric: Fabric, scheme: OptionScheme, option: Option) -> tuple[HostBytes, float]:
+        transports = {id(each): each for each in (fabric.flat, fabric.intra, fabric.inter)}.values()
+        for _ in range(_ATTEMPTS):
+            for transport in transports:
+                transport.traffic.reset()
+            meeting.wait()
+            again.clear()
+            before = on_the_wire()
+            meeting.wait()
+            scheme.reduce(str(option), torch.ones(NUMEL))
+            meeting.wait()
+            moved = on_the_wire() - before
+            if moved.again:
+                again.add(option)
+            meeting.wait()
+            # TCP sends again what a busy machine is slow to acknowledge.
+            if not again:
+                return moved, sum(each.traffic.sent_bytes + each.traffic.header_bytes for each in transports)
+        raise AssertionError(f"TCP has sent something twice in each of {_ATTEMPTS} attempts")
+
+    def work(fabric: Fabric) -> list[tuple[HostBytes, float]]:
+        scheme = OptionScheme(fabric, ErrorFeedback(named("fp16")), {str(option): option for option in options})
+        return [measure(fabric, scheme, option) for option in options]
+
+    ranks = run_hosts(hosts, per_host, work, lab=lab.hosts)
+    for index, option in enumerate(options):
+        expected = modelled(option, hosts, per_host, str(option))
+        for host, model in enumerate(expected):
+            measured, counted = ranks[host * per_host][index][0], 0.0
+            for rank in ranks[host * per_host : (host + 1) * per_host]:
+                counted += rank[index][1]
+            close = {"rel": 0.02, "abs": 0.001 * 4 * NUMEL}
+            where = f"{option}, host {host} of {hosts} with {per_host} ranks: {measured}, {model}, counted {counted}"
+            assert measured.sent == pytest.approx(model.sent, **close), where
+            assert measured.received == pytest.approx(model.received, **close), where
+            assert measured.within == pytest.approx(model.within, **close), where
+            assert counted == pytest.approx(measured.sent + measured.within, **close), where
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (3, 2), (2, 4)])
+def test_every_collective_sends_what_it_costs(netlab: Callable[..., NetLab], hosts: int, per_host: int) -> None:
+    compare(netlab(hosts, rate="40gbit"), per_host, covering())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("hosts", "per_host"),
+    [(1, 2), (2, 1), (3, 1), (1, 3), (2, 2), (4, 1), (5, 1), (3, 2), (2, 3), (6, 1), (7, 1), (4, 2), (2, 4), (8, 1)],
+)
+def test_every_option_sends_what_it_costs(netlab: Callable[..., NetLab], hosts: int, per_host: int) -> None:
+    compare(netlab(hosts, rate="40gbit"), per_host, OPTIONS)
