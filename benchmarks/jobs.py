@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from resilient_run.launcher.workers.prctl import adopting_orphans
+
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 RESILIENT_RUN = (sys.executable, "-P", "-m", "resilient_run")
 
@@ -28,25 +30,30 @@ def host(name: str = "bench", *, prefix: str = "resilient-bench-") -> Iterator[d
         signal.signal(number, _unwind)
     run_dir = Path(tempfile.mkdtemp(prefix=prefix))
     shm_dir = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY))
-    try:
-        yield {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "RESILIENT_HOST_ID": name,
-            "RESILIENT_RUN_DIR": str(run_dir),
-            "RESILIENT_SHM_DIR": str(shm_dir),
-            # Without it a restarted torchrun rank reads keys of its predecessor and most recoveries hang.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-    finally:
-        lock = run_dir / "resilientd.lock"
-        if lock.exists() and (pid := lock.read_text().strip()):
-            with suppress(psutil.NoSuchProcess):
-                daemon = psutil.Process(int(pid))
-                daemon.terminate()
-                daemon.wait(60)
-        shutil.rmtree(run_dir, ignore_errors=True)
-        shutil.rmtree(shm_dir, ignore_errors=True)
+    with adopting_orphans():
+        try:
+            yield {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RESILIENT_HOST_ID": name,
+                "RESILIENT_RUN_DIR": str(run_dir),
+                "RESILIENT_SHM_DIR": str(shm_dir),
+                # Without it a restarted torchrun rank reads keys of its predecessor and most recoveries hang.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            }
+        finally:
+            _end_daemons(run_dir)
+            shutil.rmtree(run_dir, ignore_errors=True)
+            shutil.rmtree(shm_dir, ignore_errors=True)
+
+
+def _end_daemons(run_dir: Path) -> None:
+    """End the daemons of `run_dir` that launchers left to this process, also one too young to hold its lock."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if str(run_dir) in child.cmdline():
+                child.terminate()
+                child.wait(60)
 
 
 def _unwind(number: int, _: object) -> None:
