@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -140,14 +140,10 @@ def test_functions_of_a_block_are_reached_from_above(name: str) -> None:
     assert not unlinked
 
 
-@pytest.fixture(scope="module")
-def picture() -> ModuleType:
-    spec = spec_from_file_location("step_picture", ROOT / "docs" / "step_picture.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def picture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return import_module("step_picture")
 
 
 def test_picture_is_what_its_source_draws(picture: ModuleType) -> None:

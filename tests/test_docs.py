@@ -1,12 +1,12 @@
 """Documents: links and anchors lead somewhere, the navigation has every page, quoted messages are real
-ones, generated pages are of today, and the page of papers has all of them and names what is there."""
+ones, generated pages and plots are of today, and the page of papers has all of them and names what is there."""
 
 import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -126,13 +126,20 @@ def test_troubleshooting_quotes_what_is_printed() -> None:
     assert {(message, part) for message, part in parts if part not in printed} == set()
 
 
-def test_the_page_of_commands_is_of_today() -> None:
-    spec = spec_from_file_location("command_reference", DOCS / "command_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = module_from_spec(spec)
-    spec.loader.exec_module(reference)
+def test_the_page_of_commands_is_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    reference = import_module("command_reference")
     assert reference.PAGE.read_text() == reference.page(), "write it anew: python -P docs/command_reference.py"
+
+
+def test_plots_show_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    pictures = import_module("result_pictures")
+    drawn = {name: draw() for name, draw in pictures.PLOTS.items()}
+    there = {path.name: path.read_text() for path in pictures.FOLDER.iterdir()}
+    assert there == drawn, "draw them anew: python docs/result_pictures.py"
+    unseen = {name for name in there if not any(f"plots/{name})" in page.read_text() for page in PAGES)}
+    assert not unseen
 
 
 PAPERS = DOCS / "papers.md"
