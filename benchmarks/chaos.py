@@ -31,6 +31,7 @@ from lab import EtcdMember, LabCluster, NetHost
 
 from resilient_run.launcher.netlab import NetLab, unavailable
 
+SLOW_STEPS = Path(__file__).with_name("slow_steps.py")
 WORLD_SIZE = 4
 NAMES = ("h0", "h1", "h2", "h3", "h4", "h5")
 SHM_BYTES = 96 << 20
@@ -281,6 +282,7 @@ def main() -> None:
     options.add_argument("--mtbf-s", type=float, default=0.0, help="in its place, and without waiting for recoveries")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--transport", choices=("daemon", "trainer"), default="daemon", help="of replicas")
+    options.add_argument("--pause-s", type=float, default=0.0, help="in each step, as if it computed longer")
     options.add_argument("--quick", action="store_true", help="one fault of each kind that does not last long")
     options.add_argument("--timeout", type=float, default=1800.0, help="seconds for what is left after the campaign")
     options.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep the logs of launchers and daemons")
@@ -290,10 +292,11 @@ def main() -> None:
     if (reason := unavailable()) is not None:
         sys.exit(f"chaos needs a laboratory network: {reason}")
     script = [str(EXAMPLE), "--steps", str(args.steps), "--seed", "7", "--json", *TINY]
+    slowed = [str(SLOW_STEPS), str(args.pause_s), *script] if args.pause_s else script
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         root = Path(directory)
         started_s = time.monotonic()
-        hosts, report = disturbed(args, root, script)
+        hosts, report = disturbed(args, root, slowed)
         disturbed_s = time.monotonic() - started_s
         reference = undisturbed(root / "undisturbed", script)
     compared = compare(hosts, reference)
@@ -309,7 +312,7 @@ def main() -> None:
         ["bit-identical to the undisturbed run", str(compared["identical"])],
     ]
     table(__doc__.partition("\n")[0], ["", ""], rows)
-    names = ("steps", "faults", "mtbf_steps", "mtbf_s", "seed", "transport")
+    names = ("steps", "faults", "mtbf_steps", "mtbf_s", "pause_s", "seed", "transport")
     parameters = {name: getattr(args, name) for name in names}
     write_json(args.json, question=__doc__.partition("\n")[0], parameters=parameters, results=results)
     good = compared["identical"] and not summary["not_recovered"] and summary["max_steps_lost"] <= 1
