@@ -114,6 +114,20 @@ def register(
         CommError: There is no such scheme, options are given without a name, or the ranks are not a multiple of
             `ranks_per_host`.
     """
+    hook = make_hook(model, scheme, ranks_per_host=ranks_per_host, least_elements=least_elements, **options)
+    model.register_comm_hook(hook, synchronize)
+    return hook
+
+
+def make_hook(
+    model: DistributedDataParallel,
+    scheme: Choice,
+    *,
+    ranks_per_host: int = 1,
+    least_elements: int = LEAST_ELEMENTS,
+    **options: Any,
+) -> GradientHook:
+    """Return what `register` registers, with the same arguments and errors."""
     ranks = dist.get_process_group_ranks(model.process_group)
     if ranks_per_host < 1 or len(ranks) % ranks_per_host:
         raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
@@ -125,9 +139,7 @@ def register(
         hosts = [ranks[start : start + ranks_per_host] for start in range(0, len(ranks), ranks_per_host)]
         within = _own_group(hosts, device)
         made = TwoLevel(within, chosen(scheme, _own_group(list(zip(*hosts, strict=True)), device), **options))
-    hook = GradientHook(model, scheme=made, world=world, least_elements=least_elements)
-    model.register_comm_hook(hook, synchronize)
-    return hook
+    return GradientHook(model, scheme=made, world=world, least_elements=least_elements)
 
 
 def _own_group(groups: Sequence[Sequence[int]], device: torch.device) -> Transport:

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 # Each is a function in the module of its name. Some need torch, whose import the others do not wait for.
-_COMMANDS = ("bench", "plan", "profile", "stats", "tree")
+_COMMANDS = ("advise", "bench", "plan", "profile", "stats", "tree")
 
 
 class _Commands(click.Group):

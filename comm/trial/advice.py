@@ -1,0 +1,139 @@
+"""What to say of a trial: which way of summing gradients pays, how much, and what to write for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any, Final
+
+BASE: Final = "all-reduce"
+OWN: Final = "the script's own hook"
+NOTHING: Final = "no sums"
+
+LEAST_TURNS: Final = 4
+
+_LEAST_GAIN: Final = 0.03
+_IMPORT: Final = "from resilient_run.comm.hook import register"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A way of summing gradients.
+
+    Attributes:
+        name: What the report calls it.
+        write: What the user writes for it.
+        exact: Whether training is the same with it, apart from rounding.
+        scheme: The scheme or compressor of ours, "" for one of torch's.
+        options: Of the scheme.
+    """
+
+    name: str
+    write: str
+    exact: bool = False
+    scheme: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ways(ranks_per_host: int) -> list[Way]:
+    """Return the ways that are tried besides all-reduce, those that lose nothing first."""
+    hosts = f", ranks_per_host={ranks_per_host}" if ranks_per_host > 1 else ""
+
+    def ours(scheme: str, *, exact: bool = False, **options: Any) -> Way:
+        given = "".join(f", {name}={value!r}" for name, value in options.items())
+        label = scheme + (f" {100 * options['density']:g} %" if options else "")
+        write = f'hook = register(model, "{scheme}"{given}{hosts})'
+        return Way(name=label, write=write, exact=exact, scheme=scheme, options=options)
+
+    return [
+        ours("zen", exact=True),
+        ours("bf16"),
+        Way(
+            name="PowerSGD",
+            write="model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=2, "
+            "start_powerSGD_iter=2), powerSGD_hook)  # torch's own",
+        ),
+        ours("onebit"),
+        ours("topk", density=0.01),
+        ours("spardl", density=0.01),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """Seconds of a step: the median of the turns, and from where to where they spread."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, taken: Sequence[float]) -> "Turns":
+        """Return the spread of at least one turn: deciles, of a few turns the least and the greatest."""
+        if len(taken) < 2 * LEAST_TURNS:
+            return cls(median_s=median(taken), low_s=min(taken), high_s=max(taken))
+        deciles = quantiles(taken, n=10, method="inclusive")
+        return cls(median_s=median(taken), low_s=deciles[0], high_s=deciles[-1])
+
+    def __str__(self) -> str:
+        return f"{_seconds(self.median_s)} ({_seconds(self.low_s)} to {_seconds(self.high_s)})"
+
+
+def recommended(taken: Mapping[str, Sequence[float]], exact: frozenset[str]) -> str | None:
+    """Return the way that pays, None where nothing does.
+
+    A way pays if its turns lie below all-reduce's, outside of both spreads, and by 3 % at least. The fastest is
+    taken; one that trains the same is preferred if it is no slower than that one beyond the spread.
+
+    Args:
+        taken: Name of a way → seconds of a step in each turn.
+        exact: Ways with which training is the same.
+    """
+    seen = {name: Turns.of(each) for name, each in taken.items()}
+    base = seen[OWN if OWN in seen else BASE]
+    pays = {
+        name: spread
+        for name, spread in seen.items()
+        if name not in (OWN, NOTHING)
+        and spread.high_s < base.low_s
+        and spread.median_s <= (1 - _LEAST_GAIN) * base.median_s
+    }
+    if not pays:
+        return None
+    fastest = min(pays, key=lambda name: pays[name].median_s)
+    same = [name for name in pays if name in exact and pays[name].low_s <= pays[fastest].high_s]
+    return min(same, key=lambda name: pays[name].median_s, default=fastest)
+
+
+def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Way]) -> str:
+    """Return what to do, in a paragraph."""
+    seen = {name: Turns.of(each) for name, each in taken.items()}
+    base_name = OWN if OWN in seen else BASE
+    base, least = seen[base_name], seen[NOTHING]
+    share = max(0.0, 1 - least.median_s / base.median_s)
+    now = (
+        f"A step takes {base} with {base_name}, and {least} if gradients are not summed at all, "
+        f"so the sums cost {100 * share:.0f} % of it."
+    )
+    exact = frozenset(name for name, way in known.items() if way.exact)
+    name = recommended(taken, exact)
+    if name is None:
+        kept = "Leave them to DDP." if base_name == BASE else "Leave the script as it is."
+        return f"Nothing pays. {now} No scheme that was tried makes steps shorter beyond the spread. {kept}"
+    if name == BASE:
+        return f"Plain all-reduce pays. {now} With DDP's all-reduce it takes {seen[BASE]}: leave the hook out."
+    gain = base.median_s / seen[name].median_s
+    way = known[name]
+    said = [f"{name} pays: {gain:.2f} times as many steps. {now} With {name} it takes {seen[name]}."]
+    if way.exact:
+        said.append("It loses nothing: training stays the same, apart from rounding.")
+    else:
+        said.append("It changes what is trained: compare the losses of a longer run with those of all-reduce.")
+        same = [other for other in exact & seen.keys() if other not in (base_name, NOTHING, BASE)]
+        said += [f"{other}, which loses nothing, takes {seen[other]}." for other in same]
+    lines = [way.write] if not way.scheme else [_IMPORT, way.write]
+    write = "\n".join(f"    {line}" for line in lines)
+    return " ".join(said) + f" Write, after DistributedDataParallel(...) is made:\n\n{write}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
