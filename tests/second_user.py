@@ -2,8 +2,16 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 MALLORY = 65534
+
+
+def open_way(directory: Path) -> None:
+    """Let other users come to `directory` through its parents, which pytest keeps for this user."""
+    for path in directory.parents:
+        if path.stat().st_mode & 0o001 == 0:
+            path.chmod(path.stat().st_mode | 0o711)
 
 
 def as_mallory(act: Callable[[], object]) -> int:

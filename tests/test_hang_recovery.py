@@ -117,7 +117,7 @@ def test_stopped_worker_is_replaced(job: Job, reference: Host) -> None:
     assert event["restored_step"] >= kept
     assert event["cause"].startswith("generation 1 hangs: no progress for ")
     assert ": rank 1 did not get past step " in event["cause"]
-    assert 2.0 <= event["detect_s"] < event["total_s"]
+    assert 0.0 < event["detect_s"] < event["total_s"]
     assert event["stop_s"] < 60.0, "the grace was spent on a process that cannot hear"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click import BadParameter
-from second_user import MALLORY, as_mallory
+from second_user import MALLORY, as_mallory, open_way
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.trust.private import open_to_append
@@ -23,10 +23,8 @@ OWN = "what only its owner may change\n"
 @pytest.fixture
 def public(tmp_path: Path) -> Iterator[Path]:
     """A directory as /tmp, though one in which the kernel protects nobody from links: it is not sticky."""
-    for path in tmp_path.parents[:2]:
-        path.chmod(path.stat().st_mode | 0o711)
-    tmp_path.chmod(0o711)
     made = tmp_path / "public"
+    open_way(made)
     made.mkdir()
     made.chmod(0o777)
     return made

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from second_user import MALLORY, as_mallory
+from second_user import MALLORY, as_mallory, open_way
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.trust import secret
@@ -25,9 +25,8 @@ REFUSED = "no key for the runs of this host: .*--rr-key-file"
 @pytest.fixture
 def public(tmp_path: Path) -> Path:
     """A directory as /dev/shm."""
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        path.chmod(path.stat().st_mode | 0o711)
     made = tmp_path / "shm"
+    open_way(made)
     made.mkdir()
     made.chmod(0o1777)
     return made
