@@ -252,7 +252,7 @@ def test_chunks_of_real_daemons_leave_in_the_spans(hosts: Hosts) -> None:
         trainer.notify("iteration", step=3, monotonic_s=time.monotonic() - 91.0)
     wait_for_watermark(trainers, (1, 3))
     shown = hosts["a"].status()["jobs"][0]["replication"]
-    assert (shown["scheme"], shown["every"], shown["idle_s"]) == ("interleaved", 1, 1200.0)
+    assert (shown["scheme"], shown["every"], shown["idle_s"]) == ("interleaved", 1, 70.0)
 
 
 def test_replicas_wait_for_the_next_iteration_while_the_network_is_profiled(hosts: Hosts) -> None:
