@@ -255,6 +255,25 @@ def test_chunks_of_real_daemons_leave_in_the_spans(hosts: Hosts) -> None:
     assert (shown["scheme"], shown["every"], shown["idle_s"]) == ("interleaved", 1, 70.0)
 
 
+def test_a_host_that_stays_need_not_learn_the_network_again(hosts: Hosts) -> None:
+    """Its rank goes on with what its predecessor has found; one that comes to another host begins anew."""
+    trainers = start(hosts, bandwidth_mbit_s=800)
+    profile = {"iteration_s": 120.0, "collectives": 2, "spans": [0.0, 40.0, 90.0, 30.0]}
+    for trainer in trainers:
+        trainer.notify("schedule", **profile)
+        trainer.request("status")
+    hosts["b"].kill()
+    hosts["b"].close()
+    hosts["c"].start()
+    hosts["c"].open()
+    hosts.form_round(2, "ac")
+    known = [
+        hosts[name].trainer(rank, world_size=2, generation=2).attach()["replication"]["idle"]
+        for rank, name in enumerate("ac")
+    ]
+    assert known == [profile, None]
+
+
 def test_replicas_wait_for_the_next_iteration_while_the_network_is_profiled(hosts: Hosts) -> None:
     trainers = start(hosts)
     hosts.commit(trainers, [1])
