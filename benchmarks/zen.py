@@ -2,7 +2,8 @@
 
 Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each; gradients are those of
 `sparse_workload.py`. Each scheme makes three steps; the messages of the last one are then repeated, with nothing
-computed between them, since the hosts share this machine's processors. Ratios are between medians of the same run. The
+computed between them, since the hosts share this machine's processors. Ratios are between medians of the same run.
+"Rows" are schemes as their papers have them, but with one index for a row of an embedding, or a bitmap, as Zen. The
 limit of a scheme is its formula's bytes (docs/comm.md) at the rate of the link, of which at most 95.6 % are payload.
 """
 
@@ -23,7 +24,14 @@ from resilient_run.comm.zen.partition import Balanced
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("zen_worker.py"))
-SCHEMES = ("dense", "agsparse", "sparcml", "sparse-ps", "omnireduce", "zen, elements", "zen", "index-free")
+SCHEMES = (
+    "dense",
+    *(f"{name}{what}" for name in ("agsparse", "sparcml", "sparse-ps") for what in ("", ", rows")),
+    "omnireduce",
+    "zen, elements",
+    "zen",
+    "index-free",
+)
 
 
 def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
@@ -60,9 +68,11 @@ def survey(workload: str, *, ranks: int, options: Any) -> Sparsity:
 
 def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
     """Return the time of the scheme's own formula; where there is none that without indices, as for rows."""
-    name = {"zen, elements": "zen", "zen": "index-free"}.get(scheme, scheme)
-    limit = LIMITS.get(name, LIMITS["index-free"])
-    return 8 * limit(sparse) / rate_bit_s
+    kind = scheme.removesuffix(", rows")
+    name = {"zen, elements": "zen", "zen": "index-free"}.get(kind, kind)
+    limit_bytes = LIMITS.get(name, LIMITS["index-free"])(sparse)
+    # The formulas of coordinates count an index for each value.
+    return 8 * limit_bytes / rate_bit_s / (1 if kind == scheme else 2)
 
 
 def imbalance() -> dict[str, dict[int, dict[str, float]]]:

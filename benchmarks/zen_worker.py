@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sparse_workload import WORKLOADS, gradient
+from sparse_workload import WIDTH, WORKLOADS, gradient
 from workload import emit
 
 from resilient_run.comm.measure.timing import RecordingTransport, measure
 from resilient_run.comm.schemes import named
+from resilient_run.comm.zen.formats import ALL
 from resilient_run.comm.zen.zen import Zen
 
+ROWS: dict[str, Any] = {"row": WIDTH, "formats": ALL}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{name}, rows": (name, ROWS) for name in ("agsparse", "sparcml", "sparse-ps")},
     "zen": ("zen", {"profile_steps": 1}),
     "zen, elements": ("zen", {"route": "parallel", "rows": ()}),
 }

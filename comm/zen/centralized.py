@@ -11,15 +11,26 @@ from .sparse import Sparse, compress, expand, merge, row_width
 
 
 class AGsparse(Scheme):
-    """Every rank gathers the coordinates of all others and adds them up (one-shot, centralization; thesis 3.2.5)."""
+    """Every rank gathers the coordinates of all others and adds them up (one-shot, centralization; thesis 3.2.5).
+
+    Args:
+        transport: The ranks.
+        row: Greatest number of consecutive elements that are sent under one index.
+        formats: What messages may be written in; the thesis has COO only.
+    """
 
     name = "agsparse"
 
+    def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
+        super().__init__(transport)
+        self._row = row
+        self._formats = tuple(formats)
+
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, added in the order of ranks."""
-        own = compress(gradient)
-        messages = self.transport.all_gather(encode(own, (Format.COO,)))
-        parts = [decode(message, length=own.length, width=1, dtype=gradient.dtype) for message in messages]
+        own = compress(gradient, row_width(gradient.shape, self._row))
+        messages = self.transport.all_gather(encode(own, self._formats))
+        parts = [decode(message, length=own.length, width=own.width, dtype=gradient.dtype) for message in messages]
         return expand(merge(parts), gradient)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..ops.block import BLOCK
 from ..ops.spread import murmur
 from .formats import ALL, Format, decode, encode
 from .partition import Balanced, Even, Partition, join
-from .sparse import Sparse, compress, expand, merge
+from .sparse import Sparse, compress, expand, merge, row_width
 
 
 def push_and_pull(transport: Transport, own: Sparse, cut: Partition, *, formats: Sequence[Format] = ALL) -> Sparse:
@@ -31,26 +30,43 @@ def push_and_pull(transport: Transport, own: Sparse, cut: Partition, *, formats:
 
 
 class SparsePS(Scheme):
-    """A parameter server on every rank for an even range of the gradient, coordinates both ways (thesis 3.2.5)."""
+    """A parameter server on every rank for an even range of the gradient, coordinates both ways (thesis 3.2.5).
+
+    Args:
+        transport: The ranks.
+        row: Greatest number of consecutive elements that are sent under one index.
+        formats: What messages may be written in; the thesis has COO only.
+    """
 
     name = "sparse-ps"
-    block: ClassVar[int] = 1
-    """Consecutive elements that are sent together when any of them is not zero."""
+
+    def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
+        super().__init__(transport)
+        self._row = row
+        self._formats = tuple(formats)
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, added in the order of ranks."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        own = compress(dense, self.block)
+        own = compress(dense, self._width(dense))
         cut = Even(length=own.length, servers=self.transport.size)
-        total = expand(push_and_pull(self.transport, own, cut, formats=(Format.COO,)), dense)
+        total = expand(push_and_pull(self.transport, own, cut, formats=self._formats), dense)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
+
+    def _width(self, gradient: Tensor) -> int:
+        return row_width(gradient.shape, self._row)
 
 
 class OmniReduce(SparsePS):
     """The same with blocks of 256 elements, of which those that are all zero are left out (thesis 3.2.5)."""
 
     name = "omnireduce"
-    block = BLOCK
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+
+    def _width(self, gradient: Tensor) -> int:
+        return BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
