@@ -25,6 +25,7 @@ from .format.wire import Message
 from .link.env import TrainerEnv
 from .link.link import Link
 from .link.pulse import Pulse
+from .state.foreign import foreign
 from .state.held import Accumulation, Unregistered
 from .state.state import TrainingState, due_rng
 from .transport.edge import EdgeConfig
@@ -80,7 +81,7 @@ class Checkpointer:
         self._plan: Pair | None = None
         self._restored = False
         self._pid = os.getpid()
-        self._closed = self._warned = False
+        self._closed = self._warned = self._steps = False
         self._told: set[str] = set()
         self._knows_plan = False
         self._env = TrainerEnv.from_environ(os.environ)
@@ -303,6 +304,7 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
+        _refuse_foreign()
         self._topology = self._state.topology(env.world_size)
         self._state.check_kept()
         capturer = Capturer(env, topology=self._topology)
@@ -390,6 +392,9 @@ class Checkpointer:
         """
         if self._capturer is None or os.getpid() != self._pid:
             return None
+        if not self._steps:
+            self._steps = True
+            _refuse_foreign()  # an engine may be made after the Checkpointer
         self._unregistered.before_step(optimizer)
         self._accumulation.before_step(optimizer)
         if not self._capturer.reads:
@@ -461,6 +466,11 @@ class Checkpointer:
                 f"{header.topology:#x}, this run has {self._env.world_size} ranks with {self._topology:#x}: "
                 "start as many workers with the same mesh as before, or start a new run id"
             )
+
+
+def _refuse_foreign() -> None:
+    if text := foreign():
+        raise StateError(text)
 
 
 def _pair(value: Message | None) -> Pair | None:

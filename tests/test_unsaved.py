@@ -55,7 +55,7 @@ def half() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_an_optimizer_whose_parameters_nobody_registered_is_refused_at_once(daemon: SoloDaemon) -> None:
     model, optimizer = half()
-    with pytest.raises(StateError, match=r"^optimizer: parameter 2 of group 0 is in no .* Register the module that"):
+    with pytest.raises(StateError, match=r"^optimizer: parameter 2 of group 0 is in no .* Register the module or"):
         Checkpointer(model=model, optimizer=optimizer)
     assert not any(message["op"] == "attach" for message in daemon.seen)
 
@@ -263,3 +263,70 @@ def test_what_is_replaced_is_no_change(daemon: SoloDaemon) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ckpt.step(2)
+
+
+class Perturbing(torch.optim.Optimizer):
+    """SAM as it is widely copied: its `state_dict()` has nothing of what the optimizer inside has."""
+
+    def __init__(self, parameters: Any, base: type[torch.optim.Optimizer]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.clone()
+        self.base.step()
+
+
+def trained(kind: Callable[[Any], torch.optim.Optimizer], steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = kind(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_what_a_wrapper_leaves_out_of_the_optimizer_inside_is_told_and_refused(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrapped(parameters: Any) -> torch.optim.Optimizer:
+        return Perturbing(parameters, torch.optim.Adam)
+
+    model, optimizer = trained(wrapped)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        with pytest.warns(RuntimeWarning, match="optimizer: step of parameter 0 in Adam is trained, and no registe"):
+            ckpt.step()
+        assert is_committed(ckpt)
+    daemon.restart(monkeypatch)
+    model, optimizer = trained(wrapped, steps=0)
+    with (
+        Checkpointer(model=model, optimizer=optimizer) as ckpt,
+        pytest.raises(StateError, match="step of parameter 0 in Adam is in no registered object's state"),
+    ):
+        ckpt.restore()
+
+
+def test_the_optimizer_inside_comes_back_if_it_is_registered_too(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrapped(parameters: Any) -> Any:
+        return Perturbing(parameters, torch.optim.Adam)
+
+    model, optimizer = trained(wrapped)
+    momentum = [state["exp_avg"].tolist() for state in optimizer.base.state.values()]  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Checkpointer(model=model, optimizer=optimizer, base=optimizer.base) as ckpt:  # type: ignore[attr-defined]
+            ckpt.step()
+            assert is_committed(ckpt)
+        daemon.restart(monkeypatch)
+        model, optimizer = trained(wrapped, steps=0)
+        with Checkpointer(model=model, optimizer=optimizer, base=optimizer.base) as ckpt:  # type: ignore[attr-defined]
+            assert ckpt.restore() == 1
+    assert [state["exp_avg"].tolist() for state in optimizer.base.state.values()] == momentum  # type: ignore[attr-defined]

@@ -161,7 +161,7 @@ class ParameterOrder:
             found = {identity: leaves.get(in_memory(tensor)) for identity, tensor in others.items()}
             self._in_leaves = [(others[identity], index) for identity, index in found.items() if index is not None]
             taken = {leaves.get(in_memory(parameter)) for parameter in self.in_modules.values()} | set(found.values())
-            equal = _equal_leaves(
+            equal = equal_leaves(
                 {identity: others[identity] for identity, index in found.items() if index is None},
                 {index: leaf for index, leaf in enumerate(flat.leaves) if index not in taken},
             )
@@ -224,7 +224,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, list[int]]:
+def equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, list[int]]:
     """Return the indices of those of `leaves` that are equal to each of `tensors`."""
     forms = {_form(tensor) for tensor in tensors.values()}
     contents: dict[Hashable, list[int]] = {}

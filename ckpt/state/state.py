@@ -133,7 +133,7 @@ class TrainingState:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
             flat.add("order", self.order.names(self.held, self.modules, flat))
             flat.add("outside", self.outside())
-            self.unsaved.take(self.modules, objects, self.order, flat)
+            self.unsaved.take(self.modules, self.held, objects, self.order, flat)
             if self.unsaved.digests:
                 flat.add("unsaved", self.unsaved.digests)
             if flat.shared:

@@ -9,13 +9,13 @@ import xxhash
 
 from ..errors import SlotError
 from ..format.manifest import Node
-from .held import ParameterOrder, in_memory, local
+from .held import Optimizer, ParameterOrder, dict_items, equal_leaves, in_memory, local
 from .tree import Flattener, bytes_of, is_strided, unflatten
 
 _PARAMETERS: Final = "parameters"
 _BUFFERS: Final = "buffers"
 
-REMEDY: Final = "Register the module that has it, or a list of such tensors"
+REMEDY: Final = "Register the module or the optimizer that has it, or a list of such tensors"
 
 _Known = tuple["weakref.ref[torch.Tensor]", int, int, str]
 
@@ -38,15 +38,22 @@ class Unsaved:
         self.trained: str | None = None
         self.changing: str | None = None
         self._known: dict[str, _Known] = {}
+        self._whole: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def take(
-        self, modules: dict[str, torch.nn.Module], states: dict[str, Any], order: ParameterOrder, flat: Flattener
+        self,
+        modules: dict[str, torch.nn.Module],
+        held: dict[str, list[Optimizer]],
+        states: dict[str, Any],
+        order: ParameterOrder,
+        flat: Flattener,
     ) -> None:
         """Take the digests anew.
 
         Args:
             modules: The registered modules by name.
-            states: What their `state_dict()` returned, by name.
+            held: The optimizers that objects are or hold, by the object's name.
+            states: What the `state_dict()` of each object returned, by name.
             order: Of the optimizers' parameters; its `names` was called for `flat`.
             flat: The flattened state.
         """
@@ -55,22 +62,54 @@ class Unsaved:
         hidden = [(kind, path, tensor) for kind, path, tensor in hidden if in_memory(tensor) not in kept]
         before, known = self.digests, self._known
         self.digests, self._known = {}, {}
-        for kind, path, tensor in [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere.items())]:
+        left_out = self._left_out(held, states, flat)
+        others = [(_PARAMETERS, *item) for item in [*order.elsewhere.items(), *left_out.items()]]
+        for kind, path, tensor in [*hidden, *others]:
             plain = local(tensor)
             if is_strided(plain) and not plain.is_meta:
                 self.digests.setdefault(kind, {})[path] = self._digest(path, plain, known.get(path))
         dropped = (path for kind, path, tensor in hidden if kind == _PARAMETERS and tensor.requires_grad)
-        trained = next(dropped, order.unkept)
+        trained = next(dropped, order.unkept or next(iter(left_out), None))
         self.trained = trained and (
             f"{trained} is trained, and no registered object's state has it: it is not part of checkpoints, and a "
             f"recovery is refused unless it is the same by then. {REMEDY}"
         )
-        buffers, others = self.digests.get(_BUFFERS, {}), before.get(_BUFFERS, {})
-        changing = next((path for path, digest in buffers.items() if others.get(path, digest) != digest), None)
+        buffers, earlier = self.digests.get(_BUFFERS, {}), before.get(_BUFFERS, {})
+        changing = next((path for path, digest in buffers.items() if earlier.get(path, digest) != digest), None)
         self.changing = changing and (
             f"{changing} changes, and state_dict() leaves it out: it is not part of checkpoints, and a recovery goes "
             "on with another one. Make it persistent if training depends on it"
         )
+
+    def _left_out(
+        self, held: dict[str, list[Optimizer]], states: dict[str, Any], flat: Flattener
+    ) -> dict[str, torch.Tensor]:
+        """Return what optimizers have for their parameters and no object's state has, as SAM leaves out its base's.
+
+        A scheduler holds an optimizer, too, and is not meant to keep it: only objects count that keep some optimizer.
+        """
+        due = {
+            optimizer: name
+            for name, several in held.items()
+            if _keeps(states[name])
+            for optimizer in several
+            if self._whole.get(optimizer, 0) != len(_state(optimizer))
+        }
+        found: dict[str, torch.Tensor] = {}
+        kept = {in_memory(leaf) for leaf in flat.leaves} if due else set()
+        for optimizer, name in due.items():
+            tensors = {
+                f"{name}: {key} of parameter {position} in {type(optimizer).__qualname__}": tensor
+                for position, state in enumerate(_state(optimizer).values())
+                for key, tensor in _tensors(state, "state")
+                if in_memory(tensor) not in kept
+            }
+            equal = equal_leaves({id(tensor): local(tensor) for tensor in tensors.values()}, dict(enumerate(flat.leaves)))
+            lost = {path: tensor for path, tensor in tensors.items() if not equal[id(tensor)]}
+            if not lost:
+                self._whole[optimizer] = len(_state(optimizer))
+            found |= lost
+        return found
 
     def _digest(self, path: str, tensor: torch.Tensor, known: _Known | None) -> str:
         if tensor.requires_grad or tensor.is_inference():
@@ -122,6 +161,23 @@ def _hidden(
         for key, buffer in module.named_buffers():
             if key not in states[name]:
                 yield _BUFFERS, f"{name}.{key}", buffer
+
+
+def _keeps(state: Any) -> bool:
+    return any("param_groups" in str(key).split(".") for key, _ in dict_items(state))
+
+
+def _state(optimizer: Optimizer) -> dict[Any, Any]:
+    return getattr(optimizer, "state", None) or {}
+
+
+def _tensors(state: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in what an optimizer has for a parameter, and what to call each."""
+    if isinstance(state, torch.Tensor):
+        yield key, state
+    elif isinstance(state, dict | list | tuple):
+        for name, child in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _tensors(child, str(name) if key == "state" else f"{key}.{name}")
 
 
 def _digest(tensor: torch.Tensor) -> str:

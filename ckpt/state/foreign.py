@@ -1,0 +1,79 @@
+"""Libraries that keep training state where no registered object shows it: a process that trains with one is refused."""
+
+import gc
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """A class whose instances hold such state.
+
+    Attributes:
+        module: Where the class is defined. It is looked up and never imported.
+        name: Of the class; subclasses count.
+        reason: What is wrong with it, after the name of the instance's class.
+        remedy: What a person may do.
+    """
+
+    module: str
+    name: str
+    reason: str
+    remedy: str
+
+
+_MEGATRON: Final = (
+    "Leave the Checkpointer out and keep Megatron's own checkpoints: resilient-run restarts the workers as torchrun "
+    "does. Or train with fully_shard (FSDP2) and one of torch's optimizers"
+)
+_KINDS: Final = (
+    _Kind(
+        module="deepspeed.runtime.engine",
+        name="DeepSpeedEngine",
+        reason="keeps fp32 weights, optimizer states, loss scale and counters in partitions and attributes of its own",
+        remedy="Leave the Checkpointer out and keep engine.save_checkpoint(): resilient-run restarts the workers as "
+        "torchrun does. Or train with fully_shard (FSDP2) in place of deepspeed.initialize()",
+    ),
+    _Kind(
+        module="megatron.core.optimizer.optimizer",
+        name="MegatronOptimizer",
+        reason="keeps fp32 weights and optimizer states in shards that its state_dict() leaves out",
+        remedy=_MEGATRON,
+    ),
+    _Kind(
+        module="megatron.core.tensor_parallel.random",
+        name="CudaRNGStatesTracker",
+        reason="keeps random states of its own",
+        remedy=_MEGATRON,
+    ),
+)
+
+
+def foreign() -> str | None:
+    """Return why this process cannot have checkpoints, None if it can.
+
+    All objects of the process are looked at, because what is registered need not show who trains it: ZeRO leaves a
+    plain module in the script's hands. Where none of the libraries is imported, nothing is looked at.
+    """
+    kinds = {_class(kind): kind for kind in _KINDS}
+    kinds.pop(None, None)
+    found = _instance(tuple(kinds)) if kinds else None
+    if found is None:
+        return None
+    kind = next(kind for known, kind in kinds.items() if known is not None and issubclass(found, known))
+    return (
+        f"{found.__module__}.{found.__qualname__} {kind.reason}, of which a checkpoint would have a part only: no "
+        f"recovery could be right. {kind.remedy}"
+    )
+
+
+def _class(kind: _Kind) -> type | None:
+    found = getattr(sys.modules.get(kind.module), kind.name, None)
+    return found if isinstance(found, type) else None
+
+
+def _instance(kinds: tuple[Any, ...]) -> type | None:
+    """Return the class of an instance of one of `kinds`."""
+    # Not `isinstance`, which asks objects for their `__class__`, and lazy ones do something then.
+    return next((type(item) for item in gc.get_objects() if issubclass(type(item), kinds)), None)
