@@ -12,12 +12,14 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 ON_CPU = not torch.cuda.is_available()
 if ON_CPU:  # torchtitan takes CUDA for granted: its devices are found when it is imported
     torch._utils._get_available_device_type = lambda: "cpu"
 
+import torchtitan.distributed.utils
 from datasets import Dataset
 from torchtitan.components import metrics
 from torchtitan.components.checkpoint import CheckpointManager
@@ -96,14 +98,20 @@ config.debug.seed = 0
 if ON_CPU:
     dist.init_process_group("gloo")
     config.optimizer.implementation = "foreach"
+    config.parallelism.spmd_backend = "partial_dtensor"  # its default wants FlexAttention
     for _, _, parent, field in config.model_spec.model.traverse(FlexAttention.Config):  # it has no backward on a CPU
         setattr(parent, field, ScaledDotProductAttention.Config())
     unmeasured = SimpleNamespace(
         device_name="cpu", get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6), reset_peak_stats=lambda: None
     )
     metrics.build_device_memory_monitor = lambda: unmeasured
+    torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None  # for NCCL
 
 trainer = config.build()
+if ON_CPU:
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo scales no sums
 trainer.train()
 digest = hashlib.sha256()
 for parameter in trainer.model_parts[0].parameters():

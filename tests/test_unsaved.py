@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from saved import save
 from solo_daemon import SoloDaemon, is_committed
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.errors import StateError
@@ -330,3 +332,39 @@ def test_the_optimizer_inside_comes_back_if_it_is_registered_too(
         with Checkpointer(model=model, optimizer=optimizer, base=optimizer.base) as ckpt:  # type: ignore[attr-defined]
             assert ckpt.restore() == 1
     assert [state["exp_avg"].tolist() for state in optimizer.base.state.values()] == momentum  # type: ignore[attr-defined]
+
+
+class Container:
+    """Torchtitan's optimizers in short: DCP's functions make states for an optimizer that has none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+def test_looking_at_an_optimizer_without_state_leaves_it_without(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*, steps: int, kept: bool = True) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizers = Container(model)
+        with Checkpointer(model=model, optimizers=optimizers) if kept else nullcontext() as ckpt:
+            for _ in range(ckpt.restore() if ckpt else 0, steps):
+                model(torch.ones(2, 3)).square().mean().backward()
+                optimizers.optimizer.step()
+                optimizers.optimizer.zero_grad()
+                if ckpt:
+                    ckpt.step()
+                    assert is_committed(ckpt)
+        return [tensor.tolist() for tensor in model.parameters()]
+
+    undisturbed = run(steps=4, kept=False)
+    run(steps=2)
+    daemon.restart(monkeypatch)
+    assert run(steps=4) == undisturbed

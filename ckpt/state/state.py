@@ -127,7 +127,7 @@ class TrainingState:
         Raises:
             StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
-        objects = {name: item.state_dict() for name, item in self.objects.items()}
+        objects = self._states()
         rng = get_rng() if self.has_rng else None
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
@@ -148,6 +148,20 @@ class TrainingState:
         if self._begun is not None:
             self._layout = layout(objects, self.modules, self.held)
         return flat
+
+    def _states(self) -> dict[str, Any]:
+        """Return what the `state_dict()` of each object gives, and leave optimizers without state as they are.
+
+        That of DCP and torchtitan makes one by a step of zeros, and Adam would count it: its first steps would be
+        others than without a checkpoint.
+        """
+        fresh = [optimizer for optimizer in self.optimizers if not _state(optimizer)]
+        try:
+            return {name: item.state_dict() for name, item in self.objects.items()}
+        finally:
+            for optimizer in fresh:
+                if isinstance(made := _state(optimizer), dict):
+                    made.clear()
 
     def estimate_bytes(self) -> int:
         """Return the bytes of a capture, counting two tensors per parameter for an optimizer that has no state yet."""

@@ -71,8 +71,8 @@ class Unsaved:
         dropped = (path for kind, path, tensor in hidden if kind == _PARAMETERS and tensor.requires_grad)
         trained = next(dropped, order.unkept or next(iter(left_out), None))
         self.trained = trained and (
-            f"{trained} is trained, and no registered object's state has it: it is not part of checkpoints, and a "
-            f"recovery is refused unless it is the same by then. {REMEDY}"
+            f"{trained} is trained, and no registered object's state has it as it is: a recovery compares it, and is "
+            f"refused unless it is the same by then. {REMEDY}"
         )
         buffers, earlier = self.digests.get(_BUFFERS, {}), before.get(_BUFFERS, {})
         changing = next((path for path, digest in buffers.items() if earlier.get(path, digest) != digest), None)
