@@ -81,7 +81,7 @@ class Checkpointer:
         self._plan: Pair | None = None
         self._restored = False
         self._pid = os.getpid()
-        self._closed = self._warned = self._steps = False
+        self._closed = self._warned = self._looked = False
         self._told: set[str] = set()
         self._knows_plan = False
         self._env = TrainerEnv.from_environ(os.environ)
@@ -206,6 +206,8 @@ class Checkpointer:
             raise ValueError(f"step({n}) after step({self._step}): completed steps must increase")
         if self._plan is not None and not self._restored:
             raise StateError(f"step({n}) before restore(): this run continues from step {self._plan[1]}")
+        if self._link is not None:
+            self._refuse_foreign()
         self._step = n
         due_rng.completed()
         if self._closed and not self._warned and os.getpid() == self._pid:
@@ -304,7 +306,8 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
-        _refuse_foreign()
+        if text := foreign():
+            raise StateError(text)
         self._topology = self._state.topology(env.world_size)
         self._state.check_kept()
         capturer = Capturer(env, topology=self._topology)
@@ -392,9 +395,7 @@ class Checkpointer:
         """
         if self._capturer is None or os.getpid() != self._pid:
             return None
-        if not self._steps:
-            self._steps = True
-            _refuse_foreign()  # an engine may be made after the Checkpointer
+        self._refuse_foreign()
         self._unregistered.before_step(optimizer)
         self._accumulation.before_step(optimizer)
         if not self._capturer.reads:
@@ -414,6 +415,13 @@ class Checkpointer:
         if len(args) > 1:
             return (args[0], released, *args[2:]), kwargs
         return args, {**kwargs, "closure": released}
+
+    def _refuse_foreign(self) -> None:
+        """Look once more when training begins: an engine may be made after the Checkpointer."""
+        if not self._looked:
+            self._looked = True
+            if text := foreign():
+                raise StateError(text)
 
     def _release(self) -> None:
         assert self._capturer is not None
@@ -466,11 +474,6 @@ class Checkpointer:
                 f"{header.topology:#x}, this run has {self._env.world_size} ranks with {self._topology:#x}: "
                 "start as many workers with the same mesh as before, or start a new run id"
             )
-
-
-def _refuse_foreign() -> None:
-    if text := foreign():
-        raise StateError(text)
 
 
 def _pair(value: Message | None) -> Pair | None:

@@ -4,6 +4,8 @@ torchtitan's own trainer and its debug model, sharded by FSDP2. What a script ad
 that gives it to the config; the rest makes a data set without a download, and lets torchtitan run on a CPU.
 """
 
+# ruff: noqa: E402 - torchtitan looks for its device when it is imported
+
 import argparse
 import hashlib
 import os
@@ -16,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 ON_CPU = not torch.cuda.is_available()
-if ON_CPU:  # torchtitan takes CUDA for granted: its devices are found when it is imported
+if ON_CPU:  # it takes CUDA for granted
     torch._utils._get_available_device_type = lambda: "cpu"
 
 import torchtitan.distributed.utils

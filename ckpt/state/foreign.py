@@ -23,22 +23,23 @@ class _Kind:
     remedy: str
 
 
+_RESTARTS: Final = "resilient-run restarts the workers as torchrun does"
 _MEGATRON: Final = (
-    "Leave the Checkpointer out and keep Megatron's own checkpoints: resilient-run restarts the workers as torchrun "
-    "does. Or train with fully_shard (FSDP2) and one of torch's optimizers"
+    f"Leave the Checkpointer out and keep Megatron's own checkpoints: {_RESTARTS}. Or train with fully_shard (FSDP2) "
+    "and one of torch's optimizers"
 )
 _KINDS: Final = (
     _Kind(
         module="deepspeed.runtime.engine",
         name="DeepSpeedEngine",
         reason="keeps fp32 weights, optimizer states, loss scale and counters in partitions and attributes of its own",
-        remedy="Leave the Checkpointer out and keep engine.save_checkpoint(): resilient-run restarts the workers as "
-        "torchrun does. Or train with fully_shard (FSDP2) in place of deepspeed.initialize()",
+        remedy=f"Leave the Checkpointer out and keep engine.save_checkpoint(): {_RESTARTS}. Or train with fully_shard "
+        "(FSDP2) in place of deepspeed.initialize()",
     ),
     _Kind(
         module="megatron.core.optimizer.optimizer",
         name="MegatronOptimizer",
-        reason="keeps fp32 weights and optimizer states in shards that its state_dict() leaves out",
+        reason="keeps fp32 weights, optimizer states and random states where no state_dict() has all of them",
         remedy=_MEGATRON,
     ),
     _Kind(
@@ -63,8 +64,8 @@ def foreign() -> str | None:
         return None
     kind = next(kind for known, kind in kinds.items() if known is not None and issubclass(found, known))
     return (
-        f"{found.__module__}.{found.__qualname__} {kind.reason}, of which a checkpoint would have a part only: no "
-        f"recovery could be right. {kind.remedy}"
+        f"{found.__module__}.{found.__qualname__} {kind.reason}, and a checkpoint would not have all of it. "
+        f"{kind.remedy}"
     )
 
 

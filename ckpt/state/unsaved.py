@@ -104,7 +104,9 @@ class Unsaved:
                 for key, tensor in _tensors(state, "state")
                 if in_memory(tensor) not in kept
             }
-            equal = equal_leaves({id(tensor): local(tensor) for tensor in tensors.values()}, dict(enumerate(flat.leaves)))
+            equal = equal_leaves(
+                {id(tensor): local(tensor) for tensor in tensors.values()}, dict(enumerate(flat.leaves))
+            )
             lost = {path: tensor for path, tensor in tensors.items() if not equal[id(tensor)]}
             if not lost:
                 self._whole[optimizer] = len(_state(optimizer))
