@@ -18,6 +18,7 @@ from .capture.protection import Protection
 from .capture.slots import Pair
 from .capture.stats import CaptureStats
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
+from .foreign import foreign
 from .format.import_manifest import IMPORT_GENERATION
 from .format.manifest import parse
 from .format.slot import Slot, SlotHeader
@@ -25,7 +26,6 @@ from .format.wire import Message
 from .link.env import TrainerEnv
 from .link.link import Link
 from .link.pulse import Pulse
-from .state.foreign import foreign
 from .state.held import Accumulation, Unregistered
 from .state.state import TrainingState, due_rng
 from .transport.edge import EdgeConfig
