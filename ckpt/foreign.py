@@ -3,7 +3,7 @@
 import gc
 import sys
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,24 +57,13 @@ def foreign() -> str | None:
     All objects of the process are looked at, because what is registered need not show who trains it: ZeRO leaves a
     plain module in the script's hands. Where none of the libraries is imported, nothing is looked at.
     """
-    kinds = {_class(kind): kind for kind in _KINDS}
-    kinds.pop(None, None)
-    found = _instance(tuple(kinds)) if kinds else None
-    if found is None:
-        return None
-    kind = next(kind for known, kind in kinds.items() if known is not None and issubclass(found, known))
-    return (
-        f"{found.__module__}.{found.__qualname__} {kind.reason}, and a checkpoint would not have all of it. "
-        f"{kind.remedy}"
-    )
-
-
-def _class(kind: _Kind) -> type | None:
-    found = getattr(sys.modules.get(kind.module), kind.name, None)
-    return found if isinstance(found, type) else None
-
-
-def _instance(kinds: tuple[Any, ...]) -> type | None:
-    """Return the class of an instance of one of `kinds`."""
-    # Not `isinstance`, which asks objects for their `__class__`, and lazy ones do something then.
-    return next((type(item) for item in gc.get_objects() if issubclass(type(item), kinds)), None)
+    kinds = {id(found): kind for kind in _KINDS if (found := getattr(sys.modules.get(kind.module), kind.name, None))}
+    classes = {id(type(item)): type(item) for item in gc.get_objects()} if kinds else {}
+    for found in classes.values():
+        for base in found.__mro__:
+            if kind := kinds.get(id(base)):
+                return (
+                    f"{found.__module__}.{found.__qualname__} {kind.reason}, and a checkpoint would not have all of "
+                    f"it. {kind.remedy}"
+                )
+    return None

@@ -62,6 +62,11 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [tensor for group in _groups([optimizer]) for tensor in group]
 
 
+def state_of(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return what `optimizer` has for its parameters, by parameter; nothing if it is a wrapper without a state."""
+    return getattr(optimizer, "state", None) or {}
+
+
 def _groups(optimizers: Iterable[Optimizer]) -> list[list[torch.Tensor]]:
     return [group["params"] for held in optimizers for group in getattr(held, "param_groups", None) or []]
 

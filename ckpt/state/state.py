@@ -13,7 +13,7 @@ import xxhash
 
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
-from .held import ParameterOrder, held_optimizers, local, parameters
+from .held import ParameterOrder, held_optimizers, local, parameters, state_of
 from .layout import Layout, difference, layout
 from .outside import not_shown, outside, read_only
 from .tree import Flattener, extent, overlaps, share
@@ -155,19 +155,19 @@ class TrainingState:
         That of DCP and torchtitan makes one by a step of zeros, and Adam would count it: its first steps would be
         others than without a checkpoint.
         """
-        fresh = [optimizer for optimizer in self.optimizers if not _state(optimizer)]
+        fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
         try:
             return {name: item.state_dict() for name, item in self.objects.items()}
         finally:
             for optimizer in fresh:
-                if isinstance(made := _state(optimizer), dict):
+                if isinstance(made := state_of(optimizer), dict):
                     made.clear()
 
     def estimate_bytes(self) -> int:
         """Return the bytes of a capture, counting two tensors per parameter for an optimizer that has no state yet."""
         now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
         fresh = [
-            optimizer for optimizer in self.optimizers if not any(_state(held) for held in held_optimizers(optimizer))
+            optimizer for optimizer in self.optimizers if not any(state_of(held) for held in held_optimizers(optimizer))
         ]
         later = {id(parameter): parameter for optimizer in fresh for parameter in parameters(optimizer)}
         return now_bytes + sum(2 * local(parameter).nbytes for parameter in later.values())
@@ -318,10 +318,6 @@ def _unwrap(name: str, item: Any) -> Any:
 
 def _owns(array: Any) -> bool:
     return array.base is None and bool(array.flags.owndata)
-
-
-def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    return getattr(optimizer, "state", None) or {}
 
 
 class DueRng:

@@ -9,7 +9,7 @@ import xxhash
 
 from ..errors import SlotError
 from ..format.manifest import Node
-from .held import Optimizer, ParameterOrder, dict_items, equal_leaves, in_memory, local
+from .held import Optimizer, ParameterOrder, dict_items, equal_leaves, in_memory, local, parameters, state_of
 from .tree import Flattener, bytes_of, is_strided, unflatten
 
 _PARAMETERS: Final = "parameters"
@@ -91,17 +91,17 @@ class Unsaved:
         due = {
             optimizer: name
             for name, several in held.items()
-            if _keeps(states[name])
             for optimizer in several
-            if self._whole.get(optimizer, 0) != len(_state(optimizer))
+            if self._whole.get(optimizer, 0) != len(state_of(optimizer)) and _keeps(states[name])
         }
         found: dict[str, torch.Tensor] = {}
         kept = {in_memory(leaf) for leaf in flat.leaves} if due else set()
         for optimizer, name in due.items():
+            places = {id(parameter): place for place, parameter in enumerate(parameters(optimizer))}
             tensors = {
-                f"{name}: {key} of parameter {position} in {type(optimizer).__qualname__}": tensor
-                for position, state in enumerate(_state(optimizer).values())
-                for key, tensor in _tensors(state, "state")
+                f"{name}: {key} of parameter {places.get(id(parameter))} in {type(optimizer).__qualname__}": tensor
+                for parameter, state in state_of(optimizer).items()
+                for key, tensor in _tensors(state, "")
                 if in_memory(tensor) not in kept
             }
             equal = equal_leaves(
@@ -109,7 +109,7 @@ class Unsaved:
             )
             lost = {path: tensor for path, tensor in tensors.items() if not equal[id(tensor)]}
             if not lost:
-                self._whole[optimizer] = len(_state(optimizer))
+                self._whole[optimizer] = len(state_of(optimizer))
             found |= lost
         return found
 
@@ -169,17 +169,13 @@ def _keeps(state: Any) -> bool:
     return any("param_groups" in str(key).split(".") for key, _ in dict_items(state))
 
 
-def _state(optimizer: Optimizer) -> dict[Any, Any]:
-    return getattr(optimizer, "state", None) or {}
-
-
 def _tensors(state: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in what an optimizer has for a parameter, and what to call each."""
     if isinstance(state, torch.Tensor):
         yield key, state
     elif isinstance(state, dict | list | tuple):
         for name, child in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _tensors(child, str(name) if key == "state" else f"{key}.{name}")
+            yield from _tensors(child, f"{key}.{name}" if key else str(name))
 
 
 def _digest(tensor: torch.Tensor) -> str:
