@@ -1,4 +1,4 @@
-"""Draws the plots of these documents from the committed results: recovery, starts, stall and SparDL.
+"""Draws the plots of these documents from the committed results: recovery, starts, stall, Zen and SparDL.
 
     python docs/result_pictures.py
 
@@ -178,6 +178,32 @@ def stall() -> str:
     )
 
 
+def zen() -> str:
+    """Return the plot of how much faster than all-reduce sparse schemes sum a gradient, with rows for all of them."""
+    measured = _load("2026-11-24-zen-rows.json")["measured"]
+    shown = {
+        "zen": "Zen",
+        "sparcml, rows": "SparCML, rows",
+        "agsparse, rows": "all-gather, rows",
+        "sparse-ps, rows": "sparse servers, rows",
+        "omnireduce": "OmniReduce",
+    }
+    groups = []
+    for workload in ("LSTM", "DeepFM"):
+        for ranks in (4, 8, 16):
+            rows = [row for row in measured if (row["ranks"], row["workload"]) == (ranks, workload)]
+            best = sorted((row for row in rows if row["scheme"] in shown), key=lambda row: -float(row["speedup"]))
+            found = [Bar(name=shown[row["scheme"]], median=row["speedup"], color=_color(row["scheme"])) for row in best]
+            groups.append(Group(title=f"{workload}, {ranks} hosts", bars=found))
+    return bars(
+        "Sum of a sparse gradient: how many times as fast as all-reduce",
+        "100 Mbit/s, 2 million elements, messages alone. The line is all-reduce.",
+        groups,
+        unit="",
+        limit=1.0,
+    )
+
+
 def spardl() -> str:
     """Return the plot of how near SparDL and its rivals come to the time that their bytes need at least."""
     measured = _load("2026-11-21-spardl.json")["measured"]
@@ -206,6 +232,7 @@ PLOTS: Final[Mapping[str, Callable[[], str]]] = {
     "recovery.svg": recovery,
     "starts.svg": starts,
     "stall.svg": stall,
+    "zen.svg": zen,
     "spardl.svg": spardl,
 }
 
@@ -217,7 +244,7 @@ def _load(name: str) -> Any:
 def _color(name: str) -> str:
     if name == "floor":
         return FLOOR
-    return OURS if name.startswith(("resilient-run", "spardl")) else OTHERS
+    return OURS if name.startswith(("resilient-run", "zen", "spardl")) else OTHERS
 
 
 def _figure(value: float) -> str:
