@@ -86,9 +86,9 @@ def main() -> None:
             undecoded = FusionProblem(model.tensors, replace(system, decompress=FREE))
             plan_ms, undecoded_ms = planning(problem, args.repetitions), planning(undecoded, args.repetitions)
             printed = reference(undecoded, args.limit_s)
-            exact_s = undecoded.iteration_s(fused(undecoded))
+            exact_s = undecoded.iteration_s(fused(undecoded).strategy)
             iteration_s = {planner: problem.iteration_s(PLANNERS[planner](problem)) for planner in BASELINES}
-            fusion = fused(problem)
+            fusion = fused(problem).strategy
             plan_s = problem.iteration_s(cupcake(problem))
             iteration_s = {"all compressed": problem.iteration_s(fusion), "plan": plan_s, **iteration_s}
             results[f"{name}, {link_gbit} Gbit/s"] = {
