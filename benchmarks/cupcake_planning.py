@@ -3,10 +3,10 @@
 The models are those of Tables 4.5, 4.6 and 5.1 of the thesis (benchmarks/models), with a backward pass at 10 TFLOP/s
 and a forward pass of half its time. 8 workers compress to 1 bit an element and gather from each other over links of
 three speeds: a ring's bytes and rounds, 15 us a round; 0.3 ms + 0.1 ns a byte to encode, 0.1 ms + 0.05 ns a byte to
-decode. Algorithm 5.1 does not know decoding, so planning times are compared with a free one. Goals at 314 tensors: 10 ms
-where all groups are compressed (the thesis: 6.6 s), and 1 s where they may stay dense. "Group by group" is what the
-planner did before it searched mixtures: the best fusion of compressed groups or of others, with each group sent in the
-other way if that helps.
+decode. Algorithm 5.1 does not know decoding, so planning times are compared with a free one. Goals at 314 tensors:
+10 ms where all groups are compressed (the thesis: 6.6 s), and 1 s where they may stay dense. "Group by group" is what
+the planner did before it searched mixtures: the best fusion of compressed groups or of others, with each group sent in
+the other way if that helps.
 """
 
 import multiprocessing

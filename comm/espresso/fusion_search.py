@@ -15,10 +15,10 @@ minimum is over, each way on from it is no longer than the longest, and an optio
 So the value for the whole model is a bound, for any weights; those that prove most are looked for.
 
 **Sizes.** Costs depend on the bytes of a group, of which hundreds of tensors have tens of thousands of sums. Where
-there are too many, those from x to y = 1.03 x at most count as one, with steps that take no longer than any of them. Between
-x and y a rooted collective begins to cut into more blocks once at most (`collective.segments`). Before that its time
-rises with the bytes, so that it is no less than at x. From there on it is so much and so much for each byte, up to y,
-so that it is no less than x/y of the time at y. Measured costs that fall are replaced by lower ones that do not.
+there are too many, those from x to y = 1.03 x at most count as one, with steps that take no longer than any of them.
+Between x and y a rooted collective begins to cut into more blocks once at most (`collective.segments`). Before that its
+time rises with the bytes, so that it is no less than at x. From there on it is so much and so much for each byte, up to
+y, so that it is no less than x/y of the time at y. Measured costs that fall are replaced by lower ones that do not.
 
 **The search** goes through the prefixes as `exact` does, with the groups that may end there. It ends with the optimum
 for small models. Others are left to buckets, and only their bound is needed.
