@@ -78,6 +78,9 @@ def test_tables_never_fall_above_their_last_point() -> None:
     table = Table(sizes_bytes=(10.0, 20.0), seconds=(2.0, 1.0))
     assert [table(0.0), table(15.0), table(30.0)] == [2.0, 1.5, 1.0]
     assert Table(sizes_bytes=(10.0,), seconds=(2.0,))(99.0) == 2.0
+    for far in (1e9, 3e9):
+        steep = Table(sizes_bytes=(1e6, 1e6 + 3e3), seconds=(1.0, 1.0 + 1e-9))
+        assert steep.over(np.array([far])).item() == pytest.approx(steep(far), rel=1e-15)
 
 
 def test_operations_become_seconds_at_a_rate(write: Write) -> None:

@@ -1,6 +1,7 @@
 """`resilient-comm plan`: the answer, the plan file, the picture, and refusals with exit code 2."""
 
 import json
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -138,8 +139,20 @@ def test_the_timeline_fits_the_iteration() -> None:
 def test_people_get_a_table() -> None:
     result = plan()
     assert result.exit_code == 0
-    for text in ("layer-wise", "bound", "iteration ms", "c … b"):
+    for text in ("layer-wise", "bound", "iteration ms", "c … b", "within 0 % of the optimum"):
         assert text in result.stdout
+
+
+@pytest.mark.parametrize("planner", list(PLANNERS))
+def test_every_plan_says_how_far_the_optimum_may_be(folder: Path, planner: str) -> None:
+    with_dense(folder, DENSE)
+    found = answer("--planner", planner)
+    best = answer()
+    assert (best["gap"], best["bound_s"]) == (0, best["iteration_s"])
+    assert found["bound_s"] == best["bound_s"]
+    printed = re.search(r"; within ([\d.]+) % of the optimum", plan("--planner", planner).stdout)
+    assert printed
+    assert found["gap"] <= float(printed[1]) / 100 <= found["gap"] + 1e-4
 
 
 @pytest.mark.usefixtures("folder")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,9 @@ def test_the_command_plans(files: list[str], tmp_path: Path) -> None:
     text = CliRunner().invoke(resilient_comm, [*files, "--planner", "espresso-greedy", "--constraint", "rootless"])
     assert text.exit_code == 0, text.output
     assert "espresso-hitopkcomm" in text.output
+    for planner in ("espresso", "espresso-greedy", "espresso-fused"):
+        found = CliRunner().invoke(resilient_comm, [*files, "--planner", planner])
+        assert re.search(r"planned in [\d.]+ ms; within [\d.]+ % of the optimum", found.output), planner
 
 
 def test_the_command_refuses_with_the_remedy(files: list[str]) -> None:

@@ -1,6 +1,7 @@
 """`resilient-comm plan`: what to do with the gradients of a model on a cluster."""
 
 import json
+import math
 from pathlib import Path
 
 import click
@@ -107,7 +108,9 @@ def _plan(model: Model, system_path: Path, planner: str, compressor: str | None,
 def _text(found: Plan) -> str:
     times_s = {found.planner: found.iteration_s, **found.baselines_s, "bound": found.bound_s}
     width = max(map(len, times_s))
-    lines = [f"{found.model}: {found.reason}", f"planned in {found.planning_s * 1e3:.1f} ms", ""]
+    # Rounded up: what is printed is proven.
+    within = f"within {math.ceil(found.gap * 1e4) / 100:g} % of the optimum"
+    lines = [f"{found.model}: {found.reason}", f"planned in {found.planning_s * 1e3:.1f} ms; {within}", ""]
     lines.append(f"{'strategy':<{width}}  {'iteration ms':>12}  {'to this plan':>12}")
     for name, time_s in sorted(times_s.items(), key=lambda pair: pair[1]):
         relation = f"{time_s / found.iteration_s - 1:+.1%}" if found.iteration_s else "-"

@@ -10,36 +10,40 @@ from ..plan.model import Model
 from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
 from ..plan.system import System
 from .algorithm_5_1 import algorithm_5_1
-from .fusion import FusionProblem, Strategy
-from .fusion_baselines import best_bucketed, best_evenly_split, best_of, hipress, layer_wise
+from .fusion import Found, FusionProblem, Strategy
+from .fusion_baselines import best_bucketed, best_evenly_split, hipress, layer_wise
 from .fusion_exact import search
-from .fusion_front import bound_s, pareto
+from .fusion_front import pareto
 
 Planner = Callable[[FusionProblem], Strategy]
 
 
-def cupcake(problem: FusionProblem) -> Strategy:
-    """Return the best fusion of compressed groups; where it has a cost, also without compression if that is no slower.
+def optimum(problem: FusionProblem) -> Found:
+    """Return the best fusion found, and what none beats; groups may stay dense where that has a cost.
 
-    With `communicate_dense` known the result is the best of: all groups compressed, none compressed, the better of the
-    two with each group sent in the other way if that helps, and HiPress' choice.
+    Without `communicate_dense` all groups are compressed. With it each may be or not, and the result is no slower than
+    the best fusion of compressed groups, the best one without compression, and HiPress' choice.
     """
     best = fused(problem)
     if problem.system.communicate_dense is None:
         return best
-    best = best_of(problem, (dense(problem), best))
-    for index, group in enumerate(best):
-        other = (*best[:index], group._replace(compressed=not group.compressed), *best[index + 1 :])
-        best = best_of(problem, (best, other))
-    return best_of(problem, (best, hipress(problem)))
+    return pareto(problem, kinds=(True, False), known=(best.strategy, dense(problem)))
 
 
-def fused(problem: FusionProblem) -> Strategy:
-    """Return a strategy of compressed groups with the least iteration time."""
+def cupcake(problem: FusionProblem) -> Strategy:
+    """Return the best fusion found; where it has a cost, groups may stay without compression."""
+    return optimum(problem).strategy
+
+
+def fused(problem: FusionProblem) -> Found:
+    """Return the best fusion of compressed groups."""
     system = problem.system
-    straight = all(isinstance(cost, Affine) for cost in (system.compress, system.communicate, system.decompress))
-    best, proven = search(problem) if straight else ((), False)
-    return best if proven else pareto(problem)
+    if all(isinstance(cost, Affine) for cost in (system.compress, system.communicate, system.decompress)):
+        best, proven = search(problem)
+        if proven:
+            finish_s = problem.finish_s(best)
+            return Found(strategy=best, finish_s=finish_s, bound_s=finish_s)
+    return pareto(problem)
 
 
 def dense(problem: FusionProblem) -> Strategy:
@@ -49,7 +53,8 @@ def dense(problem: FusionProblem) -> Strategy:
         FileError: Nobody knows what communication without compression costs.
     """
     system = replace(problem.system, compress=FREE, communicate=problem.system.dense, decompress=FREE)
-    return tuple(group._replace(compressed=False) for group in fused(FusionProblem(problem.tensors, system)))
+    best = fused(FusionProblem(problem.tensors, system)).strategy
+    return tuple(group._replace(compressed=False) for group in best)
 
 
 PLANNERS: Mapping[str, Planner] = MappingProxyType(
@@ -85,12 +90,13 @@ def fusion_plan(
     """
     problem = FusionProblem(model.tensors, system)
     begin_s = time.perf_counter()
-    strategy = PLANNERS[planner](problem)
-    if planner == "cupcake":
-        strategy = _if_it_pays(problem, strategy)
+    best = optimum(problem)
+    if planner != "cupcake":
+        begin_s = time.perf_counter()
+    strategy = _if_it_pays(problem, best.strategy) if planner == "cupcake" else PLANNERS[planner](problem)
     planning_s = time.perf_counter() - begin_s
     baselines_s = {
-        name: problem.iteration_s(plan(problem))
+        name: problem.iteration_s(best.strategy if name == "cupcake" else plan(problem))
         for name, plan in PLANNERS.items()
         if name not in (_EXPONENTIAL, planner) and (system.communicate_dense or name not in _NEEDS_DENSE)
     }
@@ -108,7 +114,7 @@ def fusion_plan(
         reason=_reason(problem, strategy, planner, baselines_s),
         iteration_s=problem.iteration_s(strategy),
         planning_s=planning_s,
-        bound_s=bound_s(problem),
+        bound_s=min(system.forward_s + best.bound_s, problem.iteration_s(strategy)),
         baselines_s=baselines_s,
         timeline=tuple(_spans(problem, strategy)),
     )

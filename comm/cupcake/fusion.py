@@ -32,6 +32,21 @@ def groups_of(ends: Sequence[int], *, compressed: bool = True) -> Strategy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search found; times without the forward pass.
+
+    Attributes:
+        strategy: The best strategy.
+        finish_s: When its last group is decoded.
+        bound_s: No strategy takes less; equal to `finish_s` if that is proven to be the optimum.
+    """
+
+    strategy: Strategy
+    finish_s: float
+    bound_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTimes:
     """When a group is encoded, communicated and decoded, seconds since the backward pass began."""
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cupcake.fusion import FusionProblem
+from ..cupcake.fusion import FusionProblem, Strategy, groups_of
 from ..cupcake.fusion_baselines import bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
@@ -18,6 +18,7 @@ from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, Plan
 from ..plan.system import System
 from ..plan.tree import Option, all_options
 from .espresso import espresso_plan
+from .fusion_search import Fusions
 
 BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
 """64 KiB to 64 MiB."""
@@ -40,6 +41,11 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     allowed = all_options() if options is None else options
     fusions = _fusions(model, cluster)
     plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
+    every = Fusions(model, cluster, allowed)
+    ends = every.search(min(plan.iteration_s for plan in plans) - cluster.forward_s)
+    if ends is not None:
+        fusions.append(_grouped(model, groups_of(ends)))
+        plans.append(_plan(model, fusions[-1], cluster, allowed))
     best = _if_it_pays(plans, _simpler(model, fusions, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
@@ -47,7 +53,7 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
         best,
         planner="espresso-fused",
         planning_s=planning_s,
-        bound_s=min(plan.bound_s for plan in plans),
+        bound_s=min(cluster.forward_s + every.bound_s, *(plan.iteration_s for plan in plans), best.iteration_s),
         baselines_s={"espresso": unfused.iteration_s, **unfused.baselines_s},
         reason=f"{len(best.groups)} groups of {len(model.tensors)} tensors; {best.reason}",
     )
@@ -63,11 +69,13 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
     best = _if_it_pays([alone], _simpler(model, _fusions(model, cluster), cluster, allowed))
+    without = [option for option in allowed if uncompressed(option)]
+    without_s = [cluster.forward_s + Fusions(model, cluster, without).bound_s] if without else []
     return replace(
         best,
         planner=alone.planner,
         planning_s=alone.planning_s + time.perf_counter() - begin_s,
-        bound_s=min(alone.bound_s, best.iteration_s),
+        bound_s=min(alone.bound_s, *without_s, best.iteration_s),
         baselines_s=alone.baselines_s,
     )
 
@@ -102,9 +110,12 @@ def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
     problem = FusionProblem(model.tensors, sizes)
     fusions: dict[_Groups, None] = {tuple((tensor,) for tensor in model.tensors): None}
     for size_bytes in BUCKETS_BYTES:
-        groups = bucketed(problem, size_bytes)
-        fusions[tuple(model.tensors[group.start : group.end] for group in groups)] = None
+        fusions[_grouped(model, bucketed(problem, size_bytes))] = None
     return list(fusions)
+
+
+def _grouped(model: Model, strategy: Strategy) -> _Groups:
+    return tuple(model.tensors[group.start : group.end] for group in strategy)
 
 
 def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Option]) -> Plan:

@@ -41,23 +41,31 @@ class Table:
     def __call__(self, size_bytes: float) -> float:
         """Return the seconds that one operation on `size_bytes` takes."""
         above = bisect_right(self.sizes_bytes, size_bytes)
-        if above == 0 or len(self.seconds) == 1:
+        if above == 0:
             return self.seconds[0]
-        upper = min(above, len(self.seconds) - 1)
-        slope = (self.seconds[upper] - self.seconds[upper - 1]) / (
-            self.sizes_bytes[upper] - self.sizes_bytes[upper - 1]
-        )
         if above == len(self.seconds):
-            return self.seconds[-1] + max(0.0, slope) * (size_bytes - self.sizes_bytes[-1])
-        return self.seconds[upper - 1] + slope * (size_bytes - self.sizes_bytes[upper - 1])
+            return self.seconds[-1] + self._beyond() * (size_bytes - self.sizes_bytes[-1])
+        return self.seconds[above - 1] + self._slope(above) * (size_bytes - self.sizes_bytes[above - 1])
 
     def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds for each of many sizes."""
         inside = np.interp(sizes_bytes, self.sizes_bytes, self.seconds)
         beyond = np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
-        last = self.sizes_bytes[-1]
-        slope = self(last + 1.0) - self(last)
-        return np.asarray(inside + slope * beyond, dtype=np.float64)
+        return np.asarray(inside + self._beyond() * beyond, dtype=np.float64)
+
+    def rising(self) -> "Table":
+        """Return the largest points that never fall and are nowhere above these."""
+        seconds = np.minimum.accumulate(self.seconds[::-1])[::-1]
+        return Table(sizes_bytes=self.sizes_bytes, seconds=tuple(seconds.tolist()))
+
+    def _slope(self, upper: int) -> float:
+        """Return the seconds for each further byte below a point."""
+        seconds = self.seconds[upper] - self.seconds[upper - 1]
+        return seconds / (self.sizes_bytes[upper] - self.sizes_bytes[upper - 1])
+
+    def _beyond(self) -> float:
+        """Return the seconds for each further byte above the last point."""
+        return max(0.0, self._slope(len(self.seconds) - 1)) if len(self.seconds) > 1 else 0.0
 
     def fields(self) -> dict[str, object]:
         """Return the JSON form."""

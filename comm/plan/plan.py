@@ -65,7 +65,7 @@ class Plan:
         reason: Why this plan.
         iteration_s: Predicted time of an iteration.
         planning_s: Time that planning took.
-        bound_s: No strategy of this kind takes less.
+        bound_s: No plan that its family of planners chooses from takes less.
         baselines_s: Predicted times of an iteration of other planners, by name.
         timeline: When what happens.
     """
@@ -91,6 +91,11 @@ class Plan:
         """Whether everything is only all-reduced, by all ranks at once."""
         return all(group.option == DENSE for group in self.groups)
 
+    @property
+    def gap(self) -> float:
+        """By which share of the optimum the plan may be slower than that, at most; 0 if it is the optimum."""
+        return self.iteration_s / self.bound_s - 1 if self.bound_s else 0.0
+
     def document(self) -> dict[str, Any]:
         """Return the JSON form, which is the plan file and the answer of `resilient-comm plan --json`."""
         return {
@@ -103,7 +108,7 @@ class Plan:
             "iteration_s": self.iteration_s,
             "planning_s": self.planning_s,
             "bound_s": self.bound_s,
-            "gap": self.iteration_s / self.bound_s - 1 if self.bound_s else 0.0,
+            "gap": self.gap,
             "baselines_s": dict(self.baselines_s),
             "groups": [list(group.tensors) for group in self.groups],
             "options": [group.option for group in self.groups],
