@@ -120,7 +120,7 @@ def _scales(elements: Tensor, kind: Format, block: int) -> Tensor:
     missing = -elements.numel() % block
     padded = torch.nn.functional.pad(elements, (0, missing)) if missing else elements
     greatest = torch.linalg.vector_norm(padded.view(-1, block), ord=math.inf, dim=1)
-    scales = (greatest / _GREATEST[kind]).clamp(_LEAST_SCALE, _GREATEST_SCALE[kind])
+    scales: Tensor = (greatest / _GREATEST[kind]).clamp(_LEAST_SCALE, _GREATEST_SCALE[kind])
     return scales.where(greatest.isfinite(), math.nan)
 
 
