@@ -19,6 +19,7 @@ SCHEMES: Final[dict[str, str]] = {
     "int8": "compress.quantized:Int8",
     "ok-topk": "baselines.ok_topk:OkTopk",
     "omnireduce": "zen.parallel:OmniReduce",
+    "powersgd": "baselines.powersgd:PowerSGD",
     "sparcml": "zen.centralized:RecursiveDoubling",
     "spardl": "spardl.spardl:SparDL",
     "sparse-ps": "zen.parallel:SparsePS",

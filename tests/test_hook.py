@@ -26,7 +26,7 @@ TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
 REMEMBERING = (
     "dgc", "efsignsgd+hsdp", "fp8+hosts", "gtopk", "int8", "int8+hsdp", "ok-topk", "onebit", "randomk+hosts", "spardl",
-    "spardl+bruck", "topk+hsdp", "topk+sparse", "topk-a", "topk-dsa", "zen",
+    "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse", "topk-a", "topk-dsa", "zen",
 )  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 
