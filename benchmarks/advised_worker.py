@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.hook import register
@@ -23,8 +22,7 @@ if __name__ == "__main__":
 
     def make(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(model, *args, **kwargs)
-        names = {"model": model, "register": register, "PowerSGDState": PowerSGDState, "powerSGD_hook": powerSGD_hook}
-        exec(line, names)
+        exec(line, {"model": model, "register": register})
 
     DistributedDataParallel.__init__ = make
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from workload import emit
 
+from resilient_run.comm.hook import register
 from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.profiler import BackwardProfiler
 from resilient_run.comm.synchronizer import synchronize_by
@@ -31,12 +32,18 @@ def build() -> TimedModel:
 
 
 def under_ddp(
-    hook: Callable[..., Any] | None = None, state: object = None, bucket_mib: float = options["bucket_mib"]
+    hook: Callable[..., Any] | None = None,
+    state: object = None,
+    *,
+    scheme: str | None = None,
+    bucket_mib: float = options["bucket_mib"],
 ) -> Callable[[], None]:
     # DDP's buckets have as much less in them as the model has.
     parallel = DistributedDataParallel(build(), bucket_cap_mb=bucket_mib)
     if hook is not None:
         parallel.register_comm_hook(state, hook)
+    if scheme is not None:
+        register(parallel, scheme, rank=POWERSGD_RANK, least_elements=1)
 
     def iteration() -> None:
         parallel.zero_grad()
@@ -90,9 +97,10 @@ def train() -> None:
             powerSGD_hook.PowerSGDState(
                 process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
             ),
-            # Its callbacks wait for all-reduces in Gloo's two threads; those of two buckets may wait forever.
+            # Its callbacks all-reduce in Gloo's two threads: of two buckets in an order that differs between ranks.
             bucket_mib=1e4,
         ),
+        "powersgd, overlapped": under_ddp(scheme="powersgd"),
         **{name: planned(path) for name, path in options["plans"].items()},
     }
     for iteration in made.values():

@@ -60,7 +60,7 @@ def test_a_slow_hook_of_the_script_is_measured_against() -> None:
         ({"zen": 0.97}, ["Nothing pays.", "the sums cost 90 % of it", "Leave them to DDP."]),
         ({"zen": 0.5}, ["zen pays: 2.00 times as many steps", "loses nothing", 'hook = register(model, "zen")']),
         ({"zen": 0.5, "onebit": 0.25}, ["onebit pays: 4.00", "changes what is trained", "zen, which loses nothing"]),
-        ({"PowerSGD": 0.5}, ["PowerSGD pays", "changes what is trained", "start_powerSGD_iter=2"]),
+        ({"powersgd": 0.5}, ["powersgd pays", "changes what is trained", 'register(model, "powersgd")']),
     ],
 )
 def test_advice_says_how_much_and_what_to_write(seconds: dict[str, float], said: list[str]) -> None:

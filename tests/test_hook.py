@@ -25,8 +25,8 @@ EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
 REMEMBERING = (
-    "dgc", "efsignsgd+hsdp", "gtopk", "ok-topk", "onebit", "randomk+hosts", "spardl", "spardl+bruck", "topk+hsdp",
-    "topk+sparse", "topk-a", "topk-dsa", "zen",
+    "dgc", "efsignsgd+hsdp", "fp8+hosts", "gtopk", "int8", "int8+hsdp", "ok-topk", "onebit", "randomk+hosts", "spardl",
+    "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse", "topk-a", "topk-dsa", "zen",
 )  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 

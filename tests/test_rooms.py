@@ -62,8 +62,8 @@ EDGES = {
     "comm.cupcake": "comm.plan",
     "comm.espresso": "comm.cupcake comm.plan comm.errors",
     "comm.runtime": "comm.schemes comm.compress comm.net comm.plan comm.errors",
-    "comm.measure": "comm.runtime comm.zen comm.spardl comm.compress comm.schemes comm.net comm.ops comm.plan"
-    " comm.sparsity",
+    "comm.measure": "comm.runtime comm.zen comm.spardl comm.baselines comm.compress comm.schemes comm.net comm.ops"
+    " comm.plan comm.sparsity",
     "comm.trial": "comm comm.runtime comm.sparsity",
     "comm": "comm.*",
     "comm.cli": "comm comm.trial comm.*",

@@ -50,6 +50,7 @@ class _Job:
     plan: CapturePlan
     staged: Staged
     trained: frozenset[str]
+    apart: frozenset[str]
     phase: _Phase = _Phase.PENDING
     target: MappedSlot | None = None
     hurries: bool = False
@@ -165,7 +166,7 @@ class Capturer:
             with self._changed:
                 self._pass(step)
             raise
-        job = _Job(step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained)
+        job = _Job(step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained, apart=state.apart)
         with self._changed:
             self._job = job
             if self._idle and not self._must_allocate(job):
@@ -431,7 +432,15 @@ class Capturer:
         plan = job.plan
         if self._digester is None or self._digester[0] is not plan:
             pieces = [(leaf, piece.start) for _, leaf, piece in plan.live_pieces]
-            digester = Digester(plan.specs, plan.layout, job.node, pieces, rank=self._env.rank, trained=job.trained)
+            digester = Digester(
+                plan.specs,
+                plan.layout,
+                job.node,
+                pieces,
+                rank=self._env.rank,
+                trained=job.trained,
+                apart=job.apart,
+            )
             self._digester = plan, digester
         return self._digester[1]
 

@@ -99,6 +99,7 @@ class Digester:
         trained: Names of the registered modules, optimizers and holders of optimizers, of which every tensor is
             compared but for the counters of BatchNorm; of other objects only floating-point tensors are, because the
             rest is positions and random states.
+        apart: Names of the objects of which nothing is compared, because ranks differ in them on purpose.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Digester:
         *,
         rank: int,
         trained: Collection[str],
+        apart: Collection[str] = (),
     ) -> None:
         self._known = {piece: number for number, piece in enumerate(pieces)}
         self._layout = layout
@@ -121,7 +123,7 @@ class Digester:
         self._parts: list[tuple[int, int]] = []  # structure, and where its digests end
         parts = leaf_parts(leaf_paths(node))
         leaves = {
-            name: [index for index in part if _is_compared(part[index], specs[index], trained)]
+            name: [index for index in part if _is_compared(part[index], specs[index], trained, apart)]
             for name, part in parts.items()
         }
         leaves = {name: indices for name, indices in list(leaves.items())[:MAX_DIGESTS] if indices}
@@ -204,8 +206,8 @@ def is_part(path: str, names: Collection[str]) -> bool:
     return path.startswith(tuple(f"{name}." for name in names))
 
 
-def _is_compared(path: str, spec: TensorSpec, trained: Collection[str]) -> bool:
-    if spec.kind != "torch" or not spec.nbytes:
+def _is_compared(path: str, spec: TensorSpec, trained: Collection[str], apart: Collection[str]) -> bool:
+    if spec.kind != "torch" or not spec.nbytes or is_part(path, apart):
         return False
     return spec.dtype not in _INTEGERS or (is_part(path, trained) and not path.endswith(_COUNTER))
 

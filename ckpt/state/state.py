@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -43,6 +43,7 @@ class TrainingState:
         held: The torch optimizers that an object is or holds, by its name, if there are any.
         optimizers: All of them.
         trained: Names of the objects that are modules, or are or hold optimizers.
+        apart: Names of the objects in which ranks differ on purpose, as `differs_between_ranks()` of an object says.
         order: The names of the optimizers' parameters when `flatten` was called last.
         unsaved: What no object's state had then.
     """
@@ -219,6 +220,8 @@ class TrainingState:
         self.modules = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
         self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
+        apart = {id(each) for item in self.objects.values() for each in _differing(item)}
+        self.apart = frozenset(name for name, item in self.objects.items() if id(item) in apart)
         self.order = ParameterOrder()
         self.unsaved = Unsaved()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
@@ -274,6 +277,13 @@ class TrainingState:
                 f"{' and '.join(paths[:3])} share a part of their memory, {problem}, which a checkpoint does not bring "
                 "back: let state_dict() return copies, or only one of them"
             )
+
+
+def _differing(item: Any) -> Iterable[Any]:
+    """Return the objects in which ranks differ on purpose, as a registered one tells, by reference."""
+    # Asked of the class: a module may have any attribute.
+    told = getattr(type(item), "differs_between_ranks", None)
+    return () if told is None else told(item)
 
 
 def _objects(name: str, item: Any) -> Iterator[tuple[str, Any]]:

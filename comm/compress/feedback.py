@@ -37,7 +37,7 @@ class Memory(ABC):
         self._kept: dict[str, tuple[Tensor, ...]] = {}
         self._before: dict[str, tuple[Tensor, ...]] = {}
 
-    def compress(self, key: str, gradient: Tensor) -> tuple[Tensor, int]:
+    def compress(self, key: str, gradient: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, int]:
         """Return the message of a gradient, and the seed that decodes it; the same seed on all ranks.
 
         Give the sum that the message goes into to `settle`: until then what was remembered before is kept beside.
@@ -45,6 +45,7 @@ class Memory(ABC):
         Args:
             key: Name of the parameter (or of a part of it), the same on all ranks.
             gradient: 1-D, floating point; is not changed.
+            dtype: As which the message is decoded; None for the gradient's.
 
         Raises:
             CommError: What is remembered is of a tensor of another size.
@@ -59,7 +60,7 @@ class Memory(ABC):
                 f"{key} has {wide.numel()} elements of {wide.dtype}, but {kept[0].numel()} of {kept[0].dtype} are "
                 f"remembered; load the state of the same model"
             )
-        message, self._kept[key] = self._compress(wide, gradient.dtype, kept, step, seed)
+        message, self._kept[key] = self._compress(wide, dtype or gradient.dtype, kept, step, seed)
         self._before[key] = kept
         self._steps[key] = step + 1
         return message, seed

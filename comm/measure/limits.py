@@ -57,6 +57,11 @@ def index_free_bytes(found: Sparsity) -> float:
     return _share(found) * (found.densities[0] + found.densities[-1]) * found.dense_bytes
 
 
+def eight_bits_bytes(found: Sparsity) -> float:
+    """Return 2(n-1)/n·(1/4 + 1/256)·M: a byte for each element, and a scale for 256 of them."""
+    return 2 * _share(found) * (1 / 4 + 1 / 256) * found.dense_bytes
+
+
 def scheme_free_bytes(found: Sparsity) -> float:
     """Return d^(n-1)·M: what the other ranks' gradients hold, however they come."""
     return found.densities[-2] * found.dense_bytes if found.ranks > 1 else 0.0
@@ -69,7 +74,9 @@ def _share(found: Sparsity) -> float:
 LIMITS: Final[dict[str, Callable[[Sparsity], float]]] = {
     "agsparse": agsparse_bytes,
     "dense": dense_bytes,
+    "fp8": eight_bits_bytes,
     "index-free": index_free_bytes,
+    "int8": eight_bits_bytes,
     "sparcml": sparcml_bytes,
     "sparse-ps": sparse_ps_bytes,
     "zen": zen_bytes,

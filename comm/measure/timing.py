@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..baselines.powersgd import PowerSGD
+from ..compress.quantized import TwoStep
 from ..net.entries import kept_of
 from ..net.scheme import Dense, Scheme
 from ..net.transport import Transport, Turn
@@ -150,7 +152,7 @@ def inputs_for(scheme: Scheme, gradients: Sequence[Tensor], density: float) -> I
     Others get only the greatest elements of the first one, in every step: as if a sparsifier had gone before, or an
     embedding had few rows in use.
     """
-    dense = isinstance(scheme, SparseScheme | Dense)
+    dense = isinstance(scheme, SparseScheme | TwoStep | PowerSGD | Dense)
     first = gradients[0]
     sparse = first if dense else coo_decode(*topk(first, kept_of(first.numel(), density)), first.numel())
     return (gradient.clone() if dense else sparse.clone() for gradient in gradients)

@@ -1,7 +1,7 @@
 """What every way to sum gradients over ranks has in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -90,6 +90,13 @@ class Scheme(ABC):
         Returns:
             A tensor of the shape, dtype and device of `gradient`; may be `gradient` itself.
         """
+
+    def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Return what `reduce` returns for each of these keys and gradients; some schemes need fewer rounds for all.
+
+        Which gradients come together may change from step to step.
+        """
+        return [self.reduce(key, gradient) for key, gradient in gradients]
 
     def begin(self, key: str, gradient: Tensor) -> Reduction:
         """Do what needs no other rank yet, and return the rest of `reduce`; all of it, unless a scheme has stages."""

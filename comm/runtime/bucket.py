@@ -66,5 +66,6 @@ class BucketSum:
             together = torch.cat(small)
             self.world.all_reduce(together)
             sums = iter(torch.split(together, [gradient.numel() for gradient in small]))
+        large = iter(self.scheme.reduce_together([each for each in gradients if each[0] in chosen]))
         for name, gradient in gradients:
-            gradient.copy_(self.scheme.reduce(name, gradient) if name in chosen else next(sums).view(gradient.shape))
+            gradient.copy_(next(large) if name in chosen else next(sums).view(gradient.shape))

@@ -23,7 +23,7 @@ class Way:
         name: What the report calls it.
         write: What the user writes for it.
         exact: Whether training is the same with it, apart from rounding.
-        scheme: The scheme or compressor of ours, "" for one of torch's.
+        scheme: The scheme or compressor of ours, "" for none.
         options: Of the scheme.
     """
 
@@ -47,11 +47,8 @@ def ways(ranks_per_host: int) -> list[Way]:
     return [
         ours("zen", exact=True),
         ours("bf16"),
-        Way(
-            name="PowerSGD",
-            write="model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=2, "
-            "start_powerSGD_iter=2), powerSGD_hook)  # torch's own",
-        ),
+        ours("int8"),
+        ours("powersgd"),
         ours("onebit"),
         ours("topk", density=0.01),
         ours("spardl", density=0.01),
@@ -130,8 +127,7 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Way]) -> st
         said.append("It changes what is trained: compare the losses of a longer run with those of all-reduce.")
         same = [other for other in exact & seen.keys() if other not in (base_name, NOTHING, BASE)]
         said += [f"{other}, which loses nothing, takes {seen[other]}." for other in same]
-    lines = [way.write] if not way.scheme else [_IMPORT, way.write]
-    write = "\n".join(f"    {line}" for line in lines)
+    write = "\n".join(f"    {line}" for line in (_IMPORT, way.write))
     return " ".join(said) + f" Write, after DistributedDataParallel(...) is made:\n\n{write}"
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -162,9 +162,6 @@ class Trial:
         if not sparse:
             active.remove("zen")
             self.left_out["zen"] = "no large gradient has fewer than a quarter of its elements"
-        if self._modules[0].device.type == "cpu":
-            active.remove("PowerSGD")
-            self.left_out["PowerSGD"] = "with Gloo, torch's hook mixes up the collectives of several buckets"
         each = self._seconds / step_s / (LEAST_TURNS + 2) / len(active)
         steps = min(max(round(each) - _WARM_UP, 2), _MOST_STEPS)
         self.taken = {name: [] for name in active}
@@ -215,7 +212,6 @@ class _Module:
         self._own: tuple[Any, Callable[[Any, GradBucket], Future[Tensor]]] | None = None
         self._hooks: dict[str, GradientHook] = {}
         self._fresh: dict[str, Any] = {}
-        self._power: powerSGD_hook.PowerSGDState | None = None
         for way in tried:
             if way.scheme:
                 hook = make_hook(module, way.scheme, ranks_per_host=ranks_per_host, **way.options)
@@ -240,19 +236,11 @@ class _Module:
             return hook(state, bucket)
         if way in self._hooks:
             return synchronize(self._hooks[way], bucket)
-        if way == "PowerSGD" and not bucket.buffer().is_sparse:
-            if self._power is None:
-                self._power = powerSGD_hook.PowerSGDState(
-                    self.group, matrix_approximation_rank=2, start_powerSGD_iter=2
-                )
-            return powerSGD_hook.powerSGD_hook(self._power, bucket)
         return default_hooks.allreduce_hook(self.group, bucket)
 
     def forget(self, way: str) -> None:
         """Free what a way remembers of gradients, which is as large as they are."""
-        if way == "PowerSGD":
-            self._power = None
-        elif way in self._hooks:
+        if way in self._hooks:
             self._hooks[way].load_state_dict(self._fresh[way])
 
     def close(self) -> None:
