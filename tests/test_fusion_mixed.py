@@ -10,7 +10,7 @@ from fusion_instances import best_of_all, hostile_problem, problem_of
 from resilient_run.comm.cupcake.cupcake import dense, fused, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy
 from resilient_run.comm.cupcake.fusion_baselines import hipress
-from resilient_run.comm.cupcake.fusion_bound import Climb, Costs, Weights, single_ways, weighed
+from resilient_run.comm.cupcake.fusion_bound import Climb, GroupCosts, Weights, single_ways, weighed
 from resilient_run.comm.cupcake.fusion_front import pareto
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.system import System
@@ -102,7 +102,7 @@ def test_an_iteration_is_the_longest_way_and_costs_are_their_weighted_mean() -> 
     rng, weigh = random.Random(44), np.random.default_rng(44)
     for _ in range(60):
         problem = hostile_problem(rng, most=6)
-        costs, (device, pairs) = Costs(problem, KINDS), random_weights(weigh, len(problem))
+        costs, (device, pairs) = GroupCosts(problem, KINDS), random_weights(weigh, len(problem))
         encoding, sending = (np.append(pairs.sum(axis)[::-1].cumsum()[::-1], 0.0) for axis in (1, 0))
         mean_s = costs.mean(device, encoding, sending)
         strategy = rng.choice(every_strategy(len(problem)))
@@ -118,7 +118,7 @@ def test_no_weights_prove_more_than_the_optimum() -> None:
     tight = 0
     for _ in range(150):
         problem = hostile_problem(rng, most=8)
-        costs, best_s = Costs(problem, KINDS), least_s(problem)
+        costs, best_s = GroupCosts(problem, KINDS), least_s(problem)
         climb = Climb(costs, problem.finish_s(hipress(problem)))
         made: list[Weights] = [*climb.found, *single_ways(costs)]
         for _ in range(5):
@@ -136,7 +136,7 @@ def test_strategies_with_a_group_take_no_less_than_is_said_of_it() -> None:
     rng = random.Random(46)
     for _ in range(60):
         problem = hostile_problem(rng, most=5)
-        costs = Costs(problem, KINDS)
+        costs = GroupCosts(problem, KINDS)
         strategies = [(strategy, problem.finish_s(strategy)) for strategy in every_strategy(len(problem))]
         through = Climb(costs, strategies[0][1]).found[0].through(costs)
         for strategy, finish_s in strategies:
@@ -149,7 +149,7 @@ def test_halves_of_the_strategies_have_bounds_of_their_own() -> None:
     for _ in range(60):
         problem = hostile_problem(rng, most=5)
         tensor = rng.randrange(len(problem))
-        costs = Costs(problem, KINDS)
+        costs = GroupCosts(problem, KINDS)
         whole = Climb(costs, problem.finish_s(hipress(problem)))
         for kind, compressed in enumerate(KINDS):
             half = whole.going_on(costs.settled(tensor, kind), problem.finish_s(hipress(problem)))
@@ -205,9 +205,9 @@ def test_a_large_tensor_is_settled_first(monkeypatch: pytest.MonkeyPatch) -> Non
     """Without that its kind would keep the bound far below."""
     problem = large_problem(random.Random(50), 60)
     settled = []
-    original = Costs.settled
+    original = GroupCosts.settled
     monkeypatch.setattr(
-        Costs, "settled", lambda costs, tensor, kind: settled.append(tensor) or original(costs, tensor, kind)
+        GroupCosts, "settled", lambda costs, tensor, kind: settled.append(tensor) or original(costs, tensor, kind)
     )
     pareto(problem, kinds=KINDS)
     assert settled

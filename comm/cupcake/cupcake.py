@@ -10,7 +10,7 @@ from ..plan.model import Model
 from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
 from ..plan.system import System
 from .algorithm_5_1 import algorithm_5_1
-from .fusion import Found, FusionProblem, Strategy
+from .fusion import FoundFusion, FusionProblem, Strategy
 from .fusion_baselines import best_bucketed, best_evenly_split, hipress, layer_wise
 from .fusion_exact import search
 from .fusion_front import pareto
@@ -18,7 +18,7 @@ from .fusion_front import pareto
 Planner = Callable[[FusionProblem], Strategy]
 
 
-def optimum(problem: FusionProblem) -> Found:
+def optimum(problem: FusionProblem) -> FoundFusion:
     """Return the best fusion found, and what none beats; groups may stay dense where that has a cost.
 
     Without `communicate_dense` all groups are compressed. With it each may be or not, and the result is no slower than
@@ -35,14 +35,14 @@ def cupcake(problem: FusionProblem) -> Strategy:
     return optimum(problem).strategy
 
 
-def fused(problem: FusionProblem) -> Found:
+def fused(problem: FusionProblem) -> FoundFusion:
     """Return the best fusion of compressed groups."""
     system = problem.system
     if all(isinstance(cost, Affine) for cost in (system.compress, system.communicate, system.decompress)):
         best, proven = search(problem)
         if proven:
             finish_s = problem.finish_s(best)
-            return Found(strategy=best, finish_s=finish_s, bound_s=finish_s)
+            return FoundFusion(strategy=best, finish_s=finish_s, bound_s=finish_s)
     return pareto(problem)
 
 

@@ -32,7 +32,7 @@ def groups_of(ends: Sequence[int], *, compressed: bool = True) -> Strategy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundFusion:
     """What a search found; times without the forward pass.
 
     Attributes:

@@ -43,7 +43,7 @@ _GAIN = 1e-4
 _LONGEST_STEP = 20.0
 
 
-class Costs:
+class GroupCosts:
     """What groups cost, as arrays [kind, start, end] for the tensors start … end - 1.
 
     Attributes:
@@ -70,7 +70,7 @@ class Costs:
         self.encode, self.send, self.decode = (np.stack(costs) for costs in zip(*made, strict=True))
         self._barred: NDArray[np.bool_] = np.zeros(self.send.shape, dtype=bool)
 
-    def settled(self, tensor: int, kind: int) -> "Costs":
+    def settled(self, tensor: int, kind: int) -> "GroupCosts":
         """Return the same without groups of other kinds that have a tensor."""
         found = copy(self)
         found._barred = self._barred.copy()
@@ -113,7 +113,7 @@ class Weights:
     bound_s: float
     strategy: Strategy
 
-    def through(self, costs: Costs) -> Floats:
+    def through(self, costs: GroupCosts) -> Floats:
         """Return what strategies with a group take at least [kind, start, end]."""
         mean = costs.mean(self.device, self.encoding, self.sending)
         least, before = mean.min(axis=0), np.zeros(len(costs) + 1)
@@ -123,7 +123,7 @@ class Weights:
         return mean + before[:, None] + self.rest
 
 
-def weighed(costs: Costs, device: float, encoding: Floats, sending: Floats) -> Weights:
+def weighed(costs: GroupCosts, device: float, encoding: Floats, sending: Floats) -> Weights:
     """Return what these weights prove; of a strategy with the least mean each group is of the kind with the least."""
     means = costs.mean(device, encoding, sending)
     kind, mean, count = means.argmin(axis=0), means.min(axis=0), len(costs)
@@ -147,7 +147,7 @@ def weighed(costs: Costs, device: float, encoding: Floats, sending: Floats) -> W
     )
 
 
-def single_ways(costs: Costs) -> list[Weights]:
+def single_ways(costs: GroupCosts) -> list[Weights]:
     """Return what single ways prove: the device alone, the network from the first group on, the last group's way."""
     ones = np.append(np.ones(len(costs)), 0.0)
     first = np.append(1.0, np.zeros(len(costs)))
@@ -169,19 +169,19 @@ class Climb:
         taken: In which share of the late ones a tensor is in a group of each kind [kind, tensor].
     """
 
-    def __init__(self, costs: Costs, known_s: float) -> None:
+    def __init__(self, costs: GroupCosts, known_s: float) -> None:
         count = len(costs)
         self._device = float(np.log(count * (count + 1) / 2))
         self._p, self._q = np.zeros(count), np.zeros(count)
         self._climb(costs, known_s, _STEPS)
 
-    def going_on(self, costs: Costs, known_s: float) -> "Climb":
+    def going_on(self, costs: GroupCosts, known_s: float) -> "Climb":
         """Return the way on from the end of this one for fewer groups."""
         found = copy(self)
         found._climb(costs, known_s, _FURTHER_STEPS)
         return found
 
-    def _climb(self, costs: Costs, known_s: float, steps: int) -> None:
+    def _climb(self, costs: GroupCosts, known_s: float, steps: int) -> None:
         self._costs = costs
         self.found = self._run(known_s, steps)
         self.taken = np.zeros((len(costs.kinds), len(costs)))

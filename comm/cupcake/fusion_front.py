@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.curve import Affine, Curve
-from .fusion import Found, FusionProblem, Group, Strategy
+from .fusion import FoundFusion, FusionProblem, Group, Strategy
 from .fusion_baselines import best_bucketed, best_evenly_split, best_of, hipress, layer_wise, one_group
-from .fusion_bound import Climb, Costs, Floats, single_ways
+from .fusion_bound import Climb, Floats, GroupCosts, single_ways
 from .fusion_exact import ROUNDING, search
 
 Indices = NDArray[np.intp]
@@ -30,7 +30,7 @@ def pareto(
     kinds: Sequence[bool] = (True,),
     known: Iterable[Strategy] = (),
     most: float = _MOST,
-) -> Found:
+) -> FoundFusion:
     """Return the strategy with the least iteration time found, and what none beats; the same if the search could end.
 
     Of two groupings of a prefix one can be left out if the other is no worse in everything that the rest can notice:
@@ -62,7 +62,7 @@ class _Branch:
         effort: What it took to find the bounds, in groupings.
     """
 
-    def __init__(self, costs: Costs, climb: Climb, bound_s: float = 0.0) -> None:
+    def __init__(self, costs: GroupCosts, climb: Climb, bound_s: float = 0.0) -> None:
         self.costs, self._climb = costs, climb
         self.bound_s = max(bound_s, climb.found[0].bound_s)
         self.width = _FIRST_WIDTH
@@ -108,7 +108,7 @@ class _Search:
 
     def __init__(self, problem: FusionProblem, kinds: Sequence[bool], known: Iterable[Strategy]) -> None:
         self._problem, self._count = problem, len(problem)
-        self._costs = costs = Costs(problem, kinds)
+        self._costs = costs = GroupCosts(problem, kinds)
         self._best = best_of(problem, [*known, *_candidates(problem, kinds)])
         self._best_s = problem.finish_s(self._best)
         deadlines = 1 + _DEADLINES[:, None, None, None]
@@ -117,7 +117,7 @@ class _Search:
         ahead[..., -1] += deadlines[..., 0] * costs.decode[..., -1]
         self._ahead = _least(ahead.min(axis=1))
 
-    def run(self, most: float) -> Found:
+    def run(self, most: float) -> FoundFusion:
         whole = _Branch(self._costs, Climb(self._costs, self._best_s))
         left, open_ = most - self._met(whole), [whole]
         while left > 0:
@@ -135,7 +135,7 @@ class _Search:
                 left -= self._pass(branch)
         bound_s = min(branch.bound_s for branch in open_)
         proven = bound_s >= self._limit_s
-        return Found(strategy=self._best, finish_s=self._best_s, bound_s=self._best_s if proven else bound_s)
+        return FoundFusion(strategy=self._best, finish_s=self._best_s, bound_s=self._best_s if proven else bound_s)
 
     @property
     def _limit_s(self) -> float:
