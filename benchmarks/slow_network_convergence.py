@@ -45,12 +45,14 @@ class Variant:
         scheme: What sums gradients or, with local steps, pseudo-gradients.
         options: Of the scheme.
         local: Steps of a round; 0 sums the gradients of each step.
+        averaged: Whether a round ends with the mean of the replicas, without outer momentum.
         adamw: Whether the optimizer is AdamW, else the example's, which is SGD.
     """
 
     scheme: str = "dense"
     options: Mapping[str, Any] = field(default_factory=dict)
     local: int = 0
+    averaged: bool = False
     adamw: bool = False
 
     @property
@@ -69,6 +71,8 @@ VARIANTS: Final = {
     "local 10": Variant(local=10, adamw=True),
     "local 50": Variant(local=50, adamw=True),
     "local 10, int8": Variant(scheme="int8", local=10, adamw=True),
+    "local 10, averaged": Variant(local=10, averaged=True, adamw=True),
+    "local 50, averaged": Variant(local=50, averaged=True, adamw=True),
 }
 
 
@@ -101,6 +105,7 @@ def _train_rank(
             scheme=variant.scheme,
             group=transport._group,
             least_elements=LEAST_ELEMENTS,
+            **({"outer_lr": 1.0, "outer_momentum": 0.0} if variant.averaged else {}),
             **variant.options,
         )
     else:
