@@ -396,8 +396,8 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return None
         self._refuse_foreign()
-        self._unregistered.before_step(optimizer)
-        self._accumulation.before_step(optimizer)
+        self._warn(self._unregistered.before_step(optimizer))
+        self._warn(self._accumulation.before_step(optimizer))
         if not self._capturer.reads:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -26,6 +26,7 @@ from .fingerprint import fingerprint
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
 from .timeline import RecoveryTimeline, newest_step
+from .workers.import_hook import AUTO
 from .workers.warm import WorkerStarter
 
 log = logging.getLogger(__name__)
@@ -200,6 +201,10 @@ class ResilientAgent(LocalElasticAgent):
         os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
         os.environ["RESILIENT_RUN_ID"], os.environ["RESILIENT_HOST"] = self._rdzv.get_run_id(), self._rdzv.host
         os.environ["RESILIENT_GENERATION"] = str(self._rdzv.generation)
+        os.environ.pop(AUTO, None)
+        if self._config.auto:
+            assert self._rdzv.round is not None, "workers start after the rendezvous"
+            os.environ[AUTO] = "begin" if self._rdzv.round.restore is None else "restore"
         self._timeline.spawned(
             generation=self._rdzv.generation, ranks={worker.global_rank for worker in worker_group.workers}
         )

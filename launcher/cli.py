@@ -148,6 +148,12 @@ def run(args: argparse.Namespace, config: RunConfig) -> None:
 @contextmanager
 def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
     """Provide what the job needs beside torch; where torch would choose the rendezvous, choose ours in `args`."""
+    if config.auto and not config.enabled:
+        log.warning("--rr-auto protects nothing here: --rr-off keeps no checkpoints")
+    elif config.auto and args.no_python:
+        raise click.UsageError(
+            "--rr-auto looks into a Python script, and with --no-python there is none: leave one of the two out"
+        )
     if not config.enabled:
         with installed(config):
             yield
@@ -165,9 +171,10 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
         else:
             if args.rdzv_backend != BACKEND:
                 log.warning(
-                    "rendezvous backend %s: this run keeps no checkpoints in memory; for them use "
+                    "rendezvous backend %s: this run keeps no checkpoints in memory%s; for them use "
                     "--rdzv-backend=%s --rdzv-endpoint=<etcd host:port>",
                     args.rdzv_backend,
+                    ", and --rr-auto protects nothing" if config.auto else "",
                     BACKEND,
                 )
             if args.rdzv_backend == "c10d":

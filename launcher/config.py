@@ -39,6 +39,7 @@ class RunConfig:
         events_path: JSON Lines file that recovery events are appended to, or None.
         stop_timeout_s: Grace between SIGTERM and SIGKILL for workers whose generation is broken.
         enabled: False runs as torchrun does, without daemon and etcd.
+        auto: Protect frameworks' trainers in a script that does not ask for it.
         policy: How the job is watched, replicated, persisted and recovered (`--rr-config`).
         allow_injection: `resilient-inject` may act on this host.
         allow_different_script: Join a run of another user, script, arguments or torch all the same.
@@ -59,6 +60,7 @@ class RunConfig:
     events_path: Path | None = None
     stop_timeout_s: int = 5
     enabled: bool = True
+    auto: bool = False
     policy: Policy = field(default_factory=Policy)
     allow_injection: bool = False
     run_key: str | None = field(default=None, repr=False)
@@ -94,6 +96,7 @@ class RunConfig:
             events_path=params["rr_events"],
             stop_timeout_s=params["rr_stop_timeout"],
             enabled=not params["rr_off"],
+            auto=params["rr_auto"],
             policy=_with_persist_target(params["rr_config"], params["rr_persist"]),
             allow_injection=params["rr_allow_injection"],
             run_key=_find_key(params["rr_key_file"]),
@@ -247,6 +250,13 @@ def options() -> list[click.Parameter]:
             envvar="RESILIENT_PORT",
             help="Port, or the first free one of a range, on which this host's daemon listens for the others. "
             "Default: one that the kernel chooses.",
+        ),
+        click.Option(
+            ["--rr-auto"],
+            is_flag=True,
+            envvar="RESILIENT_AUTO",
+            help="Protect a script without a change of it if the Trainer of transformers or Lightning owns its loop; "
+            "else say why not, and run it as torchrun does.",
         ),
         click.Option(
             ["--rr-off"],

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from framework_parts import Attempts
 from solo_daemon import SoloDaemon
 
 from resilient_run.daemon.etcd.client import EtcdConfig
@@ -70,6 +71,15 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaem
     made.start()
     made.enter(monkeypatch)
     yield made
+    made.stop()
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempts]:
+    """Runs loops that are ended by force, with a daemon of their own."""
+    made = SoloDaemon(tmp_path)
+    made.start()
+    yield Attempts(made, monkeypatch)
     made.stop()
 
 

@@ -1,100 +1,18 @@
 """Loops of frameworks as people write them, ended after a committed step, go on in the same way or are refused."""
 
-import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from solo_daemon import SoloDaemon, is_committed
+from framework_parts import Net, Numbers, Stream, content
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from resilient_run.ckpt import checkpointer
-from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.errors import StateError
 
 pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore")]
-
-
-class Numbers(Dataset[Any]):
-    """Augments in the process that reads it."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Any:
-        x = torch.full((4,), index / 16) + 0.1 * torch.randn(4)
-        return {"x": x, "labels": x.sum()[None]}
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(7)
-        for _ in range(22):
-            x = torch.rand(4, generator=generator)
-            yield {"x": x, "labels": x.sum()[None]}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": F.mse_loss(self.net(x), labels), "logits": labels}
-
-
-class Ended(BaseException):
-    """In place of a SIGKILL, in one process."""
-
-
-Loop = Callable[[], Any]
-
-
-@pytest.fixture
-def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Returns what a loop ends with, ended by force after each of `at` steps; without any, nothing is kept."""
-    daemon = SoloDaemon(tmp_path)
-    daemon.start()
-    advance, from_environ = Checkpointer.step, checkpointer.TrainerEnv.from_environ
-    ends: list[int] = []
-
-    def step(self: Checkpointer, n: int | None = None) -> None:
-        advance(self, n)
-        if ends and self._step == ends[0]:
-            assert is_committed(self)
-            raise Ended
-
-    def run(loop: Loop, *at: int) -> Any:
-        monkeypatch.setattr(Checkpointer, "step", step)
-        ends[:] = at
-        for generation in range(1, len(at) + 2):
-            env = from_environ(daemon.environ(generation=generation)) if at else None
-            monkeypatch.setattr(checkpointer.TrainerEnv, "from_environ", lambda _, env=env: env)
-            daemon.plan, daemon.next = daemon.watermark, None
-            random.seed(0)
-            np.random.seed(0)
-            torch.manual_seed(0)
-            try:
-                return loop()
-            except Ended:
-                ends.pop(0)
-            finally:
-                if (left := checkpointer._open.get(os.getpid())) is not None:
-                    left.close()
-        raise AssertionError("it ended too often")
-
-    yield run
-    daemon.stop()
-
-
-def content(module: nn.Module) -> list[list[float]]:
-    return [tensor.flatten().tolist() for tensor in module.state_dict().values()]
 
 
 def accelerated(tmp_path: Path, loop: Callable[..., None], *loaders: DataLoader[Any]) -> Any:

@@ -246,6 +246,26 @@ PROGRAMS = {
     ''',
 }
 
+WATCHED = (
+    "identity",
+    "empty",
+    "traceback",
+    "stack",
+    "syntax error",
+    "exit 3",
+    "_exit",
+    "exception while exiting",
+    "pickle",
+    "spawned processes",
+    "forked processes",
+    "data loader",
+    "arithmetic",
+    "subprocess",
+    "environment",
+)
+"""Programs that see what `--rr-auto` might change."""
+LOOK = {"RESILIENT_AUTO_WORKER": "begin"}
+
 
 class Bench:
     """One directory, one command line, one zygote; the script changes from run to run."""
@@ -256,13 +276,15 @@ class Bench:
         self.starter = WorkerStarter(warm=True)
         self.env = {**os.environ, **WORKER_ENV, "RESILIENT_TEST_LAUNCHER": str(os.getpid())}
 
-    def run(self, *, warm: bool, **env: str) -> tuple[str, str, int]:
-        """Return stdout, stderr and exit code of one run of the command."""
+    def run(self, *, warm: bool, cold: WorkerStarter | None = None, **env: str) -> tuple[str, str, int]:
+        """Return stdout, stderr and exit code of one run of the command, cold by `cold` if that is given."""
         out_path, err_path = self.directory / "stdout", self.directory / "stderr"
         with out_path.open("w") as out, err_path.open("w") as err:
             if warm:
                 process = self.starter.start(self.command, {**self.env, **env}, out, err)
                 assert isinstance(process, WarmProcess)
+            elif cold is not None:
+                process = cold.start(self.command, {**self.env, **env}, out, err)
             else:
                 process = subprocess.Popen(
                     self.command, env={**self.env, **env}, stdout=out, stderr=err, start_new_session=True
@@ -294,6 +316,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     os.chdir(before)
 
 
+@pytest.fixture(scope="module")
+def watching() -> Iterator[WorkerStarter]:
+    """Starts workers cold."""
+    starter = WorkerStarter(warm=False)
+    yield starter
+    starter.close()
+
+
 @pytest.fixture
 def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerStarter]:
     monkeypatch.chdir(tmp_path)
@@ -316,6 +346,22 @@ def test_warm_equals_cold(bench: Bench, name: str) -> None:
     assert warm[2] == cold[2]
     assert _normal(warm[0]).splitlines() == _normal(cold[0]).splitlines()
     assert _normal(warm[1]).splitlines() == _normal(cold[1]).splitlines()
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_worker_that_is_looked_into_equals_one_that_is_not(bench: Bench, watching: WorkerStarter, name: str) -> None:
+    bench.write(PROGRAMS[name])
+    plain = bench.run(warm=False)
+    assert _unhooked(bench.run(warm=False, cold=watching, **LOOK)) == _unhooked(plain)
+    if name != "identity":  # the zygote of this bench has imported more by now
+        assert _unhooked(bench.run(warm=True, **LOOK)) == _unhooked(plain)
+
+
+def _unhooked(run: tuple[str, str, int]) -> list[Any]:
+    """Return what a run came to but for the one thing that differs in a worker that is looked into."""
+    out, err, code = run
+    lines = [line for line in _normal(out).splitlines() if not line.startswith("meta_path")]
+    return [lines, _normal(err).splitlines(), code]
 
 
 def test_missing_script_equals_cold(bench: Bench) -> None:
@@ -442,14 +488,16 @@ def test_every_kind_of_program_equals_cold(make: Any, tmp_path: Path, monkeypatc
         bench.starter.close()
 
 
-def test_pythonpath_and_sitecustomize_equal_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pythonpath_and_sitecustomize_equal_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watching: WorkerStarter
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = __file__")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'lib'}::")
     monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
     monkeypatch.setenv("LC_ALL", "C")
-    bench = Bench(tmp_path)
+    bench, fresh = Bench(tmp_path), Bench(tmp_path)
     bench.write(IDENTITY + "    import sitecustomize\n    print(customized, sitecustomize)\n")
     try:
         cold = bench.run(warm=False)
@@ -457,7 +505,10 @@ def test_pythonpath_and_sitecustomize_equal_cold(tmp_path: Path, monkeypatch: py
         assert _normal(warm[0]).splitlines() == _normal(cold[0]).splitlines()
         assert warm[1:] == cold[1:]
         assert f"{tmp_path}/lib/sitecustomize.py" in cold[0]
+        assert _unhooked(bench.run(warm=False, cold=watching, **LOOK)) == _unhooked(cold)
+        assert _unhooked(fresh.run(warm=True, **LOOK)) == _unhooked(cold)
     finally:
+        fresh.starter.close()
         bench.starter.close()
 
 

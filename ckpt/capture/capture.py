@@ -94,6 +94,12 @@ class Capturer:
         return self._slots.watermark
 
     @property
+    def named(self) -> int:
+        """The step that the root has named to be captured next, as far as this rank has heard."""
+        with self._changed:
+            return self._slots.next
+
+    @property
     def reads(self) -> bool:
         """Whether a capture reads live tensors, or waits for a slot and then will."""
         job = self._job

@@ -55,7 +55,7 @@ class ResilientCallback(_Callback):
             objects: What else is state, as for a `Checkpointer`.
         """
         self._objects = objects
-        self._fit: _Fit | None = None
+        self._fit: Fit | None = None
         self._pause: AbstractContextManager[None] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -64,8 +64,8 @@ class ResilientCallback(_Callback):
         Raises:
             StateError: Something about it could not be brought back exactly.
         """
-        _refuse(trainer)
-        self._fit = _Fit(trainer, self._objects)
+        refuse(trainer)
+        self._fit = Fit(trainer, self._objects)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """A validation may take its time."""
@@ -86,7 +86,7 @@ class ResilientCallback(_Callback):
             self._fit = None
 
 
-class _Fit:
+class Fit:
     """One call of `fit`: what its state is beside that of module, optimizers and schedules.
 
     It takes the place of four methods of the loops, of these objects alone: hooks of callbacks come before a step is
@@ -121,8 +121,11 @@ class _Fit:
             self.checkpointer.close()
 
     def _begin(self, original: Any) -> None:
-        """Restore, when the loader is there and was not iterated."""
         original()
+        self._attach()
+
+    def _attach(self) -> None:
+        """Restore, when the loader is there and was not iterated."""
         combined = self._loop._combined_loader
         if len(combined.flattened) != 1:
             raise StateError(
@@ -139,7 +142,7 @@ class _Fit:
         module, optimizers = trainer.lightning_module, list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         metrics = [_MetricState(metric) for metric in _metrics(module)]
-        self.checkpointer = Checkpointer(
+        self.checkpointer = self._make_checkpointer(
             model=module,
             optimizers=optimizers,
             **_some("schedulers", schedulers),
@@ -152,6 +155,9 @@ class _Fit:
         if self._resumed is not None:
             own = [each for each in self._objects.values() if isinstance(each, Stateful)]
             self._restored = AfterRestore([module], optimizers, [*schedulers, *metrics, *own])
+
+    def _make_checkpointer(self, **objects: Any) -> Checkpointer:
+        return Checkpointer(**objects)
 
     def _reset(self, original: Any) -> None:
         original()
@@ -294,7 +300,7 @@ def _result_state(metric: Any) -> dict[str, Any]:
     }
 
 
-def _refuse(trainer: Any) -> None:
+def refuse(trainer: Any) -> None:
     """Refuse what cannot be brought back.
 
     Raises:

@@ -8,7 +8,7 @@ indices are enough, unless worker processes have random states of their own, whi
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -20,6 +20,19 @@ from ..errors import StateError
 from ..state.state import due_rng, get_rng, set_rng
 
 _END: Final = object()
+
+
+class Excuses:
+    """Who hears that a position can no longer be kept, in place of the loop, which then goes on without one.
+
+    Attributes:
+        hear: None where nobody does, and the loop ends with the error.
+    """
+
+    hear: Callable[[StateError], None] | None = None
+
+
+excuses: Final = Excuses()
 
 
 class PositionedLoader:
@@ -170,6 +183,7 @@ class _Draws(Iterator[Any]):
         self._seen = xxhash.xxh3_128()
         self._drawn = 0
         self._finished = False
+        self._lost = False
         self._target: dict[str, Any] | None = None
 
     def begin(self) -> None:
@@ -227,8 +241,8 @@ class _Draws(Iterator[Any]):
             if self._drawn == 0:
                 self._first = now
             batch = self._draw()
-            if self._strict and self._drawn > 1 and not _same(now, get_rng()):
-                raise StateError(
+            if self._strict and self._drawn > 1 and not self._lost and not _same(now, get_rng()):
+                self._lose(
                     f"{type(self._loader.dataset).__qualname__} draws from the random generators of the process while "
                     "it is read, in between training: nobody can read the same again. Give it a generator of its own, "
                     "seeded where its iterator begins, or read it in a worker (num_workers=1)"
@@ -277,13 +291,27 @@ class _Draws(Iterator[Any]):
             StateError: A batch is not made of what its sampler gives at once.
         """
         assert self._indices is not None
+        if self._lost:
+            return
         while self._indices.first < self._drawn <= self._indices.last:
             self._seen.update(self._indices.pop())
         if self._drawn > self._indices.last or (self._drawn < self._indices.last and not self._loader.num_workers):
-            raise StateError(
+            self._lose(
                 f"{type(self._loader).__qualname__} has made {self._drawn} batches of {self._indices.last} that its "
                 "sampler gave, so its position is not known: let it give one for each, or use a DataLoader"
             )
+
+    def _lose(self, reason: str) -> None:
+        """The position is not known from here on.
+
+        Raises:
+            StateError: Nobody else hears of that, or it was to be found again.
+        """
+        error = StateError(reason)
+        if excuses.hear is None or self._target is not None:
+            raise error
+        self._lost = True
+        excuses.hear(error)
 
     def _arrive(self) -> None:
         """End to go back to the position, if this is it."""

@@ -7,7 +7,7 @@ methods of the Trainer itself.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +27,8 @@ else:
 _REQUIREMENT: Final = "transformers>=5.23"
 _HERE: Final = "resilient-run"
 """In place of a directory to resume from."""
+_OWN: Final = ("_begin_run", "_end_run")
+"""Methods of `ResilientMixin` that override none of Trainer's."""
 _SUMS: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 _COUNTS: Final = (
     "epoch",
@@ -53,18 +55,18 @@ def protect(trainer: Any) -> Any:
         ImportError: transformers is not installed, or of a version whose Trainer is another one.
         StateError: Something about it could not be brought back exactly.
     """
-    _module()
+    trainer_module()
     if not isinstance(trainer, ResilientMixin):
         made = type(trainer)
         trainer.__class__ = type(f"Resilient{made.__name__}", (ResilientMixin, made), {})
-    _refuse(trainer)
+    refuse(trainer)
     return trainer
 
 
 class ResilientMixin(_Trainer):
     """What `protect` gives a Trainer. As a base class, `class MyTrainer(ResilientMixin, Trainer)`, it does the same."""
 
-    _run: "_Run"
+    _run: "Run"
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Remember the loader, which the optimizer is made with before Trainer does it."""
@@ -75,12 +77,15 @@ class ResilientMixin(_Trainer):
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
         """Restore: only now is the epoch to begin with not yet fixed."""
-        _module()
-        _refuse(self, trial)
+        trainer_module()
+        refuse(self, trial)
         begin = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
-        self._run = _Run(self)
-        return begin if self._run.resumed is None else (self._run.resumed["epoch"], 0)
+        self._run = self._begin_run()
+        return begin if self._run is None or self._run.resumed is None else (self._run.resumed["epoch"], 0)
+
+    def _begin_run(self) -> "Run | None":
+        return Run(self, Checkpointer)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
         prepared, self._prepared = self._prepared, None
@@ -106,7 +111,7 @@ class ResilientMixin(_Trainer):
             run.over |= steps_trained_in_current_epoch >= steps_in_epoch
         else:
             run.follow(train_dataloader, skipped=0)
-        module = _module()
+        module = trainer_module()
         original = module.skip_first_batches
 
         def skip(loader: Any, count: int) -> Any:
@@ -168,11 +173,14 @@ class ResilientMixin(_Trainer):
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         with self._run.checkpointer.pause():
             output = super()._finalize_training(trial, num_train_samples, start_time)
-        self._run.checkpointer.close()
+        self._end_run()
         return output
 
+    def _end_run(self) -> None:
+        self._run.checkpointer.close()
 
-class _Run:
+
+class Run:
     """One call of `train()`: what its state is beside that of model, optimizer and schedule.
 
     Attributes:
@@ -183,7 +191,7 @@ class _Run:
         logged: The norm of gradients and the learning rate that this epoch has given to be logged.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, make: Callable[..., Checkpointer]) -> None:
         self._trainer = trainer
         self._epoch = self._skipped = self._completed = 0
         self._history = ""
@@ -197,7 +205,7 @@ class _Run:
         warn_of_buckets([trainer.model_wrapped], "TrainingArguments(ddp_find_unused_parameters=True)")
         stateful = _stateful(trainer)
         others: dict[str, Any] = {"scaler": trainer.accelerator.scaler, "callbacks": stateful}
-        self.checkpointer = Checkpointer(
+        self.checkpointer = make(
             model=trainer.model,
             optimizer=trainer.optimizer,
             scheduler=trainer.lr_scheduler,
@@ -319,14 +327,14 @@ def _stateful(trainer: Any) -> list[Any]:
     return stateful
 
 
-def _module() -> ModuleType:
+def trainer_module() -> ModuleType:
     """Return `transformers.trainer`.
 
     Raises:
         ImportError: It is not there, or its Trainer has other methods than those that are overridden.
     """
     module = framework("transformers.trainer", _REQUIREMENT)
-    overridden = [name for name, found in vars(ResilientMixin).items() if callable(found)]
+    overridden = [name for name, found in vars(ResilientMixin).items() if callable(found) and name not in _OWN]
     missing = [name for name in overridden if not hasattr(module.Trainer, name)]
     if missing or not hasattr(module, "skip_first_batches"):
         raise ImportError(
@@ -336,7 +344,7 @@ def _module() -> ModuleType:
     return module
 
 
-def _refuse(trainer: Any, trial: Any = None) -> None:
+def refuse(trainer: Any, trial: Any = None) -> None:
     """Refuse what cannot be brought back.
 
     Raises:

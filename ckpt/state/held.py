@@ -2,7 +2,6 @@
 
 import operator
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -343,7 +342,7 @@ def dict_items(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Unregistered:
-    """Warns once of an optimizer that trains registered modules without being registered."""
+    """Tells once of an optimizer that trains registered modules without being registered."""
 
     def __init__(self, objects: Callable[[], dict[str, Any]]) -> None:
         """Watch for optimizers that none of `objects()` holds."""
@@ -351,15 +350,14 @@ class Unregistered:
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned = False
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Judge `optimizer` when it is seen for the first time; cheap from then on."""
+    def before_step(self, optimizer: Optimizer) -> str | None:
+        """Judge `optimizer` when it is seen for the first time, and return what to tell of it; cheap from then on."""
         if self._warned or optimizer in self._judged:
-            return
+            return None
         self._judged.add(optimizer)
         text = unregistered(optimizer, self._objects())
-        if text is not None:
-            self._warned = True
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        self._warned = text is not None
+        return text
 
     def forget(self) -> None:
         """Judge anew from now on: other objects are registered."""
@@ -367,7 +365,7 @@ class Unregistered:
 
 
 class Accumulation:
-    """Warns once where gradients outlive `Checkpointer.step`: they are no part of a checkpoint."""
+    """Tells once where gradients outlive `Checkpointer.step`: they are no part of a checkpoint."""
 
     def __init__(self) -> None:
         """Watch from now on."""
@@ -391,22 +389,20 @@ class Accumulation:
                 plain = local(gradient)
                 self._kept[optimizer] = weakref.ref(gradient), plain.any() if is_strided(plain) else True
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Warn if `optimizer` is about to use one of the gradients that were noted."""
+    def before_step(self, optimizer: Optimizer) -> str | None:
+        """Return what to tell if `optimizer` is about to use one of the gradients that were noted."""
         kept, gradient = self._kept.pop(optimizer, None), _gradient(optimizer)
         if kept is None or gradient is None or kept[0]() is not gradient or self._warned:
-            return
+            return None
         if not kept[1]:
             self._zeroed.add(optimizer)
-        else:
-            self._warned = True
-            warnings.warn(
-                f"gradients outlive step({self._step}) and are no part of a checkpoint: where they are accumulated "
-                "over several batches, or written by what another optimizer trains, call step() when none is left, or "
-                "a recovery loses some of them",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            return None
+        self._warned = True
+        return (
+            f"gradients outlive step({self._step}) and are no part of a checkpoint: where they are accumulated over "
+            "several batches, or written by what another optimizer trains, call step() when none is left, or a "
+            "recovery loses some of them"
+        )
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that `optimizer` has used its gradients; only now, because a closure makes them in its step."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from . import zygote
+from . import import_hook, zygote
 from .prctl import adopting_orphans, death_with_parent
 from .preload import PER_WORKER
 
@@ -80,6 +80,7 @@ class WorkerStarter:
         self._lock = threading.Lock()
         self._zygote: Zygote | None = None
         self._has_forked = False
+        self._site_hook: SiteHook | None = None
         self._waits = True
         self._bind = death_with_parent(os.getpid())
 
@@ -93,6 +94,7 @@ class WorkerStarter:
             self._has_forked = True
         except ColdStart as reason:
             log.info("cold start of %s: %s", args[0], reason)
+            env = self._with_import_hook(args[0], env)
             return subprocess.Popen(
                 args, env=env, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=self._bind
             )
@@ -133,6 +135,20 @@ class WorkerStarter:
         for thread in self._preparing:
             thread.join()
         self._discard()
+        if self._site_hook is not None:
+            self._site_hook.close()
+
+    def _with_import_hook(self, program: str, env: dict[str, str]) -> dict[str, str]:
+        """Return the environment of a cold worker: one that `import_hook` looks into if ``--rr-auto`` asks for that."""
+        if import_hook.AUTO not in env:
+            return env
+        if self._site_hook is None:
+            self._site_hook = SiteHook(import_hook.__file__)
+        hooked = self._site_hook.environ(env)
+        if self._site_hook.is_reached(program, hooked):
+            return hooked
+        log.warning("--rr-auto protects nothing here: another sitecustomize comes before its own")
+        return {name: value for name, value in env.items() if name != import_hook.AUTO}
 
     def _discard(self) -> None:
         if self._zygote is not None:
@@ -199,6 +215,36 @@ class WorkerStarter:
             raise ColdStart(self._refusal) from error
 
 
+class SiteHook:
+    """A directory in front of PYTHONPATH that offers a file of ours as module ``sitecustomize``.
+
+    Args:
+        file: It undoes this, and imports the ``sitecustomize`` that it hides.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="resilient-run-zygote-")
+        Path(self._directory.name, "sitecustomize.py").symlink_to(file)
+        self._reached: dict[str, bool] = {}
+
+    def environ(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment in which an interpreter reaches the file."""
+        path = [self._directory.name, *filter(None, [env.get("PYTHONPATH")])]
+        return {**env, "PYTHONPATH": os.pathsep.join(path)}
+
+    def is_reached(self, program: str, hooked: Mapping[str, str]) -> bool:
+        """Tell, by a harmless start, whether `program` is an interpreter that reaches it; asked once."""
+        if program not in self._reached:
+            probe = [program, "-u", "-c", ""]
+            code = subprocess.run(probe, env={**hooked, import_hook.PROBE: "1"}, check=False).returncode
+            self._reached[program] = code == import_hook.PROBE_EXIT_CODE
+        return self._reached[program]
+
+    def close(self) -> None:
+        """Remove it: interpreters that have started go on."""
+        self._directory.cleanup()
+
+
 class Zygote:
     """The launcher's side of one zygote process (see `zygote.py`).
 
@@ -220,15 +266,11 @@ class Zygote:
         self._cwd = os.getcwd()
         # What was asked for by name is missed.
         self._note_level = logging.INFO if preload is None else logging.WARNING
-        self._hook_dir = tempfile.TemporaryDirectory(prefix="resilient-run-zygote-")
-        hook = Path(self._hook_dir.name, "sitecustomize.py")
-        hook.symlink_to(zygote.__file__)
-        path = [self._hook_dir.name, *filter(None, [env.get("PYTHONPATH")])]
-        hooked = {**env, "PYTHONPATH": os.pathsep.join(path)}
-        # Were the hook not reached, the zygote would run the training script: ask a harmless interpreter first.
-        probe = subprocess.run([sys.executable, "-u", "-c", ""], env={**hooked, zygote.PROBE: "1"}, check=False)
-        if probe.returncode != zygote.PROBE_EXIT_CODE:
-            self._hook_dir.cleanup()
+        self._site_hook = SiteHook(zygote.__file__)
+        hooked = self._site_hook.environ(env)
+        # Were the hook not reached, the zygote would run the training script.
+        if not self._site_hook.is_reached(sys.executable, hooked):
+            self._site_hook.close()
             raise ColdStart("another sitecustomize comes before the zygote's")
         modules = {} if preload is None else {zygote.PRELOAD: ",".join(preload) or "none"}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -260,7 +302,7 @@ class Zygote:
             _receive(self._control, _START_TIMEOUT_S)
         except OSError as error:
             raise ColdStart(f"torch is not imported after {_START_TIMEOUT_S:.0f} s: {error}") from error
-        self._hook_dir.cleanup()
+        self._site_hook.close()
 
     def check(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         """Raise `ColdStart` when a fork would not be what `args` in `env` starts here and now."""
@@ -305,7 +347,7 @@ class Zygote:
         self.kill()
         self._process.wait()
         self._control.close()
-        self._hook_dir.cleanup()
+        self._site_hook.close()
 
 
 def _receive(sock: socket.socket, timeout_s: float) -> dict[str, Any]:

@@ -21,6 +21,7 @@ is then the parent of a warm worker as of a cold one, gets its exit status from 
 import contextlib
 import gc
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -40,10 +41,6 @@ CONTROL_FD = "RESILIENT_ZYGOTE_FD"
 PRELOAD = "RESILIENT_ZYGOTE_PRELOAD"
 """Environment variable with the modules to import beforehand, "none", or nothing to learn them."""
 
-PROBE = "RESILIENT_ZYGOTE_PROBE"
-PROBE_EXIT_CODE = 86
-"""How an interpreter leaves that was only asked whether this hook is reached."""
-
 _MAX_PACKET_BYTES = 1 << 16
 
 _AT_ONCE = ("torch.distributed",)
@@ -54,14 +51,28 @@ program names an optimizer, and else when nobody waits."""
 _LATER_S = 1.0
 
 
+def _beside(name: str) -> ModuleType:
+    """Return the module of a file beside this one, by its path: the package may not be found yet."""
+    path = os.path.join(os.path.dirname(os.path.realpath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_import_hook = _beside("import_hook")
+
+
 def hold() -> None:
     """Serve the launcher until it hangs up; return only in a forked worker.
 
     Raises:
         ModuleNotFoundError: In a worker, when the user has no ``sitecustomize``: what its import would have raised.
     """
-    if PROBE in os.environ:
-        os._exit(PROBE_EXIT_CODE)
+    if _import_hook.PROBE in os.environ:
+        os._exit(_import_hook.PROBE_EXIT_CODE)
     try:
         has_sitecustomize = _serve(socket.socket(fileno=int(os.environ.pop(CONTROL_FD))))
     except BaseException:  # noqa: BLE001
@@ -75,7 +86,7 @@ def hold() -> None:
 def _serve(control: socket.socket) -> bool:
     """Return in a worker, whether the user has a ``sitecustomize``."""
     control.set_inheritable(False)
-    has_sitecustomize = _import_hidden_sitecustomize()
+    has_sitecustomize = _import_hook.import_hidden_sitecustomize(os.path.dirname(__file__))
     sys.meta_path.append(_unfound)
     changed = _changed_variable()
     bind = _ours("prctl").death_with_parent(os.getppid())
@@ -221,24 +232,6 @@ def _tell(launcher: socket.socket, message: dict[str, Any]) -> None:
     launcher.send(json.dumps(message).encode())
 
 
-def _import_hidden_sitecustomize() -> bool:
-    """Undo what made the interpreter find this module, then import the one that it hides; tell whether there is one."""
-    hook_dir = os.path.dirname(__file__)
-    os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].removeprefix(hook_dir).removeprefix(os.pathsep)
-    if not os.environ["PYTHONPATH"]:
-        del os.environ["PYTHONPATH"]
-    sys.path.remove(hook_dir)
-    sys.path_importer_cache.pop(hook_dir, None)
-    del sys.modules["sitecustomize"]
-    try:
-        importlib.import_module("sitecustomize")
-    except ModuleNotFoundError as error:
-        if error.name != "sitecustomize":
-            raise
-        return False
-    return True
-
-
 def _changed_variable() -> str | None:
     """Say which variable the start of the interpreter has changed: it may have gone by what differs by worker."""
     with open("/proc/self/environ", "rb") as file:
@@ -373,6 +366,7 @@ def _become_worker(request: dict[str, Any], streams: list[int]) -> None:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     importlib.invalidate_caches()
+    _import_hook.install()
 
 
 def _apply(request: dict[str, Any]) -> None:

@@ -1,0 +1,134 @@
+"""`--rr-auto` for the `Trainer` of transformers: what `protect(trainer)` does, while `train()` runs."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ..errors import StateError
+from .auto import Attributes, Hook, UnaskedCheckpointer, begun, may_begin, short
+from .transformers import ResilientMixin, Run, refuse, trainer_module
+
+_WHAT: Final = "transformers.Trainer"
+_MAY_OVERRIDE: Final = frozenset({"_evaluate", "_save_checkpoint"})
+
+
+@contextmanager
+def protected(trainer: Any, hook: Hook, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Protect the `train()` that is called in the block with these arguments, or say why not."""
+    if isinstance(trainer, _Unasked) or not may_begin(hook, protects_itself=isinstance(trainer, ResilientMixin)):
+        yield
+        return
+    if reason := _refused(trainer, kwargs.get("trial", args[1] if len(args) > 1 else None)):
+        hook.protects_nothing(f"{_WHAT}: {reason}")
+        yield
+        return
+    made = type(trainer)
+    # The name is the same: some write it into what they save.
+    names = {"__module__": made.__module__, "__qualname__": made.__qualname__, "__doc__": made.__doc__}
+    trainer.__class__ = type(made.__name__, (_Unasked, made), names)
+    trainer._hook = hook
+    trainer._unasked = None
+    try:
+        yield
+    finally:
+        if isinstance(trainer, _Unasked):
+            _give_back(trainer)
+
+
+def _refused(trainer: Any, trial: Any) -> str | None:
+    """Return why a training cannot be protected, as far as that is known before it begins."""
+    try:
+        _refuse_overrides(trainer)
+        refuse(trainer, trial)
+    except (StateError, ImportError) as error:
+        return short(error)
+    return None
+
+
+def _give_back(trainer: Any) -> UnaskedCheckpointer | None:
+    """Make the trainer what it was; return what kept its state."""
+    unasked: UnaskedCheckpointer | None = trainer._unasked
+    trainer.__class__ = type(trainer).__bases__[1]
+    for name in ("_hook", "_unasked", "_attributes", "_run", "_loader", "_prepared"):
+        vars(trainer).pop(name, None)
+    if unasked is not None:
+        unasked.close()
+    return unasked
+
+
+class _Unasked(ResilientMixin):
+    """A Trainer while it trains."""
+
+    _hook: Hook
+    _unasked: UnaskedCheckpointer | None
+    _attributes: Attributes
+
+    def _begin_run(self) -> Run | None:
+        hook = self._hook
+        silent = [each for each in self.callback_handler.callbacks if not hasattr(each, "state_dict")]
+        self._attributes = Attributes([self, *silent])
+        run: Run | None = begun(
+            hook, lambda: Run(self, functools.partial(self._make, hook)), lambda: self._unasked, _WHAT
+        )
+        if run is None:
+            self._go_on_alone()
+        else:
+            assert self._unasked is not None
+            self._unasked.begin()
+        return run
+
+    def _make(self, hook: Hook, **objects: Any) -> UnaskedCheckpointer:
+        self._unasked = UnaskedCheckpointer(hook, _WHAT, _training(self), self._attributes, **objects)
+        return self._unasked
+
+    def _go_on_alone(self) -> None:
+        """Train as the class that it was, which is not to prepare a second time."""
+        prepared = self._prepared
+        _give_back(self)
+
+        def handed(*_: Any) -> Any:
+            del self._prepare_for_training
+            return prepared
+
+        self._prepare_for_training = handed  # type: ignore[method-assign]
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        self._attributes.begin()
+        super()._run_epoch(**arguments)
+
+    def _end_run(self) -> None:
+        assert self._unasked is not None
+        self._unasked.end()
+
+
+def _training(trainer: Any) -> dict[str, Any]:
+    """Return what this training is told by from others."""
+    numbers = {
+        name: value
+        for name, value in vars(trainer.args).items()
+        if type(value) in (bool, int, float) and name not in ("local_rank", "ignore_data_skip")
+    }
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    data = trainer.train_dataset
+    return {
+        **numbers,
+        "trainer": type(trainer).__qualname__,
+        "model": type(trainer.model).__qualname__,
+        "optimizer": (type(optimizer).__qualname__, getattr(optimizer, "defaults", None)),
+        "train_dataset": (type(data).__qualname__, len(data) if hasattr(data, "__len__") else None),
+    }
+
+
+def _refuse_overrides(trainer: Any) -> None:
+    """Refuse a class of the script's own whose loop is not known.
+
+    Raises:
+        ImportError: transformers is of a version whose Trainer is another one.
+        StateError: It overrides a method that the position and the steps are known by.
+    """
+    original = trainer_module().Trainer
+    loop = {name for name, found in vars(ResilientMixin).items() if callable(found) and hasattr(original, name)}
+    for name in sorted({*loop, "_inner_training_loop"} - _MAY_OVERRIDE):
+        if getattr(type(trainer), name) is not getattr(original, name) or name in vars(trainer):
+            raise StateError(f"{type(trainer).__qualname__} has a {name}() of its own; protect(trainer) in the script")
