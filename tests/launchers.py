@@ -192,7 +192,7 @@ def offer_zygote(pid: int, descriptor: int) -> None:
             pid, call = offered.pop()
             self._args, self._env, self._cwd = tuple(args), dict(env), os.getcwd()
             self._note_level = logging.INFO
-            self._hook_dir = tempfile.TemporaryDirectory(prefix="resilient-run-zygote-")
+            self._site_hook = warm.SiteHook(prepared.__file__)
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             request = {"argv": [_RUN, *args[2:]], "command": args, "env": self._env, "cwd": self._cwd}
             with theirs, call:

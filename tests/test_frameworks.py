@@ -21,6 +21,7 @@ KILLED = Path(__file__).parent / "frameworks" / "killed.py"
 TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STEPS = {"accelerate": 60, "transformers": 39, "lightning": 60}
 """How many steps of the optimizer an example makes in one process: 3 epochs, each with an evaluation at its end."""
+RANKS = [pytest.param(1, id="alone"), pytest.param(2, id="ddp", marks=pytest.mark.nightly)]
 ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -42,15 +43,33 @@ def moments(steps: int, ranks: int, seed: int) -> list[tuple[str, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, id="alone"), pytest.param(2, id="ddp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("library", STEPS)
 def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path, library: str, ranks: int) -> None:
+    ends_alike(cluster, tmp_path, library, [str(EXAMPLE.with_name(f"with_{library}.py"))], ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("start", ["warm", pytest.param("no-warm", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_killed_script_that_does_not_know_us_ends_like_one_that_was_not(
+    cluster: Cluster, tmp_path: Path, library: str, ranks: int, start: str
+) -> None:
+    script = KILLED.with_name(f"plain_{library}.py")
+    assert "resilient" not in script.read_text()
+    output = ends_alike(cluster, tmp_path, library, [str(script)], ranks, "--rr-auto", f"--rr-{start}-workers")
+    assert f"--rr-auto protects {library}.Trainer: every step" in output
+    assert "--rr-auto protects nothing" not in output
+
+
+def ends_alike(cluster: Cluster, tmp_path: Path, library: str, script: list[str], ranks: int, *options: str) -> str:
+    """Kill a script at three moments; it must end like one that nobody disturbed. Return what it printed."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed (extra zoo)")
-    example = str(EXAMPLE.with_name(f"with_{library}.py"))
-    command = [sys.executable, *TORCHRUN, str(ranks), example] if ranks > 1 else [sys.executable, "-P", example]
+    whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
+    command = [sys.executable, *TORCHRUN, str(ranks), *script] if ranks > 1 else [sys.executable, "-P", *script]
     reference = subprocess.run(
-        command, env={**os.environ, **ENVIRON}, capture_output=True, text=True, timeout=250, cwd=tmp_path
+        [*command, whole], env={**os.environ, **ENVIRON}, capture_output=True, text=True, timeout=250, cwd=tmp_path
     )
     assert reference.returncode == 0, reference.stderr
     (undisturbed,) = [line for line in reference.stdout.splitlines() if line.startswith("parameters ")]
@@ -58,13 +77,18 @@ def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path,
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     host = cluster.host("solo")
     host.forked = False
-    host.launch(["--standalone", "--nproc-per-node", str(ranks)], [str(KILLED), str(tmp_path), example], **ENVIRON)
+    host.launch(
+        [*options, "--standalone", "--nproc-per-node", str(ranks)],
+        [str(KILLED), str(tmp_path), *script, killed],
+        **ENVIRON,
+    )
     assert host.wait(250) == 0, host.output
     assert len(list(tmp_path.glob("struck*"))) == len(kills), "a moment did not come"
     restored = [int(line) for line in (tmp_path / "restored0").read_text().split()]
     assert len(restored) >= 4
     assert min(restored[1:]) > 0, "it began at the beginning"
     assert undisturbed in host.output
+    return host.output
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning"])

@@ -25,7 +25,7 @@ EDGES = {
     "ckpt.transport": "ckpt.errors ckpt.format ckpt.link ckpt.capture",
     "ckpt.convert": "ckpt.errors ckpt.format ckpt.state",
     "ckpt": "ckpt.*",
-    "ckpt.integrations": "ckpt ckpt.state ckpt.errors",
+    "ckpt.integrations": "ckpt ckpt.state ckpt.errors ckpt.format",
     "daemon.trust": "ckpt.errors ckpt.format",
     "daemon.etcd": "daemon.trust",
     "daemon.base": "daemon.trust daemon.etcd ckpt.errors ckpt.format",

@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import CodeType, ModuleType
 from typing import Any, Final, NoReturn, Protocol
@@ -31,7 +31,7 @@ _WATCHED: Final = {
     "pytorch_lightning.trainer.trainer": ("fit", None),
 }
 _FRAMEWORKS: Final = frozenset({"builtins", "torch", "transformers", "lightning", "resilient_run"})
-_END_S: Final = 60.0
+_END_S: Final = 30.0
 
 
 class Hook(Protocol):
@@ -66,13 +66,20 @@ def watch(module: ModuleType, hook: Hook) -> None:
         with hook.training():
             if not hook.is_here():
                 return original(trainer, *args, **kwargs)
-            if integration is None:
-                hook.protects_nothing(
-                    f"{module.__name__.partition('.')[0]} is not supported: import lightning.pytorch in its place"
-                )
+            with _protected(trainer, args, kwargs):
                 return original(trainer, *args, **kwargs)
-            with import_module(integration, __package__).protected(trainer, hook, args, kwargs):
-                return original(trainer, *args, **kwargs)
+
+    def _protected(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        framework = module.__name__.partition(".")[0]
+        try:
+            if integration is not None:
+                protected: AbstractContextManager[None]
+                protected = import_module(integration, __package__).protected(trainer, hook, args, kwargs)
+                return protected
+            hook.protects_nothing(f"{framework} is not supported: import lightning.pytorch in its place")
+        except Exception as error:  # noqa: BLE001 - of another version, for example
+            hook.protects_nothing(f"{framework}.Trainer: {short(error)}")
+        return nullcontext()
 
     setattr(module.Trainer, method, watched)
 
@@ -303,8 +310,9 @@ class Attributes:
 
     def _glance(self) -> Iterator[tuple[str, str]]:
         for thing, names in self._things:
-            for name in vars(thing).keys() & names:
-                yield f"{type(thing).__name__}.{name}", _look(vars(thing)[name])
+            attributes = getattr(thing, "__dict__", {})
+            for name in attributes.keys() & names:
+                yield f"{type(thing).__name__}.{name}", _look(attributes[name])
 
 
 def _look(value: Any) -> str:
@@ -318,7 +326,6 @@ def _look(value: Any) -> str:
         return f"{id(value)}"
 
 
-@functools.cache
 def _own_names(kind: type) -> frozenset[str]:
     """Return the names of attributes in the methods of a script's own classes that a framework's do not have."""
     own: set[str] = set()

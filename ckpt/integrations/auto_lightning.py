@@ -43,10 +43,9 @@ class _Unasked(ResilientCallback):
         try:
             refuse(trainer)
             _refuse_files(pl_module)
-        except StateError as error:
+            self._fit = _UnaskedFit(trainer, self._hook)
+        except Exception as error:  # noqa: BLE001 - of another version, for example
             self._hook.protects_nothing(f"{_WHAT}: {short(error)}")
-            return
-        self._fit = _UnaskedFit(trainer, self._hook)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Let no restart take what comes next for this training."""

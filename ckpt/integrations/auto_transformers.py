@@ -16,33 +16,33 @@ _MAY_OVERRIDE: Final = frozenset({"_evaluate", "_save_checkpoint"})
 @contextmanager
 def protected(trainer: Any, hook: Hook, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Protect the `train()` that is called in the block with these arguments, or say why not."""
-    if isinstance(trainer, _Unasked) or not may_begin(hook, protects_itself=isinstance(trainer, ResilientMixin)):
-        yield
-        return
-    if reason := _refused(trainer, kwargs.get("trial", args[1] if len(args) > 1 else None)):
-        hook.protects_nothing(f"{_WHAT}: {reason}")
-        yield
-        return
-    made = type(trainer)
-    # The name is the same: some write it into what they save.
-    names = {"__module__": made.__module__, "__qualname__": made.__qualname__, "__doc__": made.__doc__}
-    trainer.__class__ = type(made.__name__, (_Unasked, made), names)
-    trainer._hook = hook
-    trainer._unasked = None
-    try:
-        yield
-    finally:
-        if isinstance(trainer, _Unasked):
-            _give_back(trainer)
+    if not isinstance(trainer, _Unasked) and may_begin(hook, protects_itself=isinstance(trainer, ResilientMixin)):
+        refusal = _take(trainer, hook, kwargs.get("trial", args[1] if len(args) > 1 else None))
+        if refusal is not None:
+            hook.protects_nothing(f"{_WHAT}: {refusal}")
+        else:
+            try:
+                yield
+            finally:
+                if isinstance(trainer, _Unasked):
+                    _give_back(trainer)
+            return
+    yield
 
 
-def _refused(trainer: Any, trial: Any) -> str | None:
-    """Return why a training cannot be protected, as far as that is known before it begins."""
+def _take(trainer: Any, hook: Hook, trial: Any) -> str | None:
+    """Make a trainer one of ours; or return why that cannot be, as far as it is known before it trains."""
     try:
         _refuse_overrides(trainer)
         refuse(trainer, trial)
-    except (StateError, ImportError) as error:
+        made = type(trainer)
+        # The name is the same: some write it into what they save.
+        names = {"__module__": made.__module__, "__qualname__": made.__qualname__, "__doc__": made.__doc__}
+        trainer.__class__ = type(made.__name__, (_Unasked, made), names)
+    except Exception as error:  # noqa: BLE001 - a class of the script's may forbid it
         return short(error)
+    trainer._hook = hook
+    trainer._unasked = None
     return None
 
 
@@ -91,7 +91,7 @@ class _Unasked(ResilientMixin):
             del self._prepare_for_training
             return prepared
 
-        self._prepare_for_training = handed  # type: ignore[method-assign]
+        self.__dict__["_prepare_for_training"] = handed
 
     def _run_epoch(self, **arguments: Any) -> None:
         self._attributes.begin()

@@ -104,14 +104,15 @@ class Fit:
         self._completed = 0
         self._restored: AfterRestore | None = None
         self.checkpointer: Checkpointer | None = None
-        self._hooks = (
+        hooks = (
             (self._loop, "_load_combined_loader_states", self._begin),
             (self._epoch_loop, "reset", self._reset),
             (self._epoch_loop, "on_run_start", self._start_epoch),
             (self._epoch_loop, "on_advance_end", self._end_batch),
         )
-        for owner, name, hook in self._hooks:
-            setattr(owner, name, functools.partial(hook, getattr(owner, name)))
+        self._hooks = [(owner, name, functools.partial(hook, getattr(owner, name))) for owner, name, hook in hooks]
+        for owner, name, replacement in self._hooks:
+            setattr(owner, name, replacement)
 
     def close(self) -> None:
         """Give the loops their methods back, and detach."""

@@ -79,10 +79,15 @@ class ResilientMixin(_Trainer):
         """Restore: only now is the epoch to begin with not yet fixed."""
         trainer_module()
         refuse(self, trial)
-        begin = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        begin: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
+        )
         self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
-        self._run = self._begin_run()
-        return begin if self._run is None or self._run.resumed is None else (self._run.resumed["epoch"], 0)
+        run = self._begin_run()
+        if run is None:
+            return begin
+        self._run = run
+        return begin if run.resumed is None else (run.resumed["epoch"], 0)
 
     def _begin_run(self) -> "Run | None":
         return Run(self, Checkpointer)

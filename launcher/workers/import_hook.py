@@ -51,7 +51,7 @@ class ImportHook:
 
     def install(self) -> None:
         """Begin to wait; what was imported beforehand counts as imported now."""
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self)
         for name in sorted(self._waiting & sys.modules.keys()):
             self._waiting.discard(name)
             self.imported(sys.modules[name])

@@ -86,7 +86,7 @@ def hold() -> None:
 def _serve(control: socket.socket) -> bool:
     """Return in a worker, whether the user has a ``sitecustomize``."""
     control.set_inheritable(False)
-    has_sitecustomize = _import_hook.import_hidden_sitecustomize(os.path.dirname(__file__))
+    has_sitecustomize: bool = _import_hook.import_hidden_sitecustomize(os.path.dirname(__file__))
     sys.meta_path.append(_unfound)
     changed = _changed_variable()
     bind = _ours("prctl").death_with_parent(os.getppid())
