@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,6 +122,8 @@ def _imports_beforehand(launcher: "subprocess.Popen[str] | None") -> bool:
     for child in psutil.Process(launcher.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
             for zygote in child.children():
-                if zygote.cmdline()[1:2] == ["-u"] and zygote.cpu_times().user > 1 and zygote.status() == "sleeping":
+                before_s = zygote.cpu_times().user
+                time.sleep(2)
+                if zygote.cmdline()[1:2] == ["-u"] and zygote.cpu_times().user == before_s > 0.2:
                     return True
     return False
