@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -24,13 +24,13 @@ from ..format.manifest import parse
 from ..format.slot import Slot
 from ..state.tree import entries, unflatten
 from .position import excuses
+from .remembered import Remembered, own_names
 
 _WATCHED: Final = {
     "transformers.trainer": ("train", ".auto_transformers"),
     "lightning.pytorch.trainer.trainer": ("fit", ".auto_lightning"),
     "pytorch_lightning.trainer.trainer": ("fit", None),
 }
-_FRAMEWORKS: Final = frozenset({"builtins", "torch", "transformers", "lightning", "resilient_run"})
 _END_S: Final = 30.0
 
 
@@ -152,14 +152,13 @@ class UnaskedCheckpointer(Checkpointer):
         """Keep a step if that can be done."""
         if self._has_left:
             return
-        number = self._step + 1 if n is None else n
         try:
             if isinstance(self._late, str):
                 self._doubt(self._late)
             elif self._late is not None:
                 raise self._late
             # What counts steps is seen at the first one, before anything is kept; what changes later, later.
-            if number & (number - 1) == 0 and (changed := self._attributes.changed()):
+            if changed := self._attributes.changed():
                 self._doubt(f"{changed} changes in training, and no checkpoint has it")
             if not self._has_left:
                 super().step(n)
@@ -286,27 +285,33 @@ def begun(
 
 
 class Attributes:
-    """Attributes that a script's own classes give objects of a framework: no checkpoint has them.
+    """Attributes that a script's own classes give objects of a framework, and what else the script remembers.
+
+    No checkpoint has them.
 
     Args:
         things: The objects.
+        roots: Name → object of the script that the framework's objects hold.
     """
 
-    def __init__(self, things: Iterable[Any]) -> None:
-        self._things = [(thing, names) for thing in things if (names := _own_names(type(thing)))]
+    def __init__(self, things: Iterable[Any], roots: Mapping[str, Any]) -> None:
+        self._remembered = Remembered(roots)
+        self._things = [(thing, names) for thing in things if (names := own_names(type(thing)))]
         self._before: dict[str, str] | None = None
 
     def begin(self) -> None:
         """Remember them, once: what begins a training has set them by now."""
         if self._before is None:
             self._before = dict(self._glance())
+        self._remembered.begin()
 
     def changed(self) -> str | None:
         """Return the name of one that is not what it was, None if all are."""
         if self._before is None:
             return None
         now = dict(self._glance())
-        return next((name for name in self._before | now if self._before.get(name) != now.get(name)), None)
+        changed = next((name for name in self._before | now if self._before.get(name) != now.get(name)), None)
+        return changed or self._remembered.changed()
 
     def _glance(self) -> Iterator[tuple[str, str]]:
         for thing, names in self._things:
@@ -324,26 +329,6 @@ def _look(value: Any) -> str:
         return f"{id(value)} {len(value)}"
     except Exception:  # noqa: BLE001 - a class may do anything there
         return f"{id(value)}"
-
-
-def _own_names(kind: type) -> frozenset[str]:
-    """Return the names of attributes in the methods of a script's own classes that a framework's do not have."""
-    own: set[str] = set()
-    known: set[str] = set()
-    for each in kind.__mro__:
-        names = known if each.__module__.partition(".")[0] in _FRAMEWORKS else own
-        names.update(name for member in vars(each).values() for name in _names(member))
-    return frozenset(own - known)
-
-
-def _names(member: Any) -> Iterator[str]:
-    for function in (member, *(getattr(member, name, None) for name in ("fget", "fset", "__func__", "__wrapped__"))):
-        code = getattr(function, "__code__", None)
-        remaining = [code] if isinstance(code, CodeType) else []
-        while remaining:
-            found = remaining.pop()
-            yield from found.co_names
-            remaining += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
 
 
 def short(reason: object) -> str:

@@ -72,7 +72,9 @@ class _UnaskedFit(Fit):
         self._is_followed = True
         self.unasked: UnaskedCheckpointer | None = None
         callbacks = [each for each in trainer.callbacks if not isinstance(each, ResilientCallback)]
-        self._attributes = Attributes([trainer.lightning_module, *filter(None, [trainer.datamodule]), *callbacks])
+        things = [trainer.lightning_module, *filter(None, [trainer.datamodule]), *callbacks]
+        loaders = list(self._loop._combined_loader.flattened) if self._loop._combined_loader is not None else []
+        self._attributes = Attributes(things, {"module": things[0], "callbacks": callbacks, "loaders": loaders})
 
     def close(self) -> None:
         """Give the loops their methods back, once, and detach."""

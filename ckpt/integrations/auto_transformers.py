@@ -67,7 +67,9 @@ class _Unasked(ResilientMixin):
     def _begin_run(self) -> Run | None:
         hook = self._hook
         silent = [each for each in self.callback_handler.callbacks if not hasattr(each, "state_dict")]
-        self._attributes = Attributes([self, *silent])
+        held = ("model", "data_collator", "train_dataset", "compute_loss_func", "compute_metrics")
+        roots = {name: getattr(self, name, None) for name in held}
+        self._attributes = Attributes([self, *silent], {**roots, "callbacks": silent})
         run: Run | None = begun(
             hook, lambda: Run(self, functools.partial(self._make, hook)), lambda: self._unasked, _WHAT
         )
