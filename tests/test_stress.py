@@ -226,22 +226,26 @@ def test_a_full_process_table_is_survived(cluster: Cluster, gate: Gate, etcd_end
         (group / "pids.max").read_text()
     except OSError as error:
         pytest.skip(f"needs the right to limit processes below {PIDS}: {error}")
+    opened = contextlib.ExitStack()
     try:
         config = tmp_path / "config.toml"
         config.write_text("[persist]\nevery_steps = 2\nevery_s = 0\n")
         pair = launch_pair(
             cluster, gate, etcd_endpoint, "--rr-persist", str(tmp_path / "tier"), "--rr-config", str(config)
         )
-        clients = [Client(host.run_dir / "resilientd.sock") for host in pair]
+        clients = [opened.enter_context(contextlib.closing(Client(host.run_dir / "resilientd.sock"))) for host in pair]
         (group / "pids.max").write_text("1")
         for host in pair:
             (group / "cgroup.procs").write_text(str(host.daemon_pid()))
 
+        def shown() -> list[Any]:
+            return [client.request("status")["jobs"][0] for client in clients]
+
         def refused() -> bool:
             advance(gate)  # a tier is written to for a new step only
-            return any("thread" in str(client.request("status")["jobs"][0]["persist"]["error"]) for client in clients)
+            return any("thread" in str(job["persist"]["error"]) for job in shown())
 
-        wait_until(refused, timeout_s=60, what="a thread that cannot be started", pause_s=0.5)
+        wait_until(refused, timeout_s=60, what=lambda: f"a thread that cannot be started: {shown()}", pause_s=0.5)
         wait_for_commits(clients[0], gate)
         (group / "pids.max").write_text("max")
         published = set(published_steps(tmp_path / "tier"))
@@ -251,10 +255,10 @@ def test_a_full_process_table_is_survived(cluster: Cluster, gate: Gate, etcd_end
             return bool(set(published_steps(tmp_path / "tier")) - published)
 
         wait_until(published_again, timeout_s=60, what="a new publication", pause_s=0.1)
-        for client in clients:
-            client.close()
+        opened.close()
         kill_and_end(pair, gate)
     finally:
+        opened.close()
         cluster.close()
         wait_until(lambda: not (group / "cgroup.procs").read_text(), timeout_s=30, what="the daemons' end")
         group.rmdir()
