@@ -13,6 +13,7 @@ import torch.distributed as dist
 from framework_parts import Attempts
 from solo_daemon import SoloDaemon
 
+from resilient_run.ckpt.integrations import remembered
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 from resilient_run.launcher.netlab import NetLab, unavailable
@@ -81,6 +82,12 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt
     made.start()
     yield Attempts(made, monkeypatch)
     made.stop()
+
+
+@pytest.fixture
+def only_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Names the modules that count as the script under `--rr-auto`: a session of tests has imported hundreds more."""
+    return lambda *names: monkeypatch.setattr(remembered, "_is_script", lambda name, _: name in names)
 
 
 @pytest.fixture

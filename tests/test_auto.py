@@ -52,7 +52,8 @@ class Watch:
 
 
 @pytest.fixture
-def watch(attempt: Attempts, monkeypatch: pytest.MonkeyPatch) -> Watch:
+def watch(attempt: Attempts, monkeypatch: pytest.MonkeyPatch, only_script: Callable[..., None]) -> Watch:
+    only_script(__name__, "framework_parts")
     return Watch(attempt, monkeypatch)
 
 

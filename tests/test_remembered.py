@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from resilient_run.ckpt.integrations import remembered as looks
 from resilient_run.ckpt.integrations.remembered import Remembered
 
 SCALE = [1.0]
@@ -77,6 +78,11 @@ ROOTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def this_script(only_script: Callable[..., None]) -> None:
+    only_script(__name__)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -98,7 +104,7 @@ def test_a_change_is_seen_and_named(change: Callable[[], Any], name: str) -> Non
     remembered.begin()
     assert remembered.changed() is None
     change()
-    assert remembered.changed() == name
+    assert remembered.changed() == f"{name} changes in training, and no checkpoint has it"
 
 
 def test_what_a_trainer_holds_is_looked_at_where_no_global_leads_there() -> None:
@@ -106,7 +112,7 @@ def test_what_a_trainer_holds_is_looked_at_where_no_global_leads_there() -> None
     remembered = Remembered({"train_dataset": data})
     remembered.begin()
     data.random.random()
-    assert remembered.changed() == "train_dataset.random"
+    assert remembered.changed() == "train_dataset.random changes in training, and no checkpoint has it"
 
 
 def test_what_checkpoints_have_may_change() -> None:
@@ -118,6 +124,19 @@ def test_what_checkpoints_have_may_change() -> None:
     model.eval()
     random.random(), np.random.random(), torch.rand(1)
     assert remembered.changed() is None
+
+
+def test_more_than_can_be_looked_at_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [[[[number, inner]] for inner in range(64)] for number in range(64)]
+    remembered = Remembered({"many": many})
+    monkeypatch.setattr(looks, "_OBJECTS", 8000)
+    remembered.begin()
+    assert "more than 20000 objects" in (remembered.changed() or "")
+    remembered = Remembered({"many": many[:60]})
+    remembered.begin()
+    assert remembered.changed() is None
+    remembered._roots["many"].extend(many)
+    assert remembered.changed() is not None
 
 
 def test_it_looks_no_more_often_than_it_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:

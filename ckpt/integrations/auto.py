@@ -24,7 +24,7 @@ from ..format.manifest import parse
 from ..format.slot import Slot
 from ..state.tree import entries, unflatten
 from .position import excuses
-from .remembered import Remembered, own_names
+from .remembered import Remembered, difference, own_names
 
 _WATCHED: Final = {
     "transformers.trainer": ("train", ".auto_transformers"),
@@ -159,7 +159,7 @@ class UnaskedCheckpointer(Checkpointer):
                 raise self._late
             # What counts steps is seen at the first one, before anything is kept; what changes later, later.
             if changed := self._attributes.changed():
-                self._doubt(f"{changed} changes in training, and no checkpoint has it")
+                self._doubt(changed)
             if not self._has_left:
                 super().step(n)
         except InjectedFault:
@@ -306,12 +306,10 @@ class Attributes:
         self._remembered.begin()
 
     def changed(self) -> str | None:
-        """Return the name of one that is not what it was, None if all are."""
+        """Return what is not as it was or cannot be compared, None if all is."""
         if self._before is None:
             return None
-        now = dict(self._glance())
-        changed = next((name for name in self._before | now if self._before.get(name) != now.get(name)), None)
-        return changed or self._remembered.changed()
+        return difference(self._before, dict(self._glance())) or self._remembered.changed()
 
     def _glance(self) -> Iterator[tuple[str, str]]:
         for thing, names in self._things:

@@ -21,9 +21,10 @@ from torch import nn
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH: Final = 5
 _ELEMENTS: Final = 64
-_OBJECTS: Final = 5000
+_OBJECTS: Final = 20_000
 _ARRAY_BYTES: Final = 1 << 16
 _COST: Final = 0.01
+_TOO_MANY: Final = f"the script holds more than {_OBJECTS} objects, and no look can compare them all"
 
 
 class Remembered:
@@ -45,7 +46,7 @@ class Remembered:
             self._before = self._look()
 
     def changed(self) -> str | None:
-        """Return the name of something that is not what it was, None if nothing is or it is not yet time to look.
+        """Return what is not as it was or cannot be compared, None if all is or it is not yet time to look.
 
         The first looks are taken at once, later ones as often as they cost a hundredth of the time.
         """
@@ -56,7 +57,9 @@ class Remembered:
         ended_s = time.monotonic()
         self._looks += 1
         self._next_s = ended_s + (ended_s - began_s) / _COST
-        return next((name for name in self._before | now if self._before.get(name) != now.get(name)), None)
+        if _TOO_MANY in now:
+            return _TOO_MANY
+        return difference(self._before, now)
 
     def _look(self) -> dict[str, str]:
         script = {name: module for name, module in list(sys.modules.items()) if _is_script(name, module)}
@@ -66,7 +69,9 @@ class Remembered:
         for module in script.values():
             queue += [(name, value, 0) for name, value in list(vars(module).items()) if not name.startswith("__")]
         queue += [(name, value, 0) for name, value in self._roots.items()]
-        while queue and len(seen) < _OBJECTS:
+        while queue:
+            if len(seen) > _OBJECTS:
+                return {_TOO_MANY: ""}
             path, value, depth = queue.popleft()
             if isinstance(value, _PLAIN):
                 found[path] = repr(value)
@@ -77,6 +82,19 @@ class Remembered:
                 if depth < _DEPTH:
                     queue += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value, script)]
         return found
+
+
+def difference(before: dict[str, str], now: dict[str, str]) -> str | None:
+    """Return what has changed between two looks, None if nothing has.
+
+    Args:
+        before: Name → how it was.
+        now: Name → how it is.
+    """
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            return f"{name} changes in training, and no checkpoint has it"
+    return None
 
 
 def _is_script(name: str, module: Any) -> bool:
