@@ -1,11 +1,12 @@
 """Does training in 8 bits, in low rank and with local steps end at the loss of all-reduce?
 
-The example GPT, small (`convergence_examples.py`), trained by ranks in threads that talk over real Gloo connections.
-`int8`, `fp8` and `powersgd` sum the gradients of SGD, as under DDP with `register`. `local` trains replicas by AdamW,
-which meet every so many steps (`LocalSteps`, DiLoCo). Each is compared with all-reduce of the same optimizer, rate,
-seed and batches. The seeds of all-reduce say what noise is. How long a step takes is no question of this.
+An example, small (`convergence_examples.py`), trained by ranks in threads that talk over real Gloo connections. `int8`,
+`fp8` and `powersgd` sum the gradients of its optimizer (GPT: SGD, LSTM: Adagrad), as under DDP with `register`. `local`
+trains replicas by AdamW, which meet every so many steps (`LocalSteps`, DiLoCo). Each is compared with all-reduce of the
+same optimizer, rate, seed and batches. The seeds of all-reduce say what noise is. How long a step takes is no question
+of this.
 
-    python benchmarks/slow_network_convergence.py --json FILE.json --plot FILE.png
+    python benchmarks/slow_network_convergence.py --example lstm --json FILE.json --plot FILE.png
 """
 
 import math
@@ -46,7 +47,7 @@ class Variant:
         options: Of the scheme.
         local: Steps of a round; 0 sums the gradients of each step.
         averaged: Whether a round ends with the mean of the replicas, without outer momentum.
-        adamw: Whether the optimizer is AdamW, else the example's, which is SGD.
+        adamw: Whether the optimizer is AdamW, else the example's.
     """
 
     scheme: str = "dense"
@@ -76,10 +77,10 @@ VARIANTS: Final = {
 }
 
 
-def train(variant: Variant, *, ranks: int, steps: int, every: int, seed: int) -> list[float]:
+def train(variant: Variant, *, example: str, ranks: int, steps: int, every: int, seed: int) -> list[float]:
     """Return the loss on held-out text after each `every` steps; all ranks must end with the same parameters."""
     torch.set_num_threads(1)
-    examples = [EXAMPLES["gpt"](ranks, seed) for _ in range(ranks)]
+    examples = [EXAMPLES[example](ranks, seed) for _ in range(ranks)]
 
     def work(transport: Transport) -> tuple[list[float], Tensor]:
         return _train_rank(examples[transport.rank], transport, variant, steps=steps, every=every)
@@ -140,6 +141,7 @@ def average(together: BucketSum, parameters: Mapping[str, torch.nn.Parameter]) -
 def main() -> None:
     """Train, print and write."""
     arguments = parser(__doc__)
+    arguments.add_argument("--example", choices=sorted(EXAMPLES), default="gpt")
     arguments.add_argument("--ranks", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=600, help="a multiple of 50, the steps of the longest round")
     arguments.add_argument("--every", type=int, default=50)
@@ -150,7 +152,7 @@ def main() -> None:
     options = arguments.parse_args()
     wanted = {*options.variants, *(VARIANTS[label].reference for label in options.variants)}
     curves: dict[str, dict[int, list[float]]] = {label: {} for label in VARIANTS if label in wanted}
-    shape = {"ranks": options.ranks, "steps": options.steps, "every": options.every}
+    shape = {"example": options.example, "ranks": options.ranks, "steps": options.steps, "every": options.every}
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         started = {
             pool.submit(train, VARIANTS[label], **shape, seed=seed): (label, seed)
