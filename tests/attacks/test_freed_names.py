@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,7 @@ def job(public: Path) -> JobSlots:
     """A job that goes on, whose vault was removed."""
     vault = public / "vault"
     vault.mkdir(mode=0o700)
-    record = JobRecord(
-        run_id="run", host="a", incarnation=None, replicas=2, attached=False, launcher_pid=os.getpid()
-    )
+    record = JobRecord(run_id="run", host="a", incarnation=None, replicas=2, attached=False, launcher_pid=os.getpid())
     slots = Vault(vault, MemoryBudget(vault, None)).open(record)
     shutil.rmtree(vault)
     return slots
@@ -73,3 +72,26 @@ def test_no_state_goes_into_a_slot_of_another_user(job: JobSlots) -> None:
     for writable in (True, False):
         with pytest.raises(SlotError, match=r"belongs to uid \d+, not to uid 0"):
             Slot.open(path, writable=writable)
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_workers_run_nothing_from_where_the_import_hook_was(
+    free: bool, public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold workers of `--rr-auto` find it by PYTHONPATH, weeks later, too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(public))
+    hook = SiteHook(import_hook.__file__)
+    (directory,) = public.iterdir()
+    shutil.rmtree(directory)
+
+    def plant() -> None:
+        directory.mkdir()
+        (directory / "sitecustomize.py").write_text("import os; print('as uid', os.getuid())")
+
+    if not free:
+        assert as_mallory(plant) == 0
+    env = hook.environ({**os.environ, import_hook.AUTO: "begin", "RANK": "1"})
+    worker = [sys.executable, "-c", "import os; print('worker', os.environ.get('RESILIENT_AUTO_WORKER'))"]
+    assert subprocess.run(worker, env=env, capture_output=True, text=True, check=True).stdout == "worker None\n"
+    hook.close()
+    assert list(public.rglob("*.py")) == ([] if free else [directory / "sitecustomize.py"])
