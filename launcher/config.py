@@ -129,7 +129,7 @@ def options() -> list[click.Parameter]:
             type=click.Path(file_okay=False, readable=False, path_type=Path),
             envvar="RESILIENT_RUN_DIR",
             help="Directory of the daemon's socket. Default: /run/resilientd/<user> when a service serves there, else "
-            "$XDG_RUNTIME_DIR/resilient-run, else /tmp/resilient-run-<uid>.",
+            "$XDG_RUNTIME_DIR/resilient-run if that is not another user's, else /tmp/resilient-run-<uid>.",
         ),
         click.Option(
             ["--rr-shm-dir"],
