@@ -58,7 +58,7 @@ def export(
                 url = target or (_job(settings, run_id).get("persist") or {}).get("target")
                 if url is None:
                     raise click.ClickException(f"run {run_id!r} has no persistent tier here; give --target")
-                pair, slots = fetch_slots(Tier(url, run_id), step, scratch)
+                pair, slots = fetch_slots(Tier(url, run_id, of_others=target is not None), step, scratch)
             for slot in slots:
                 stack.callback(slot.close)
             write(slots, to, format_)
