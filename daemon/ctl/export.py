@@ -11,6 +11,7 @@ from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
 from ..base.settings import Settings
+from ..base.target import check_target
 from ..run.rounds import Pair
 from ..tier.slots import fetch_slots
 from ..tier.tier import Tier
@@ -28,7 +29,14 @@ from .ask import ask
     show_default=True,
     help="The slots of this host, or the persistent tier.",
 )
-@click.option("--target", metavar="URL", help="The persistent tier. Default: what the run's daemon here uses.")
+@click.option(
+    "--target",
+    metavar="URL",
+    envvar="RESILIENT_PERSIST",
+    show_envvar=True,
+    callback=check_target,
+    help="The persistent tier. Default: what the run's daemon here uses.",
+)
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Directory (dcp) or file (torch) to write.")
 @click.option(
     "--format", "format_", type=click.Choice(["dcp", "torch"]), default="dcp", show_default=True, help="What to write."

@@ -121,8 +121,7 @@ class Tier:
         self._of_others = of_others
         self._opening = threading.Lock()
         self._manifests: dict[Pair, Persisted] = {}
-        # The target may have a password in it.
-        self.shown = re.sub(r"//[^/]*@", "//…@", target)
+        self.shown = _without_password(target)
         """The target, for people."""
 
     def check(self) -> None:
@@ -361,7 +360,9 @@ class Tier:
         except CheckpointError:
             raise
         except Exception as error:  # the boundary to libraries that raise classes of their own
-            raise TierError(f"{self.shown}: cannot {doing}: {type(error).__name__}: {error}") from error
+            raise TierError(
+                f"{self.shown}: cannot {doing}: {type(error).__name__}: {_without_password(str(error))}"
+            ) from error
 
 
 async def call(tier: Tier, function: Callable[..., _T], *args: Any, background: bool = False) -> _T:
@@ -390,6 +391,11 @@ def superfluous(found: Mapping[Pair, bool], keep: int) -> list[Pair]:
     """
     kept = sorted(pair for pair, is_published in found.items() if is_published)[-keep:]
     return sorted(pair for pair in found if kept and pair < kept[-1] and pair not in kept)
+
+
+def _without_password(text: str) -> str:
+    """Return what may be logged of text with URLs in it."""
+    return re.sub(r"://[^/\s]*@", "://…@", text)
 
 
 def _name_of(pair: Pair) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,6 +41,18 @@ def withheld() -> Iterator[None]:
 def secret_variable(name: str) -> str | None:
     """Return the secret that this process was given in an environment variable, also while it is `withheld`."""
     return _withheld.get(name, os.environ.get(name))
+
+
+def refuse_password(url: str) -> None:
+    """Check that no password stands in `url`, which was given on a command line, as in ``ftp://user:password@host``.
+
+    Raises:
+        ValueError: One does; it is not in the message.
+    """
+    if re.search(r"://[^/]*:[^/]*@", url):
+        raise ValueError(
+            "the password in the URL can be read in the process list by everyone on this host; set RESILIENT_PERSIST"
+        )
 
 
 def make_key(path: Path) -> None:
