@@ -16,9 +16,8 @@ from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.base.spec import parse_ports
-from resilient_run.daemon.base.target import check_target
 from resilient_run.daemon.trust.private import open_to_append
-from resilient_run.daemon.trust.secret import find_key
+from resilient_run.daemon.trust.secret import check_url, find_key
 
 _SOCKET_PATH_MAX_BYTES = 107
 _UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -228,7 +227,7 @@ def options() -> list[click.Parameter]:
             ["--rr-persist"],
             metavar="URL",
             envvar="RESILIENT_PERSIST",
-            callback=check_target,
+            callback=check_url,
             help="Directory or fsspec URL that every host reaches: committed steps are also written there. Short for "
             "persist.target in the configuration file.",
         ),

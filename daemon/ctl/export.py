@@ -11,10 +11,10 @@ from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
 from ..base.settings import Settings
-from ..base.target import check_target
 from ..run.rounds import Pair
 from ..tier.slots import fetch_slots
 from ..tier.tier import Tier
+from ..trust.secret import check_url
 from .ask import ask
 
 
@@ -34,7 +34,7 @@ from .ask import ask
     metavar="URL",
     envvar="RESILIENT_PERSIST",
     show_envvar=True,
-    callback=check_target,
+    callback=check_url,
     help="The persistent tier. Default: what the run's daemon here uses.",
 )
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Directory (dcp) or file (torch) to write.")

@@ -10,11 +10,11 @@ from resilient_run.ckpt.errors import CheckpointError
 
 from ..base.fields import Fields
 from ..base.settings import Settings
-from ..base.target import check_target
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
 from ..tier.imports import write_import
 from ..tier.tier import Tier
+from ..trust.secret import check_url
 from .ask import ask
 from .etcd import check_run_id, etcd_options, parse_etcd
 
@@ -28,7 +28,7 @@ from .etcd import check_run_id, etcd_options, parse_etcd
     required=True,
     envvar="RESILIENT_PERSIST",
     show_envvar=True,
-    callback=check_target,
+    callback=check_url,
     help="The run's persistent tier (--rr-persist).",
 )
 @click.option("--step", type=click.IntRange(min=1), help="Completed steps. Default: what `export` wrote there.")

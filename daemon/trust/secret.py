@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import click
+from click.core import ParameterSource
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -43,16 +45,20 @@ def secret_variable(name: str) -> str | None:
     return _withheld.get(name, os.environ.get(name))
 
 
-def refuse_password(url: str) -> None:
-    """Check that no password stands in `url`, which was given on a command line, as in ``ftp://user:password@host``.
+def check_url(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return the value of an option that is a URL or a path, as click wants it from a callback.
 
     Raises:
-        ValueError: One does; it is not in the message.
+        click.BadParameter: A password stands in it, as in ``ftp://user:password@host``, on the command line.
     """
-    if re.search(r"://[^/]*:[^/]*@", url):
-        raise ValueError(
-            "the password in the URL can be read in the process list by everyone on this host; set RESILIENT_PERSIST"
+    told = value is not None and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+    if told and re.search(r"://[^/]*:[^/]*@", value or ""):
+        raise click.BadParameter(
+            "the password in the URL can be read in the process list by everyone on this host; set RESILIENT_PERSIST",
+            ctx,
+            param,
         )
+    return value
 
 
 def make_key(path: Path) -> None:
