@@ -1,60 +1,108 @@
-"""Does SparDL learn as fast as top-k all-gather, and what do its residuals do for that (SparDL, Figure 8)?
+"""Does SparDL learn as fast as top-k all-gather, with its residuals and by its teams (SparDL, Figures 5, 7 and 8)?
 
 A small model of real text (`tests/byte_model.py`) is trained with plain SGD by ranks in threads, whose gradients go
 through real Gloo connections. All runs have the same seeds, so they differ in the scheme alone. The time axis is steps:
 how long a step takes is the question of `spardl.py`.
+
+Of B-SAG it also says, for the first block, how many elements all teams sent together, over how many the block keeps,
+and which share of those a team sent: means of `--every` steps.
 """
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, get_args
 
 import torch
 from convergence import plot
 from report import Summary, parser, table, write_json
+from torch import Tensor
 
 from resilient_run.comm.baselines.gtopk import GTopk
 from resilient_run.comm.baselines.ok_topk import OkTopk
 from resilient_run.comm.baselines.topk_a import TopkA
+from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.scheme import Dense, Scheme
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.spardl.spardl import SparDL
+from resilient_run.comm.spardl.spardl import Residuals, SparDL
+from resilient_run.comm.spardl.teams import Width, default_gather
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from byte_model import train
 
 
-def variants(density: float) -> dict[str, Callable[[Transport], Scheme]]:
-    """Return the schemes to compare; those of SparDL by teams and residuals."""
-    return {
+class Watched(SparDL):
+    """SparDL with B-SAG that notes after each step what that did with the first block.
+
+    Args:
+        transport: As of `SparDL`.
+        seen: Gets, from rank 0, the union of all teams' elements and what a team sent, both over what is kept.
+        options: As of `SparDL`.
+    """
+
+    def __init__(self, transport: Transport, *, seen: list[tuple[float, float]], **options: Any) -> None:
+        super().__init__(transport, **options)
+        self._seen = seen
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Sum as `SparDL` does."""
+        before = self.state_dict()["memories"].get(key)
+        total = super().reduce(key, gradient)
+        after = self.state_dict()["memories"][key]
+        if self.transport.rank == 0:
+            quota = kept_of(gradient.numel(), self.density) * after["teams"] // self.transport.size
+            width = Width.first(quota, after["teams"]) if before is None else Width(**before["width"])
+            self._seen.append((after["width"]["union"] / quota, round(width.h) / quota))
+        return total
+
+
+def variants(density: float, ranks: int, seen: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Return the schemes to compare; those of SparDL by teams and residuals. B-SAG is noted in `seen`."""
+    found: dict[str, Callable[[Transport], Scheme]] = {
         "dense": Dense,
         "topk-a": lambda transport: TopkA(transport, density=density),
         "spardl": lambda transport: SparDL(transport, density=density),
-        "spardl, one team": lambda transport: SparDL(transport, density=density, teams=1),
-        "spardl, B-SAG": lambda transport: SparDL(transport, density=density, gather="bruck"),
-        "spardl, partial": lambda transport: SparDL(transport, density=density, residuals="partial"),
-        "spardl, local": lambda transport: SparDL(transport, density=density, residuals="local"),
-        "gtopk": lambda transport: GTopk(transport, density=density),
-        "ok-topk": lambda transport: OkTopk(transport, density=density),
     }
+    for teams in (teams for teams in range(1, ranks + 1) if ranks % teams == 0):
+        if default_gather(teams) == "recursive":
+            found[f"spardl, {teams} teams, R-SAG"] = partial(SparDL, density=density, teams=teams)
+        if teams > 1:
+            name = f"spardl, {teams} teams, B-SAG"
+            watch = seen.setdefault(name, [])
+            found[name] = partial(Watched, seen=watch, density=density, teams=teams, gather="bruck")
+    pair = 1 if ranks % 2 else 2
+    for residuals in get_args(Residuals):
+        if residuals != "global":
+            found[f"spardl, {residuals}"] = partial(SparDL, density=density, teams=pair, residuals=residuals)
+    if default_gather(ranks) == "recursive":
+        found["gtopk"] = lambda transport: GTopk(transport, density=density)
+    found["ok-topk"] = lambda transport: OkTopk(transport, density=density)
+    return found
 
 
 def main() -> None:
     """Train, print and write."""
     arguments = parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=8, help="a power of two, for gtopk")
+    arguments.add_argument("--ranks", type=int, default=8, help="gtopk needs a power of two")
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--every", type=int, default=50)
     arguments.add_argument("--density", type=float, default=0.01)
     arguments.add_argument("--learning-rate", type=float, default=0.2)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--schemes", nargs="+", metavar="NAME", help="all if not given")
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     curves = {}
-    for name, scheme_of in variants(options.density).items():
+    seen: dict[str, list[tuple[float, float]]] = {}
+    known = variants(options.density, options.ranks, seen)
+    if unknown := set(options.schemes or ()) - known.keys():
+        arguments.error(f"{options.ranks} ranks have no {', '.join(sorted(unknown))}; known are {'; '.join(known)}")
+    for name in options.schemes or known:
+        scheme_of = known[name]
         curves[name] = [
             train(
                 scheme_of,
@@ -66,14 +114,37 @@ def main() -> None:
             )
             for seed in options.seeds
         ]
-        mean = [sum(losses) / len(losses) for losses in zip(*curves[name], strict=True)]
-        results[name] = {"loss": mean, "last": Summary.of(curve[-1] for curve in curves[name])}
+        results[name] = {
+            "loss": [mean(losses) for losses in zip(*curves[name], strict=True)],
+            "last": Summary.of(curve[-1] for curve in curves[name]),
+        }
         print(f"{name}: {results[name]['last']:.4f}", flush=True)
-    reference = results["topk-a"]["last"].median
+        if watched := seen.get(name):
+            for place, what in enumerate(("union", "sent")):
+                results[name][f"{what}_over_kept"] = [
+                    mean(
+                        each[place]
+                        for index, each in enumerate(watched)
+                        if index % options.steps // options.every == part
+                    )
+                    for part in range(-(-options.steps // options.every))
+                ]
+    reference = next(iter(results))
     table(
         f"Loss after {options.steps} steps, {options.ranks} ranks, density {options.density:g}",
-        ("scheme", "loss", "over topk-a"),
-        [(name, f"{found['last']:.4f}", f"{found['last'].median - reference:+.4f}") for name, found in results.items()],
+        ("scheme", "loss", f"over {reference}", "union over kept", "sent over kept"),
+        [
+            (
+                name,
+                f"{found['last']:.4f}",
+                f"{found['last'].median - results[reference]['last'].median:+.4f}",
+                *(
+                    f"{Summary.of(found[key]):.2f}" if key in found else ""
+                    for key in ("union_over_kept", "sent_over_kept")
+                ),
+            )
+            for name, found in results.items()
+        ],
     )
     parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
     write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)

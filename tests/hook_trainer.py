@@ -3,7 +3,7 @@
     torchrun … tests/hook_trainer.py none zen zen+sparse …
 
 Each variant is a scheme, or none for plain DDP, and switches: sparse (gradients of the table), hosts (two ranks each),
-accumulate (two backward passes per step), nan (one appears), bruck (between SparDL's teams), hsdp (FSDP2 with two
+accumulate (two backward passes per step), nan (one appears), bruck (between two teams of SparDL), hsdp (FSDP2 with two
 replicas instead of DDP; then also the scheme topk and the switches three, for three replicas, and hold, which
 accumulates before the reduce-scatter).
 Variants are trained one after the other, but side by side under `resilient-run`: one checkpoint has them all.
@@ -75,7 +75,7 @@ def parallelized(model: nn.Module, scheme: str, switches: list[str]) -> tuple[nn
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
     if scheme == "none":
         return parallel, None
-    gather = {"gather": "bruck"} if "bruck" in switches else {}
+    gather = {"gather": "bruck", "teams": 2} if "bruck" in switches else {}
     return parallel, register(parallel, scheme, ranks_per_host=2 if "hosts" in switches else 1, **gather)
 
 

@@ -1,6 +1,8 @@
 """SparDL on real connections, 1 to 16 ranks: nothing is lost, all ranks agree, and words are as the paper says."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +10,12 @@ from gradients import Run, check_all_agree, check_nothing_lost, gradient, lost_s
 from ranks import run_ranks
 from torch import Tensor
 
-from resilient_run.comm.baselines.spardl_cost import log2_rounds, spardl_cost
 from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.spardl.spardl import SparDL
+from resilient_run.comm.spardl.cost import choose_teams, log2_rounds, spardl_cost
+from resilient_run.comm.spardl.spardl import ALPHA_S, BETA_S, SparDL
 from resilient_run.comm.spardl.srs import sending_bags
 from resilient_run.comm.spardl.teams import Teams, Width
 
@@ -160,6 +162,173 @@ def test_restored_state_goes_on_bit_for_bit(gather: str) -> None:
         assert all(map(torch.equal, undisturbed.residuals, restored.residuals))
 
 
+def way_of(scheme: SparDL, key: str = "w") -> tuple[int, str]:
+    memory = scheme.state_dict()["memories"][key]
+    return memory["teams"], memory["gather"]
+
+
+SLOW_MESSAGES = {"alpha_s": 1.0, "beta_s": 1e-9}
+SLOW_WORDS = {"alpha_s": 1e-9, "beta_s": 1.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 6, 7])
+def test_the_cost_model_chooses_the_teams_of_each_gradient(ranks: int) -> None:
+    numels = {"small": 2000, "large": 200_000}
+
+    def work(transport: Transport) -> list[dict[str, tuple[int, str]]]:
+        made = [SparDL(transport), *(SparDL(transport, **network) for network in (SLOW_MESSAGES, SLOW_WORDS))]
+        for scheme in made:
+            for key, numel in numels.items():
+                scheme.reduce(key, gradient(transport.rank, 0, numel))
+        return [{key: way_of(scheme, key) for key in numels} for scheme in made]
+
+    found = run_ranks(ranks, work)
+    assert all(each == found[0] for each in found)
+    for ways, network in zip(
+        found[0], ({"alpha_s": ALPHA_S, "beta_s": BETA_S}, SLOW_MESSAGES, SLOW_WORDS), strict=True
+    ):
+        for key, numel in numels.items():
+            choice = choose_teams(ranks, kept_of(numel, 0.01), **network)
+            assert ways[key] == (choice.teams, choice.gather)
+    if ranks == 4:
+        assert [ways["small"][0] for ways in found[0]] == [4, 4, 2], "the default is a network of 1 Gbit/s"
+    if ranks == 6:
+        assert found[0][2]["large"] == (2, "recursive")
+        assert found[0][1]["large"][0] == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        (SLOW_MESSAGES, SLOW_WORDS, (6, "bruck")),
+        (SLOW_WORDS, SLOW_MESSAGES, (2, "recursive")),
+        ({"teams": 3}, {}, (3, "bruck")),
+        ({"teams": 2, "gather": "bruck"}, {"gather": "bruck"}, (2, "bruck")),
+        ({"teams": 3}, {"teams": 3}, (3, "bruck")),
+    ],
+)
+def test_restored_state_keeps_the_teams_that_it_had(
+    first: dict[str, Any], then: dict[str, Any], expected: tuple[int, str]
+) -> None:
+    def work(transport: Transport) -> tuple[Run, Run, tuple[int, str]]:
+        scheme, restored = SparDL(transport, density=0.05, **first), SparDL(transport, density=0.05, **then)
+        inputs = [gradient(transport.rank, step, NUMEL) for step in range(6)]
+        run_steps(scheme, inputs[:3])
+        saved = deepcopy(scheme.state_dict())
+        undisturbed = run_steps(scheme, inputs[3:])
+        restored.load_state_dict(saved)
+        return undisturbed, run_steps(restored, inputs[3:]), way_of(restored)
+
+    for undisturbed, restored, way in run_ranks(6, work):
+        assert way == expected
+        assert all(map(torch.equal, undisturbed.totals, restored.totals))
+        assert all(map(torch.equal, undisturbed.residuals, restored.residuals))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        ({"teams": 3}, {"teams": 6}, (6, "bruck")),
+        ({"teams": 6}, {"teams": 3}, (3, "bruck")),
+        ({"teams": 2, "gather": "bruck"}, {"teams": 2}, (2, "recursive")),
+        ({"teams": 3}, {"gather": "recursive"}, (2, "recursive")),
+    ],
+)
+def test_restored_state_goes_on_with_other_teams_where_they_are_given(
+    first: dict[str, Any], then: dict[str, Any], expected: tuple[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of the residuals is lost, and widths, which are those of other teams, begin again."""
+
+    def work(transport: Transport) -> tuple[Run, Run, tuple[int, str]]:
+        scheme, restored = SparDL(transport, density=0.05, **first), SparDL(transport, density=0.05, **then)
+        before = run_steps(scheme, [gradient(transport.rank, step, NUMEL) for step in range(3)])
+        restored.load_state_dict(deepcopy(scheme.state_dict()))
+        after = run_steps(restored, [gradient(transport.rank, step, NUMEL) for step in range(3, 6)])
+        joined = Run(
+            inputs=before.inputs + after.inputs,
+            totals=before.totals + after.totals,
+            residuals=before.residuals + after.residuals,
+            received_words=after.received_words,
+            rounds=after.rounds,
+        )
+        return joined, after, way_of(restored)
+
+    found = run_ranks(6, work)
+    check_all_agree([run for run, _, _ in found])
+    check_nothing_lost([run for run, _, _ in found])
+    assert {way for _, _, way in found} == {expected}
+    assert "w, for one, had" in caplog.text
+
+
+def test_another_number_of_ranks_chooses_anew() -> None:
+    def first(transport: Transport) -> dict[str, Any]:
+        scheme = SparDL(transport, **SLOW_MESSAGES)
+        scheme.reduce("w", gradient(transport.rank, 0, NUMEL))
+        return deepcopy(scheme.state_dict())
+
+    states = run_ranks(6, first)
+
+    def then(transport: Transport) -> tuple[int, str]:
+        scheme = SparDL(transport, **SLOW_MESSAGES)
+        scheme.load_state_dict(states[transport.rank])
+        scheme.reduce("w", gradient(transport.rank, 1, NUMEL))
+        return way_of(scheme)
+
+    assert set(run_ranks(4, then)) == {(4, "recursive")}
+
+
+def test_state_of_a_version_that_did_not_say_how_many_teams_chooses_anew() -> None:
+    def work(transport: Transport) -> tuple[tuple[int, str], float]:
+        scheme = SparDL(transport, gather="bruck", **SLOW_MESSAGES)
+        residual = gradient(transport.rank, 0, NUMEL)
+        old = {"h": 7.0, "step": 2.0, "again": False}
+        scheme.load_state_dict({"scheme": "spardl", "residuals": {"w": residual}, "memories": {"w": old}})
+        scheme.reduce("w", gradient(transport.rank, 1, NUMEL))
+        return way_of(scheme), scheme.state_dict()["memories"]["w"]["width"]["h"]
+
+    for way, width in run_ranks(4, work):
+        assert way == (4, "bruck")
+        assert width >= 30 / 4, "the old width was that of two teams"
+
+
+def test_ranks_that_would_not_do_the_same_are_refused() -> None:
+    """Otherwise they wait for each other, or take messages of other sizes for theirs."""
+
+    def other_network(transport: Transport) -> str:
+        scheme = SparDL(transport, **(SLOW_WORDS if transport.rank == 2 else SLOW_MESSAGES))
+        with pytest.raises(CommError, match="give all ranks the same arguments") as raised:
+            scheme.reduce("w", gradient(transport.rank, 0, NUMEL))
+        return str(raised.value)
+
+    assert "rank 2 30 with 2 teams that gather 'recursive'" in run_ranks(4, other_network)[0]
+
+    def only_one_restored(transport: Transport) -> None:
+        saved = SparDL(transport, teams=2)
+        saved.reduce("w", gradient(transport.rank, 0, NUMEL))
+        scheme = SparDL(transport, **SLOW_MESSAGES)
+        if transport.rank == 1:
+            scheme.load_state_dict(saved.state_dict())
+        with pytest.raises(CommError, match="restore all of them from one checkpoint"):
+            scheme.reduce("w", gradient(transport.rank, 1, NUMEL))
+
+    run_ranks(4, only_one_restored)
+
+
+def test_a_contiguous_gradient_has_the_sum_afterwards_and_others_are_left() -> None:
+    def work(transport: Transport) -> None:
+        for made in (SparDL(transport, density=0.1), TopkA(transport, density=0.1)):
+            for dtype in (torch.float32, torch.bfloat16):
+                given = gradient(transport.rank, 0, 600).to(dtype).view(20, 30)
+                across = given.t().contiguous().t()
+                untouched = across.clone()
+                total = made.reduce(f"{dtype} across", across)
+                assert torch.equal(across, untouched)
+                assert made.reduce(f"{dtype}", given) is given
+                assert torch.equal(given, total)
+
+    run_ranks(2, work)
+
+
 def test_sparse_layout_is_kept() -> None:
     def work(transport: Transport) -> tuple[Tensor, Tensor]:
         dense = torch.zeros(20, 3)
@@ -177,7 +346,7 @@ def test_residuals_other_than_global_lose_something() -> None:
     def work(transport: Transport) -> dict[str, Run]:
         return {
             kind: run_steps(
-                SparDL(transport, density=0.05, residuals=kind),  # type: ignore[arg-type]
+                SparDL(transport, density=0.05, teams=2, residuals=kind),  # type: ignore[arg-type]
                 (gradient(transport.rank, step, NUMEL) for step in range(STEPS)),
             )
             for kind in ("global", "partial", "local")
@@ -235,8 +404,12 @@ def test_what_cannot_be_is_refused() -> None:
             SparDL(transport, density=0)
         with pytest.raises(CommError, match="spardl cannot go on from the state of 'topk-a'; name the same scheme"):
             SparDL(transport).load_state_dict(TopkA(transport).state_dict())
+        for options in ({"alpha_s": -1.0}, {"beta_s": float("nan")}):
+            with pytest.raises(CommError, match=r"(alpha_s is -1.0|beta_s is nan); give seconds, 0 or more"):
+                SparDL(transport, **options)
+        with pytest.raises(CommError, match="teams cannot gather 'ring'"):
+            SparDL(transport, gather="ring")  # type: ignore[arg-type]
         scheme = SparDL(transport)
-        assert scheme.teams == 2
         scheme.reduce("w", torch.ones(8))
         with pytest.raises(CommError, match="w has 9 elements"):
             scheme.reduce("w", torch.ones(9))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from resilient_run.comm.baselines.spardl_cost import Cost, choose_teams, spardl_cost
+from resilient_run.comm.spardl.cost import Cost, choose_teams, spardl_cost
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,15 @@ def test_the_network_decides_the_number_of_teams() -> None:
     assert "2 of [1, 2, 4, 8] teams: 5 rounds and 35000 words" in both.reason
     assert choose_teams(9, 1000, alpha_s=1.0, beta_s=1e-9).gather == "bruck"
     assert choose_teams(1, 10, alpha_s=1.0, beta_s=1.0).teams == 1
+
+
+def test_how_teams_gather_may_be_given() -> None:
+    """R-SAG has no other numbers than powers of two; B-SAG has all, at its worst."""
+    slow_messages = {"alpha_s": 1.0, "beta_s": 1e-9}
+    assert (choose_teams(6, 600, **slow_messages).teams, choose_teams(6, 600, **slow_messages).gather) == (6, "bruck")
+    recursive = choose_teams(6, 600, **slow_messages, gather="recursive")
+    assert (recursive.teams, recursive.gather) == (2, "recursive")
+    assert "2 of [1, 2] teams" in recursive.reason
+    bruck = choose_teams(8, 600, **slow_messages, gather="bruck")
+    assert (bruck.teams, bruck.gather) == (8, "bruck")
+    assert bruck.cost == spardl_cost(8, 600, teams=8, gather="bruck")

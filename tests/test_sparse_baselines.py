@@ -6,9 +6,9 @@ from gradients import Run, check_all_agree, check_nothing_lost, gradient, lost_s
 from ranks import run_ranks
 from torch import Tensor
 
+from resilient_run.comm.baselines.cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
 from resilient_run.comm.baselines.gtopk import GTopk
 from resilient_run.comm.baselines.ok_topk import OkTopk
-from resilient_run.comm.baselines.spardl_cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
 from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.baselines.topk_dsa import TopkDSA
 from resilient_run.comm.errors import CommError

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import Entries, added, kept_of, rounded, settle, size_bytes, take, to_dense, top_k
+from ..net.entries import Entries, added, copied, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
 from ..net.transport import Transport
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
 
@@ -30,14 +30,15 @@ class GTopk(SparseScheme):
         if transport.size & (transport.size - 1):
             raise CommError(f"gtopk needs a power of two of ranks, not {transport.size}; use spardl, which takes any")
 
-    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+        dtype = total.dtype
         kept = kept_of(accumulated.numel(), self.density)
-        work = accumulated.clone()
+        work = copied(accumulated, total)
         mine = take(work, top_k(work, kept), dtype)
         final = self._broadcast(self._reduce_tree(mine, kept, accumulated.dtype), kept, dtype)
         settle(accumulated, work, mine, final)
-        total = to_dense(final, accumulated.numel())
-        return Synchronized(total=total, values=final.values, residual=accumulated)
+        write_dense(final, total)
+        return Synchronized(values=final.values, residual=accumulated)
 
     def _reduce_tree(self, mine: Entries, kept: int, exact: torch.dtype) -> Entries:
         """Return the root's list on rank 0, and on others what they sent last."""

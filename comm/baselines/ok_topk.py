@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..net.entries import Entries, joined, kept_of, rounded, settle, size_bytes, take, to_dense, top_k
+from ..net.entries import Entries, copied, joined, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
 from ..net.transport import Transport
 from ..spardl import bruck
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
@@ -46,9 +46,10 @@ class OkTopk(SparseScheme):
 
     name = "ok-topk"
 
-    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+        dtype = total.dtype
         kept = kept_of(accumulated.numel(), self.density)
-        work = accumulated.clone()
+        work = copied(accumulated, total)
         estimate, chosen = self._select(key, accumulated, kept)
         mine = take(work, chosen, dtype)
         region = self._reduce_regions(mine, estimate, accumulated.dtype)
@@ -58,9 +59,9 @@ class OkTopk(SparseScheme):
             estimate = replace(estimate, total=None)
 
         settle(accumulated, work, mine, final)
-        total = to_dense(final, accumulated.numel())
+        write_dense(final, total)
         memory = asdict(replace(estimate, step=estimate.step + 1))
-        return Synchronized(total=total, values=final.values, residual=accumulated, memory=memory)
+        return Synchronized(values=final.values, residual=accumulated, memory=memory)
 
     def _select(self, key: str, accumulated: Tensor, kept: int) -> tuple[Estimate, Tensor]:
         """Return what is known with this step's regions and local threshold, and the indices that it selects."""

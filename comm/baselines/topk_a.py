@@ -16,16 +16,18 @@ class TopkA(SparseScheme):
 
     name = "topk-a"
 
-    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+        dtype = total.dtype
         kept = kept_of(accumulated.numel(), self.density)
         mine = take(accumulated, top_k(accumulated, kept), dtype)
         ranks = range(self.transport.size)
         sizes = [size_bytes(kept, dtype)] * len(ranks)
         messages = bruck.all_gather(self.transport, ranks, mine.to_message(), sizes_bytes=sizes)
-        total = torch.zeros_like(accumulated)
+        sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
         lists = [Entries.from_message(message, dtype) for message in messages]
         for entries in lists:
-            add_to(total, entries)
-        rounded = total.to(dtype)
-        values = torch.cat([rounded[entries.indices] for entries in lists])
-        return Synchronized(total=rounded, values=values, residual=accumulated)
+            add_to(sums, entries)
+        if sums is not total:
+            total.copy_(sums)
+        values = torch.cat([total[entries.indices] for entries in lists])
+        return Synchronized(values=values, residual=accumulated)

@@ -18,7 +18,8 @@ class TopkDSA(SparseScheme):
 
     name = "topk-dsa"
 
-    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+        dtype = total.dtype
         transport, ranks = self.transport, self.transport.size
         blocks = TeamBlocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
         mine = take(accumulated, top_k(accumulated, blocks.kept), dtype)
@@ -37,10 +38,10 @@ class TopkDSA(SparseScheme):
             places = entries.indices.long() - start
             block_sum[places] += entries.values
             touched[places] = True
-        total = torch.zeros(blocks.numel, dtype=dtype, device=accumulated.device)
+        total.zero_()
         total[start:end] = block_sum.to(dtype)
         self._gather(total, touched, blocks)
-        return Synchronized(total=total, values=total, residual=accumulated)
+        return Synchronized(values=total, residual=accumulated)
 
     def _gather(self, total: Tensor, touched: Tensor, blocks: TeamBlocks) -> None:
         """Fill the other ranks' blocks of `total`; a message with the size of the dense block is the dense block."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
-from ..ops.coo import coo_decode
 from ..ops.scatter import coo_add, scatter_add
 from ..ops.topk import topk
 from .transport import from_bytes, to_bytes
@@ -120,9 +119,15 @@ def joined(lists: Sequence[Entries]) -> Entries:
     )
 
 
-def to_dense(entries: Entries, numel: int) -> Tensor:
-    """Return the flat tensor that has these elements and zeros elsewhere."""
-    return coo_decode(entries.indices, entries.values, numel)
+def write_dense(entries: Entries, dense: Tensor) -> None:
+    """Give the flat `dense`, of the dtype of the values, these elements and zeros elsewhere."""
+    add_to(dense.zero_(), entries)
+
+
+def copied(exact: Tensor, room: Tensor) -> Tensor:
+    """Return a copy of `exact`: in `room`, a tensor of its shape, if that has its dtype."""
+    # Memory that is new costs a page fault for each page, on a CPU more than the copy itself.
+    return room.copy_(exact) if room.dtype == exact.dtype else exact.clone()
 
 
 def settle(accumulated: Tensor, work: Tensor, sent: Entries, final: Entries) -> None:

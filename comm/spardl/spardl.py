@@ -1,18 +1,27 @@
 """SparDL: sparse all-reduce for any number of ranks, with all that is discarded kept for later steps."""
 
-from dataclasses import asdict
-from typing import Literal, get_args
+import logging
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import Entries, joined, kept_of, size_bytes, to_dense
+from ..net.entries import Entries, copied, joined, kept_of, size_bytes, write_dense
 from ..net.transport import Transport
 from . import bruck
+from .cost import choose_teams
 from .sparse_scheme import SparseScheme, Synchronized
 from .srs import TeamBlocks, spar_reduce_scatter
-from .teams import Gather, Teams, Width, gather_bruck, gather_recursive
+from .teams import Gather, Teams, Width, default_gather, gather_bruck, gather_recursive
+
+log = logging.getLogger(__name__)
+
+ALPHA_S: Final = 1e-4
+BETA_S: Final = 4 * 8 / 1e9
+"""A message and a word on a network of 1 Gbit/s, with Gloo."""
 
 Residuals = Literal["global", "partial", "local"]
 """What a rank keeps of the discarded (Section 3.2).
@@ -23,20 +32,53 @@ local: its own part of what it did not send itself.
 """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """How the ranks sum a gradient, the same on all of them.
+
+    Attributes:
+        ranks: P.
+        teams: d.
+        gather: How teams agree.
+    """
+
+    ranks: int
+    teams: int
+    gather: Gather
+
+    @classmethod
+    def of(cls, memory: dict[str, Any] | None) -> "_Way | None":
+        """Return the way that a gradient was summed before; None if its memory says nothing of it."""
+        if memory is None or "teams" not in memory:
+            return None
+        return cls(ranks=memory["ranks"], teams=memory["teams"], gather=memory["gather"])
+
+    def __str__(self) -> str:
+        return f"{self.teams} teams that gather {self.gather!r}"
+
+
 class SparDL(SparseScheme):
     """Spar-Reduce-Scatter in teams, Spar-All-Gather between them, Bruck all-gather in teams (Zhao et al., SparDL).
 
     Without teams a rank receives 4·k·(n-1)/n words in 2·⌈log2 n⌉ rounds; see `spardl_cost` for the rest.
 
+    The number of teams of a gradient is what `choose_teams` says. That depends on arguments and on the gradient's size
+    only, so it is the same on all ranks and in a run that is started again. It is part of the state: after
+    `load_state_dict` a gradient keeps its number, also where the arguments of today would give another, until the
+    number of ranks changes. `teams` and `gather` go before the state. In the first step of a gradient, also after
+    `load_state_dict`, ranks tell each other what they do.
+
     Args:
         transport: Of n ranks, one or more.
         density: k / numel.
-        teams: d, a divisor of n; None for 2 if n is even and 1 otherwise.
+        teams: d, a divisor of n; None for what costs least.
         gather: How teams agree; None for "recursive" if d is a power of two and "bruck" otherwise.
         residuals: What is kept of the discarded.
+        alpha_s: Latency of one message, seconds; decides on teams.
+        beta_s: Time of one word of 4 bytes on a link, seconds; likewise.
 
     Raises:
-        CommError: The arguments do not fit together.
+        CommError: The arguments do not fit together; of `reduce`, they are not the same on all ranks.
     """
 
     name = "spardl"
@@ -49,62 +91,118 @@ class SparDL(SparseScheme):
         teams: int | None = None,
         gather: Gather | None = None,
         residuals: Residuals = "global",
+        alpha_s: float = ALPHA_S,
+        beta_s: float = BETA_S,
     ) -> None:
         super().__init__(transport, density=density)
-        count = (1 if transport.size % 2 else 2) if teams is None else teams
-        self._teams = Teams.of(transport.rank, ranks=transport.size, count=count)
-        power_of_two = count & (count - 1) == 0
-        self._gather = gather or ("recursive" if power_of_two else "bruck")
-        if self._gather == "recursive" and not power_of_two:
-            raise CommError(f'recursive doubling needs a power of two of teams, not {count}; gather with "bruck"')
+        if teams is not None:
+            Teams.of(transport.rank, ranks=transport.size, count=teams)
+            if gather == "recursive" and default_gather(teams) != "recursive":
+                raise CommError(f'recursive doubling needs a power of two of teams, not {teams}; gather with "bruck"')
+        if gather is not None and gather not in get_args(Gather):
+            raise CommError(f"teams cannot gather {gather!r}; choose one of {get_args(Gather)}")
         if residuals not in get_args(Residuals):
             raise CommError(f"residuals {residuals!r} are not known; choose one of {get_args(Residuals)}")
+        for name, seconds in (("alpha_s", alpha_s), ("beta_s", beta_s)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise CommError(f"{name} is {seconds}; give seconds, 0 or more")
+        self._teams = teams
+        self._gather = gather
         self._residual_kind = residuals
+        self._alpha_s, self._beta_s = alpha_s, beta_s
+        self._agreed: set[str] = set()
+        self._told = False
 
-    @property
-    def teams(self) -> int:
-        """Number of teams, d."""
-        return len(self._teams.peers)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank, with the teams that it names; all ranks do so.
 
-    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
-        members, peers = self._teams.members, self._teams.peers
-        numel = accumulated.numel()
-        blocks = TeamBlocks(numel=numel, count=len(members), kept=kept_of(numel, self.density))
+        Raises:
+            CommError: It is not of this scheme.
+        """
+        super().load_state_dict(state)
+        self._agreed.clear()
+        self._told = False
+
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+        numel, dtype = accumulated.numel(), total.dtype
+        kept = kept_of(numel, self.density)
+        way = self._way(key, kept)
+        teams = Teams.of(self.transport.rank, ranks=way.ranks, count=way.teams)
+        members, peers = teams.members, teams.peers
+        blocks = TeamBlocks(numel=numel, count=len(members), kept=kept)
         own = members.index(self.transport.rank)
         quota = blocks.quota(own)
 
-        work = accumulated.clone()  # what this rank has of each element: at last, what it discarded
+        work = copied(accumulated, total)  # what this rank has of each element: at last, what it discarded
         selected = spar_reduce_scatter(self.transport, members, work, blocks, dtype)
         width = None
-        if self._gather == "recursive":
+        if way.gather == "recursive":
             mine = blocks.take(work, own, dtype)
             selected.append(mine)
             mine = gather_recursive(self.transport, peers, mine, quota, work)
         else:
-            width = self._width(key, quota)
+            width = self._width(key, way, quota)
             mine = blocks.take(work, own, dtype, count=min(quota, round(width.h)))
             selected.append(mine)
             mine, union = gather_bruck(self.transport, peers, mine, quota, work)
             width = width.after(union, quota, len(peers))
-        final = self._gather_blocks(mine, blocks, dtype)
+        final = self._gather_blocks(mine, blocks, members, way.gather, dtype)
 
-        return Synchronized(
-            total=to_dense(final, numel),
-            values=final.values,
-            residual=self._residual(accumulated, work, selected, final),
-            memory=None if width is None else asdict(width),
-        )
+        residual = self._residual(accumulated, work, selected, final)
+        write_dense(final, total)
+        memory = asdict(way) | {"width": None if width is None else asdict(width)}
+        return Synchronized(values=final.values, residual=residual, memory=memory)
 
-    def _width(self, key: str, quota: int) -> Width:
+    def _way(self, key: str, kept: int) -> _Way:
+        """Return how to sum a gradient of which `kept` elements are kept; all ranks do that in the same way."""
+        before = _Way.of(self._memories.get(key))
+        way = self._given_or_chosen(kept)
+        if before is not None and before != way:
+            kept_on = self._teams is None and before.ranks == way.ranks and self._gather in (None, before.gather)
+            if not self._told:
+                said = "keeps those, though it would begin with" if kept_on else "changes, as it is told to, to"
+                log.warning("%s, for one, had %s among %d ranks and %s %s", key, before, before.ranks, said, way)
+                self._told = True
+            way = before if kept_on else way
+        if key not in self._agreed:
+            self._check_agreed(key, kept, way)
+            self._agreed.add(key)
+        return way
+
+    def _given_or_chosen(self, kept: int) -> _Way:
+        ranks, teams = self.transport.size, self._teams
+        if teams is not None:
+            return _Way(ranks=ranks, teams=teams, gather=self._gather or default_gather(teams))
+        choice = choose_teams(ranks, kept, alpha_s=self._alpha_s, beta_s=self._beta_s, gather=self._gather)
+        return _Way(ranks=ranks, teams=choice.teams, gather=choice.gather)
+
+    def _check_agreed(self, key: str, kept: int, way: _Way) -> None:
+        """Raise CommError unless all ranks sum this gradient in the same way: messages would not fit each other."""
+        own = torch.tensor([way.teams, get_args(Gather).index(way.gather), kept], device=self.transport.device)
+        sizes = [own.nbytes] * self.transport.size
+        for rank, message in enumerate(self.transport.all_gather(own.view(torch.uint8), sizes_bytes=sizes)):
+            teams, gather, theirs = message.clone().view(torch.int64).tolist()
+            other = _Way(ranks=way.ranks, teams=teams, gather=get_args(Gather)[gather])
+            if (other, theirs) != (way, kept):
+                raise CommError(
+                    f"{key}: rank {self.transport.rank} keeps {kept} elements with {way}, rank {rank} {theirs} with "
+                    f"{other}; give all ranks the same arguments and restore all of them from one checkpoint"
+                )
+
+    def _width(self, key: str, way: _Way, quota: int) -> Width:
         memory = self._memories.get(key)
-        return Width.first(quota, self.teams) if memory is None else Width(**memory)
+        if memory is not None and _Way.of(memory) == way:
+            return Width(**memory["width"])
+        return Width.first(quota, way.teams)
 
-    def _gather_blocks(self, mine: Entries, blocks: TeamBlocks, dtype: torch.dtype) -> Entries:
+    def _gather_blocks(
+        self, mine: Entries, blocks: TeamBlocks, members: range, gather: Gather, dtype: torch.dtype
+    ) -> Entries:
         """Return the elements of all blocks; after B-SAG only their owners know how many a block has."""
         sizes = None
-        if self._gather == "recursive":
+        if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
-        messages = bruck.all_gather(self.transport, self._teams.members, mine.to_message(), sizes_bytes=sizes)
+        messages = bruck.all_gather(self.transport, members, mine.to_message(), sizes_bytes=sizes)
         return joined([Entries.from_message(message, dtype) for message in messages])
 
     def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Entries], final: Entries) -> Tensor:

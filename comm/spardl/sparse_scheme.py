@@ -14,16 +14,14 @@ from ..net.transport import Transport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Synchronized:
-    """What the ranks have agreed on in one step.
+    """What the ranks have agreed on in one step, besides the sum.
 
     Attributes:
-        total: Flat sum, dense, in the gradient's dtype; equal on all ranks.
-        values: The elements of `total` that are not zero, or more of them.
+        values: The elements of the sum that are not zero, or more of them.
         residual: Flat: what this rank adds to its next gradient.
         memory: What else the scheme keeps for this parameter, as plain data; None if nothing.
     """
 
-    total: Tensor
     values: Tensor
     residual: Tensor
     memory: Any = None
@@ -53,32 +51,43 @@ class SparseScheme(Scheme):
         self._memories: dict[str, Any] = {}
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum of what was selected, equal on all ranks; the rest stays for the next step."""
+        """Return the sum of what was selected, equal on all ranks; the rest stays for the next step.
+
+        A contiguous gradient is overwritten with it.
+        """
         if gradient.is_sparse:
             return self.reduce(key, gradient.to_dense()).to_sparse(gradient.sparse_dim())
         if gradient.numel() == 0:
             return gradient
         exact = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        flat = gradient.detach().reshape(-1).contiguous()
         residual = self._residuals.get(key)
         if residual is None:
-            accumulated = gradient.reshape(-1).to(exact, copy=True)
+            accumulated = flat.to(exact, copy=True)
         elif residual.numel() == gradient.numel() and residual.dtype == exact:
-            accumulated = gradient.reshape(-1) + residual
+            accumulated = flat + residual
         else:
             raise CommError(
                 f"{self.name}: {key} has {gradient.numel()} elements of {exact}, its residual {residual.numel()} of "
                 f"{residual.dtype}; load the state of the same model"
             )
-        done = self._synchronize(key, accumulated, gradient.dtype)
+        done = self._synchronize(key, accumulated, flat)
         if bool(done.values.isfinite().all()):
             self._residuals[key] = done.residual
             if done.memory is not None:
                 self._memories[key] = done.memory
-        return done.total.view(gradient.shape)
+        return gradient if gradient.is_contiguous() else flat.view(gradient.shape)
 
     @abstractmethod
-    def _synchronize(self, key: str, accumulated: Tensor, dtype: torch.dtype) -> Synchronized:
-        """Sum the flat `accumulated`, which may be overwritten, over all ranks; values travel as `dtype`."""
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+        """Sum over all ranks.
+
+        Args:
+            key: Of the gradient.
+            accumulated: Gradient and residual, flat; may be overwritten.
+            total: Contiguous and flat, to have the sum, which is equal on all ranks; until then it may have anything.
+                Values travel in its dtype.
+        """
 
     def residual(self, key: str) -> Tensor | None:
         """Return what this rank adds to the next gradient of a parameter, flat; None before its first step."""

@@ -16,6 +16,11 @@ Gather = Literal["recursive", "bruck"]
 """R-SAG, for a power of two of teams, or B-SAG, for any number."""
 
 
+def default_gather(teams: int) -> Gather:
+    """Return R-SAG where the number of teams allows it, else B-SAG."""
+    return "bruck" if teams & (teams - 1) else "recursive"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teams:
     """Where a rank is among `count` teams of equal size; consecutive ranks are a team.
@@ -55,11 +60,13 @@ class Width:
         h: Elements, to be rounded.
         step: What h changed by last, or will at first.
         again: The last change was in the direction of the one before.
+        union: How many elements the teams sent together in the last step, each index counted once.
     """
 
     h: float
     step: float
     again: bool = False
+    union: int = 0
 
     @classmethod
     def first(cls, quota: int, teams: int) -> Self:
@@ -76,7 +83,9 @@ class Width:
         least = max(1.0, quota / teams)
         size = min(max(abs(step), 1.0), max(quota - least, 1.0))
         step = size if step > 0 else -size
-        return replace(self, h=min(max(self.h + step, least), float(max(quota, 1))), step=step, again=again)
+        return replace(
+            self, h=min(max(self.h + step, least), float(max(quota, 1))), step=step, again=again, union=union
+        )
 
 
 def gather_recursive(transport: Transport, peers: Sequence[int], mine: Entries, quota: int, work: Tensor) -> Entries:

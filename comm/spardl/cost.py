@@ -1,9 +1,8 @@
-"""The alpha-beta cost of sparse all-reduces (SparDL, Table 1), and the number of teams that it says is best."""
+"""The alpha-beta cost of SparDL (Table 1, equations 3, 5 and 7), and the number of teams that it says is best."""
 
-import math
 from dataclasses import dataclass
 
-from ..spardl.teams import Gather
+from .teams import Gather, default_gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,32 +39,6 @@ def log2_rounds(count: int) -> int:
     return (count - 1).bit_length()
 
 
-def topk_a_cost(ranks: int, kept: int) -> Cost:
-    """All-gather of every rank's k elements."""
-    words = 2 * kept * (ranks - 1)
-    return Cost(rounds=log2_rounds(ranks), least_words=words, most_words=words)
-
-
-def topk_dsa_cost(ranks: int, kept: int, numel: int) -> Cost:
-    """Direct sends to the owner of each block, then an all-gather of sparse or dense sums."""
-    share = (ranks - 1) / ranks
-    return Cost(
-        rounds=ranks - 1 + log2_rounds(ranks), least_words=4 * kept * share, most_words=(2 * kept + numel) * share
-    )
-
-
-def gtopk_cost(ranks: int, kept: int) -> Cost:
-    """A reduction tree and a broadcast tree over a power of two of ranks."""
-    words = 4 * kept * log2_rounds(ranks)
-    return Cost(rounds=2 * log2_rounds(ranks), least_words=words, most_words=words)
-
-
-def ok_topk_cost(ranks: int, kept: int) -> Cost:
-    """A balanced split, then a balanced all-gather."""
-    words = 2 * kept * (ranks - 1) / ranks
-    return Cost(rounds=2 * (ranks + log2_rounds(ranks)), least_words=words, most_words=3 * words)
-
-
 def spardl_cost(ranks: int, kept: int, *, teams: int = 1, gather: Gather = "recursive") -> Cost:
     """SparDL with d teams: equations (3), (5) and (7).
 
@@ -84,7 +57,7 @@ def spardl_cost(ranks: int, kept: int, *, teams: int = 1, gather: Gather = "recu
     )
 
 
-def choose_teams(ranks: int, kept: int, *, alpha_s: float, beta_s: float) -> TeamChoice:
+def choose_teams(ranks: int, kept: int, *, alpha_s: float, beta_s: float, gather: Gather | None = None) -> TeamChoice:
     """Return the teams whose cost at worst is least, and why; of equal ones the fewest.
 
     Args:
@@ -92,18 +65,19 @@ def choose_teams(ranks: int, kept: int, *, alpha_s: float, beta_s: float) -> Tea
         kept: k of the gradient.
         alpha_s: Latency of one message, seconds.
         beta_s: Time of one word of 4 bytes on a link, seconds.
+        gather: How teams agree, "recursive" only for powers of two of teams; None for `default_gather` of each number.
     """
     costs: dict[tuple[int, Gather], Cost] = {}
     for teams in range(1, ranks + 1):
-        if ranks % teams == 0:
-            gather: Gather = "recursive" if math.log2(teams).is_integer() else "bruck"
-            costs[teams, gather] = spardl_cost(ranks, kept, teams=teams, gather=gather)
+        if ranks % teams == 0 and (gather != "recursive" or default_gather(teams) == "recursive"):
+            how = gather or default_gather(teams)
+            costs[teams, how] = spardl_cost(ranks, kept, teams=teams, gather=how)
     seconds = {key: cost.most_s(alpha_s=alpha_s, beta_s=beta_s) for key, cost in costs.items()}
     best = min(seconds, key=lambda key: (seconds[key], key[0]))
-    cost, single = costs[best], costs[1, "recursive"]
+    one = min(costs, key=lambda key: key[0])
+    cost, single = costs[best], costs[one]
     reason = (
-        f"{best[0]} of {sorted({teams for teams, _ in costs})} teams: {cost.rounds} rounds and {cost.most_words:.0f} "
-        f"words in {seconds[best]:.3g} s; one team: {single.rounds} and {single.most_words:.0f} "
-        f"in {seconds[1, 'recursive']:.3g} s"
+        f"{best[0]} of {sorted(teams for teams, _ in costs)} teams: {cost.rounds} rounds and {cost.most_words:.0f} "
+        f"words in {seconds[best]:.3g} s; one team: {single.rounds} and {single.most_words:.0f} in {seconds[one]:.3g} s"
     )
     return TeamChoice(teams=best[0], gather=best[1], cost=cost, reason=reason)
