@@ -1,5 +1,7 @@
 """Training on real text: SparDL keeps up with top-k all-gather because of its residuals (SparDL, Section 4.1.3)."""
 
+from functools import partial
+
 import torch
 from byte_model import train
 
@@ -13,12 +15,19 @@ def test_global_residuals_converge_and_local_ones_do_so_visibly_worse() -> None:
     try:
         losses = [
             train(scheme, ranks=8, steps=150, every=50)
-            for scheme in (TopkA, SparDL, lambda transport: SparDL(transport, residuals="local"))
+            for scheme in (
+                TopkA,
+                partial(SparDL, teams=2),
+                partial(SparDL, teams=2, residuals="local"),
+                SparDL,
+            )
         ]
     finally:
         torch.set_num_threads(threads)
-    gathered, kept, forgotten = losses
+    gathered, kept, forgotten, in_eight_teams = losses
     assert all(run[-1] < run[0] < 4.0 for run in losses), "each of them learns something"
     assert kept[-1] < 1.05 * gathered[-1]
+    assert in_eight_teams[-1] < 1.1 * gathered[-1]
+    assert in_eight_teams[-1] < forgotten[-1]
     assert forgotten[-1] > kept[-1] + 0.05
     assert forgotten[-1] - gathered[-1] > 2 * (kept[-1] - gathered[-1])

@@ -110,7 +110,7 @@ class SparDL(SparseScheme):
         self._gather = gather
         self._residual_kind = residuals
         self._alpha_s, self._beta_s = alpha_s, beta_s
-        self._agreed: set[str] = set()
+        self._ways: dict[str, _Way] = {}
         self._told = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -120,30 +120,32 @@ class SparDL(SparseScheme):
             CommError: It is not of this scheme.
         """
         super().load_state_dict(state)
-        self._agreed.clear()
+        self._ways.clear()
         self._told = False
 
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
         numel, dtype = accumulated.numel(), total.dtype
         kept = kept_of(numel, self.density)
-        way = self._way(key, kept)
+        known = self._ways.get(key)
+        way = known or self._decided(key, kept)
         teams = Teams.of(self.transport.rank, ranks=way.ranks, count=way.teams)
         members, peers = teams.members, teams.peers
         blocks = TeamBlocks(numel=numel, count=len(members), kept=kept)
         own = members.index(self.transport.rank)
         quota = blocks.quota(own)
+        width = None if way.gather == "recursive" else self._width(key, way, quota)
+        sent = quota if width is None else min(quota, round(width.h))
+        if known is None:
+            self._check_agreed(key, kept, way, sent)
+            self._ways[key] = way
 
         work = copied(accumulated, total)  # what this rank has of each element: at last, what it discarded
         selected = spar_reduce_scatter(self.transport, members, work, blocks, dtype)
-        width = None
-        if way.gather == "recursive":
-            mine = blocks.take(work, own, dtype)
-            selected.append(mine)
+        mine = blocks.take(work, own, dtype, count=sent)
+        selected.append(mine)
+        if width is None:
             mine = gather_recursive(self.transport, peers, mine, quota, work)
         else:
-            width = self._width(key, way, quota)
-            mine = blocks.take(work, own, dtype, count=min(quota, round(width.h)))
-            selected.append(mine)
             mine, union = gather_bruck(self.transport, peers, mine, quota, work)
             width = width.after(union, quota, len(peers))
         final = self._gather_blocks(mine, blocks, members, way.gather, dtype)
@@ -153,21 +155,17 @@ class SparDL(SparseScheme):
         memory = asdict(way) | {"width": None if width is None else asdict(width)}
         return Synchronized(values=final.values, residual=residual, memory=memory)
 
-    def _way(self, key: str, kept: int) -> _Way:
-        """Return how to sum a gradient of which `kept` elements are kept; all ranks do that in the same way."""
-        before = _Way.of(self._memories.get(key))
-        way = self._given_or_chosen(kept)
-        if before is not None and before != way:
-            kept_on = self._teams is None and before.ranks == way.ranks and self._gather in (None, before.gather)
-            if not self._told:
-                said = "keeps those, though it would begin with" if kept_on else "changes, as it is told to, to"
-                log.warning("%s, for one, had %s among %d ranks and %s %s", key, before, before.ranks, said, way)
-                self._told = True
-            way = before if kept_on else way
-        if key not in self._agreed:
-            self._check_agreed(key, kept, way)
-            self._agreed.add(key)
-        return way
+    def _decided(self, key: str, kept: int) -> _Way:
+        """Return how to sum a gradient of which `kept` elements are kept."""
+        before, way = _Way.of(self._memories.get(key)), self._given_or_chosen(kept)
+        if before is None or before == way:
+            return way
+        keeps = self._teams is None and before.ranks == way.ranks and self._gather in (None, before.gather)
+        if not self._told:
+            said = "keeps them, though it would begin with" if keeps else "goes on with"
+            log.warning("%s, for one, had %s among %d ranks and %s %s", key, before, before.ranks, said, way)
+            self._told = True
+        return before if keeps else way
 
     def _given_or_chosen(self, kept: int) -> _Way:
         ranks, teams = self.transport.size, self._teams
@@ -176,17 +174,22 @@ class SparDL(SparseScheme):
         choice = choose_teams(ranks, kept, alpha_s=self._alpha_s, beta_s=self._beta_s, gather=self._gather)
         return _Way(ranks=ranks, teams=choice.teams, gather=choice.gather)
 
-    def _check_agreed(self, key: str, kept: int, way: _Way) -> None:
-        """Raise CommError unless all ranks sum this gradient in the same way: messages would not fit each other."""
-        own = torch.tensor([way.teams, get_args(Gather).index(way.gather), kept], device=self.transport.device)
-        sizes = [own.nbytes] * self.transport.size
-        for rank, message in enumerate(self.transport.all_gather(own.view(torch.uint8), sizes_bytes=sizes)):
-            teams, gather, theirs = message.clone().view(torch.int64).tolist()
-            other = _Way(ranks=way.ranks, teams=teams, gather=get_args(Gather)[gather])
-            if (other, theirs) != (way, kept):
+    def _check_agreed(self, key: str, kept: int, way: _Way, sent: int) -> None:
+        """Raise CommError on all ranks unless their messages fit: of one way, and of one length between peers."""
+        gathers = get_args(Gather)
+        own = torch.tensor([sent, kept, way.teams, gathers.index(way.gather)], device=self.transport.device)
+        messages = self.transport.all_gather(own.view(torch.uint8), sizes_bytes=[own.nbytes] * way.ranks)
+        said = [message.clone().view(torch.int64).tolist() for message in messages]
+        for rank, (_, *rest) in enumerate(said):
+            first = rank % (way.ranks // said[0][2]) if rest == said[0][1:] else 0
+            if said[rank] != said[first]:
+                both = (
+                    f"rank {each} sends {said[each][0]} elements of its block and {said[each][1]} in all, with "
+                    f"{said[each][2]} teams that gather {gathers[said[each][3]]!r}"
+                    for each in (first, rank)
+                )
                 raise CommError(
-                    f"{key}: rank {self.transport.rank} keeps {kept} elements with {way}, rank {rank} {theirs} with "
-                    f"{other}; give all ranks the same arguments and restore all of them from one checkpoint"
+                    f"{key}: {'; '.join(both)}: give all ranks the same arguments and restore all from one checkpoint"
                 )
 
     def _width(self, key: str, way: _Way, quota: int) -> Width:
