@@ -48,6 +48,7 @@ ON_CPUS = ("espresso-cpu", "espresso-byteps")
 OTHERS = tuple(name for name in (*FUSING, *ESPRESSO_PLANNERS) if name not in (*RECOMMENDED, *ON_CPUS))
 MOST_RANKS = 8
 RATES_MBIT_S = (100, 1000)
+FREE_CORES = 0.65
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,12 @@ def show(lines: list[dict[str, Any]]) -> None:
     rows = [
         row(name, [line["measured_over_predicted"] for line in lines if name in line["planners"]]) for name in names
     ]
-    rows.append(row("different plans", [line["measured_over_predicted"] for line in lines]))
+    kinds = {
+        "different plans": lines,
+        f"cores below {FREE_CORES:.0%} busy": [line for line in lines if line["busy"] < FREE_CORES],
+        "cores busier": [line for line in lines if line["busy"] >= FREE_CORES],
+    }
+    rows += [row(name, [line["measured_over_predicted"] for line in kind]) for name, kind in kinds.items() if kind]
     table(
         "measured / predicted",
         ("planner", "runs", "median (p10..p90)", "least", "most", "within 10 %"),
