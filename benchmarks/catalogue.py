@@ -473,7 +473,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="tests/zoo",
         output="--out",
-        depends=("ckpt", "daemon", "launcher", "tests/zoo"),
+        depends=("ckpt", "daemon", "launcher"),
         results=(Result(name="zoo-seed-24", arguments="--kills 2000 --seed 24", minutes=180),),
     ),
     Benchmark(
