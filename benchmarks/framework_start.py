@@ -3,7 +3,7 @@
 One worker and one host; plain torch, transformers and Lightning. In each job the worker is killed twice (`SIGKILL`): in
 its first steps, and later, when its successor has trained for some seconds. The contenders alternate:
 
-- resilient-run: its integration for the framework, which captures every step. As installed, without options.
+- resilient-run: its integration for the framework, which captures every step. With `--rr-preload learn`.
 - torchrun: what its users have. A checkpoint of every step into tmpfs, by torch.save, by `Trainer`'s own saving, or by
   `ModelCheckpoint`, and a restart from there.
 

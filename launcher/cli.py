@@ -108,7 +108,7 @@ class ResilientRun(click.Command):
         formatter.write_paragraph()
         formatter.write_text(
             "Start TRAINING_SCRIPT as torchrun does. A script that uses resilient_run.Checkpointer continues after a "
-            "failure from checkpoints in memory, with at most one step lost."
+            "failure from checkpoints in memory, usually with at most one step lost."
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

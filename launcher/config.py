@@ -17,7 +17,7 @@ from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.base.spec import parse_ports
 from resilient_run.daemon.trust.private import open_to_append
-from resilient_run.daemon.trust.secret import find_key
+from resilient_run.daemon.trust.secret import check_url, find_key
 
 _SOCKET_PATH_MAX_BYTES = 107
 _UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -129,7 +129,7 @@ def options() -> list[click.Parameter]:
             type=click.Path(file_okay=False, readable=False, path_type=Path),
             envvar="RESILIENT_RUN_DIR",
             help="Directory of the daemon's socket. Default: /run/resilientd/<user> when a service serves there, else "
-            "$XDG_RUNTIME_DIR/resilient-run, else /tmp/resilient-run-<uid>.",
+            "$XDG_RUNTIME_DIR/resilient-run if that is not another user's, else /tmp/resilient-run-<uid>.",
         ),
         click.Option(
             ["--rr-shm-dir"],
@@ -227,6 +227,7 @@ def options() -> list[click.Parameter]:
             ["--rr-persist"],
             metavar="URL",
             envvar="RESILIENT_PERSIST",
+            callback=check_url,
             help="Directory or fsspec URL that every host reaches: committed steps are also written there. Short for "
             "persist.target in the configuration file.",
         ),

@@ -16,7 +16,7 @@ from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.version import FORMATS
 from resilient_run.ckpt.link.client import DaemonClient
 from resilient_run.daemon.base.settings import Settings, server_pid
-from resilient_run.daemon.trust.private import open_directory
+from resilient_run.daemon.trust.private import open_directory, open_log
 
 log = logging.getLogger(__name__)
 
@@ -207,9 +207,9 @@ class DaemonLink:
         command += ["--idle-exit", str(_IDLE_EXIT_S)]
         # A service manager that started this launcher did not start the daemon.
         env = {name: value for name, value in os.environ.items() if name not in _OF_THE_SERVICE}
-        with open(self._settings.log_path, "ab") as log_file:
+        with open(open_log(self._settings.log_path), "ab") as log_file:
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, start_new_session=True
             )
-        log.info("started resilientd (pid %d), log in %s", process.pid, log_file.name)
+        log.info("started resilientd (pid %d), log in %s", process.pid, self._settings.log_path)
         return process

@@ -20,7 +20,7 @@ class PersistedReader(ItemReader):
     def __init__(self, target: str, run_id: str, *, step: int | None = None) -> None:
         """Read `step`, or the newest one, of the run `run_id` from the directory or fsspec URL `target`."""
         super().__init__(self._fetch)
-        self._tier = Tier(target, run_id)
+        self._tier = Tier(target, run_id, of_others=True)
         self._step = step
 
     def _fetch(self) -> dict[str, Any]:

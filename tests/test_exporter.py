@@ -25,6 +25,7 @@ from cluster import EXAMPLE, TINY, Cluster, Host, kill, recovered, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.exporter import server as server_module
 from resilient_run.daemon.exporter.metrics import _run
 from resilient_run.daemon.exporter.server import ExporterServer
 from resilient_run.daemon.run.recoveries import Recoveries
@@ -272,6 +273,25 @@ def test_a_web_page_that_leads_its_name_here_is_told_nothing() -> None:
                 connection.request("GET", "/metrics", headers={"Host": host})
                 assert connection.getresponse().status == code
         server.shutdown()
+
+
+def test_who_has_no_password_costs_the_daemon_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/healthz` answers everybody, as often as they like, from what the daemon said last."""
+    monkeypatch.setattr(server_module, "_HEALTH_S", 3600.0)
+    asked = []
+
+    def ask() -> dict[str, Any]:
+        asked.append(time.monotonic())
+        return {"jobs": []}
+
+    with ExporterServer(("127.0.0.1", 0), ask, password=PASSWORD) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for path, code in [("/healthz", 200), ("/metrics", 401), ("/status.json", 401)] * 5:
+            with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=60)) as connection:
+                connection.request("GET", path)
+                assert connection.getresponse().status == code
+        server.shutdown()
+    assert len(asked) == 1
 
 
 def test_a_thread_that_cannot_begin_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

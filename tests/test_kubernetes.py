@@ -31,16 +31,6 @@ _PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("version", ["1.30", "1.37"])
-@pytest.mark.parametrize("path", sorted(MANIFEST.parent.glob("*.yaml")), ids=lambda path: path.name)
-def test_manifests_follow_the_schema(path: Path, version: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate").validate
-    documents = list(yaml.safe_load_all(path.read_text()))
-    assert documents
-    for document in documents:
-        validate(document, version, strict=True)
-
-
 def pod_spec() -> dict[str, Any]:
     """Return what the manifest says of a pod."""
     documents = yaml.safe_load_all(MANIFEST.read_text())

@@ -147,13 +147,14 @@ def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None
     """One host's writes fail, so the pair stays half written, and then the host dies."""
     target = Path(hosts.policy["persist"]["target"])
     directory = target / hosts.run_id / "1-2"
-    directory.mkdir(parents=True)
-    (directory / "rank1.zst.part").symlink_to("/dev/full")
+    in_the_way = directory / "rank1.zst.part"
+    in_the_way.mkdir(parents=True)
     trainers = hosts.run("ab")
     hosts.commit(trainers, [1, 2])
     wait_until((directory / "rank0.zst").exists, timeout_s=30, what="the file of rank 0")
     hosts["b"].kill()
     assert tier_of(hosts).published() == []
+    in_the_way.rmdir()
     hosts["b"].drop_clients()
     hosts["b"].start()
     trainers = hosts.run("ab", generation=2)
@@ -269,7 +270,7 @@ def test_sigterm_ends_within_the_grace_when_storage_hangs(hosts: Hosts) -> None:
     hosts.policy = persist(Path(hosts.policy["persist"]["target"]).parent, grace_s=1)
     directory = Path(hosts.policy["persist"]["target"]) / hosts.run_id / "1-1"
     directory.mkdir(parents=True)
-    os.mkfifo(directory / "rank0.zst.part")
+    os.mkfifo(directory / "manifest.json")
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
     assert hosts["a"].stop() == 0

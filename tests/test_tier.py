@@ -1,6 +1,7 @@
 """The persistent tier's files: exact slots come back, no damaged byte is believed, the newest pair stays."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
 from resilient_run.daemon.run.rounds import Pair
+from resilient_run.daemon.tier import files
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.tier import FRAME_BYTES, Tier, TierError, superfluous
 
@@ -194,11 +196,17 @@ def test_storage_that_refuses_is_named(tmp_path: Path) -> None:
         Tier(str(tmp_path / "file"), "run").write((1, 1), 0)
 
 
-def test_failed_write_leaves_nothing_and_the_next_one_is_whole(tmp_path: Path, slot: Slot) -> None:
+def test_failed_write_leaves_nothing_and_the_next_one_is_whole(
+    tmp_path: Path, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """/dev/full takes the place of a full disk: opening works, writing fails."""
     directory = tmp_path / "tier" / "run" / "1-7"
-    directory.mkdir(parents=True)
-    (directory / "rank0.zst.part").symlink_to("/dev/full")
+
+    def open_full(path: str, mode: int) -> int:
+        Path(path).touch(mode)
+        return os.open("/dev/full", os.O_WRONLY)
+
+    monkeypatch.setattr(files, "open_new", open_full)
     tier = Tier(str(tmp_path / "tier"), "run")
 
     def write_all() -> None:
@@ -213,6 +221,7 @@ def test_failed_write_leaves_nothing_and_the_next_one_is_whole(tmp_path: Path, s
     with pytest.raises(TierError, match="No space left on device"):
         write_all()
     assert list(directory.iterdir()) == []
+    monkeypatch.undo()
     store(tier, slot)
     assert b"".join(tier.read((1, 7), 0)) == bytes(slot.buffer[: slot.header().used_bytes])
 

@@ -174,12 +174,16 @@ class Slot:
 
         Raises:
             OSError: The file cannot be opened.
-            SlotError: The file is not a slot of this format.
+            SlotError: The file is not a slot of this format, or another user's.
         """
         path = Path(path)
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
         try:
-            capacity_bytes = os.fstat(descriptor).st_size
+            about = os.fstat(descriptor)
+            # Where the vault was removed under the run, as at a logout, its name is free for everybody.
+            if about.st_uid != os.geteuid():
+                raise SlotError(f"it belongs to uid {about.st_uid}, not to uid {os.geteuid()}")
+            capacity_bytes = about.st_size
             _, payload_offset = _read_prefix(os.pread(descriptor, HEADER_BYTES, 0), capacity_bytes)
             mapping = _map(descriptor, writable=writable)
         except SlotError as error:

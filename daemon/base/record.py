@@ -9,7 +9,7 @@ import psutil
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..trust.private import read_file
+from ..trust.private import open_new, read_file
 from .fields import Fields
 
 RECORD_NAME = "job.json"
@@ -82,5 +82,6 @@ class JobRecord:
     def save(self, directory: Path) -> None:
         """Write the record into `directory`, all or nothing."""
         path = directory / f"{RECORD_NAME}.new"
-        path.write_text(json.dumps(asdict(self)))
+        with open(open_new(path, 0o600), "w") as file:
+            file.write(json.dumps(asdict(self)))
         path.rename(directory / RECORD_NAME)

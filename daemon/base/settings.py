@@ -114,9 +114,21 @@ def _default_run_dir(environ: Mapping[str, str], uid: int) -> Path:
     service = Settings(run_dir=run_dir, shm_dir=run_dir)
     if os.path.exists(service.service_path) or server_pid(service.socket_path) is not None:
         return run_dir
-    if "XDG_RUNTIME_DIR" in environ:
-        return Path(environ["XDG_RUNTIME_DIR"]) / "resilient-run"
+    runtime_dir = environ.get("XDG_RUNTIME_DIR")
+    if runtime_dir is not None and not _is_of_another_user(runtime_dir, uid):
+        return Path(runtime_dir) / "resilient-run"
     return Path(f"/tmp/resilient-run-{uid}")
+
+
+def _is_of_another_user(directory: str, uid: int) -> bool:
+    """Tell whether somebody else, who could put what they like in the place of what we make there, has `directory`.
+
+    `su` and `sudo -E` leave the variable as it was.
+    """
+    try:
+        return os.stat(directory).st_uid not in {0, uid}
+    except OSError:
+        return False
 
 
 def _user_name(uid: int) -> str:

@@ -129,4 +129,4 @@ def _lines(findings: list[Finding]) -> list[str]:
         remedy = f"; remedy: {finding.remedy}" if finding.remedy else ""
         lines.append(f"{_SHOWN.get(finding.level, 'ok'):<5} {finding.check:<{width}}  {finding.found}{remedy}")
     failed, warned = (sum(finding.level == level for finding in findings) for level in (FAIL, WARN))
-    return [*lines, f"{len(findings)} findings: {failed} failed, {warned} to be warned of"]
+    return [*lines, f"{len(findings)} findings: {failed} failed, {warned} with a warning"]

@@ -14,6 +14,7 @@ from ..base.settings import Settings
 from ..run.rounds import Pair
 from ..tier.slots import fetch_slots
 from ..tier.tier import Tier
+from ..trust.secret import check_url
 from .ask import ask
 
 
@@ -28,7 +29,14 @@ from .ask import ask
     show_default=True,
     help="The slots of this host, or the persistent tier.",
 )
-@click.option("--target", metavar="URL", help="The persistent tier. Default: what the run's daemon here uses.")
+@click.option(
+    "--target",
+    metavar="URL",
+    envvar="RESILIENT_PERSIST",
+    show_envvar=True,
+    callback=check_url,
+    help="The persistent tier. Default: what the run's daemon here uses.",
+)
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Directory (dcp) or file (torch) to write.")
 @click.option(
     "--format", "format_", type=click.Choice(["dcp", "torch"]), default="dcp", show_default=True, help="What to write."
@@ -58,7 +66,7 @@ def export(
                 url = target or (_job(settings, run_id).get("persist") or {}).get("target")
                 if url is None:
                     raise click.ClickException(f"run {run_id!r} has no persistent tier here; give --target")
-                pair, slots = fetch_slots(Tier(url, run_id), step, scratch)
+                pair, slots = fetch_slots(Tier(url, run_id, of_others=target is not None), step, scratch)
             for slot in slots:
                 stack.callback(slot.close)
             write(slots, to, format_)

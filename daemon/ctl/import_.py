@@ -14,6 +14,7 @@ from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
 from ..tier.imports import write_import
 from ..tier.tier import Tier
+from ..trust.secret import check_url
 from .ask import ask
 from .etcd import check_run_id, etcd_options, parse_etcd
 
@@ -21,7 +22,15 @@ from .etcd import check_run_id, etcd_options, parse_etcd
 @click.command("import")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--run-id", required=True, help="The run that will begin with it (--rdzv-id).")
-@click.option("--target", metavar="URL", required=True, help="The run's persistent tier (--rr-persist).")
+@click.option(
+    "--target",
+    metavar="URL",
+    required=True,
+    envvar="RESILIENT_PERSIST",
+    show_envvar=True,
+    callback=check_url,
+    help="The run's persistent tier (--rr-persist).",
+)
 @click.option("--step", type=click.IntRange(min=1), help="Completed steps. Default: what `export` wrote there.")
 @click.option("--strict", is_flag=True, help="The run shall refuse it when something that it registers is not there.")
 @etcd_options(None)

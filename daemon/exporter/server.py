@@ -6,10 +6,12 @@ import hmac
 import http.server
 import ipaddress
 import json
+import math
 import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from importlib.resources import files
@@ -21,6 +23,7 @@ from .metrics import CONTENT_TYPE, exposition
 
 _PATIENCE_S: Final = 10.0
 _CROWD: Final = 32
+_HEALTH_S: Final = 1.0
 _JSON: Final = "application/json"
 
 Ask = Callable[[], dict[str, Any]]
@@ -50,9 +53,35 @@ class ExporterServer(http.server.ThreadingHTTPServer):
         self.ask, self.password = ask, password
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._room = threading.BoundedSemaphore(_CROWD)
+        self._health_lock = threading.Lock()
+        self._health, self._health_until_s = (HTTPStatus.OK, b""), -math.inf
         super().__init__(address, _Handler)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def health(self) -> tuple[HTTPStatus, bytes]:
+        """Return what `/healthz` answers, of the last second: strangers may ask, and the daemon has other work."""
+        with self._health_lock:
+            if time.monotonic() >= self._health_until_s:
+                self._health = self._look()
+                self._health_until_s = time.monotonic() + _HEALTH_S
+            return self._health
+
+    def status(self) -> tuple[dict[str, Any] | None, str]:
+        """Return the daemon's status, None if it gives none, and why."""
+        try:
+            return self.ask(), ""
+        except (OSError, WireError, DaemonError) as error:
+            return None, str(error) or type(error).__name__
+
+    def _look(self) -> tuple[HTTPStatus, bytes]:
+        status, _ = self.status()
+        # Who asks may be anybody, so names are not told.
+        if status is None:
+            return HTTPStatus.SERVICE_UNAVAILABLE, b"no daemon answers\n"
+        if any(job.get("failure") for job in status["jobs"]):
+            return HTTPStatus.SERVICE_UNAVAILABLE, b"a run failed in the daemon\n"
+        return HTTPStatus.OK, b"ok\n"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own; hang up where too many wait already."""
@@ -96,16 +125,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/healthz":
-            self._healthz()
+            code, body = self.server.health()
+            self._answer(code, "text/plain", body)
         elif not self._is_meant():
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this name is not that of a loopback address\n")
         elif not self._is_admitted():
             self._answer(HTTPStatus.UNAUTHORIZED, "text/plain", b"a password is needed\n")
         elif path == "/metrics":
-            status, _ = self._status()
+            status, _ = self.server.status()
             self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(status))
         elif path == "/status.json":
-            status, trouble = self._status()
+            status, trouble = self.server.status()
             code = HTTPStatus.SERVICE_UNAVAILABLE if status is None else HTTPStatus.OK
             self._answer(code, _JSON, json.dumps({"trouble": trouble} if status is None else status).encode())
         elif path == "/":
@@ -117,22 +147,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing of requests."""
-
-    def _healthz(self) -> None:
-        status, _ = self._status()
-        # Who asks may be anybody, so names are not told.
-        if status is None:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"no daemon answers\n")
-        elif any(job.get("failure") for job in status["jobs"]):
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"a run failed in the daemon\n")
-        else:
-            self._answer(HTTPStatus.OK, "text/plain", b"ok\n")
-
-    def _status(self) -> tuple[dict[str, Any] | None, str]:
-        try:
-            return self.server.ask(), ""
-        except (OSError, WireError, DaemonError) as error:
-            return None, str(error) or type(error).__name__
 
     def _is_meant(self) -> bool:
         """Tell whether no web page made a browser ask here, by a name of its own that leads to the loopback address."""

@@ -36,6 +36,9 @@ _SEND_TIMEOUT_S = 60.0
 _FRAME_BYTES = 4096
 """Hellos, offers and requests are a few hundred bytes long."""
 
+_SHOWN = 80
+"""So much of what strangers say is logged: they could fill the file system of the log."""
+
 _MANNERS = Manners(frame_bytes=_FRAME_BYTES, silent_s=3.0)
 _CONNECTIONS_PER_HOST = 16
 """A host's daemon has four, and may be restarted before the old ones are seen to break."""
@@ -178,13 +181,14 @@ class PeerServer:
             raise DaemonError("a peer must say hello first")
         if (theirs := fields.optional_text("wire") or "1") != (ours := FORMATS["wire"]):
             raise DaemonError(
-                f"it speaks version {theirs} of the wire format, this daemon {ours}: install the same resilient-run"
+                f"it speaks version {theirs[:_SHOWN]} of the wire format, this daemon {ours}: install the same "
+                "resilient-run"
             )
         run_id = fields.text("run_id")
         job = self._find_job(run_id, fields.optional_text("to"))
         identity = None if job is None else job.identity
         if job is None or identity is None:
-            raise DaemonError(f"it asks for run {run_id!r}, which is not open here")
+            raise DaemonError(f"it asks for run {run_id[:_SHOWN]!r}, which is not open here")
         return job, identity
 
     async def _handle(self, job: PeerJob, host: str, fields: Fields, message: wire.Message, sock: SecureSocket) -> None:
@@ -226,7 +230,9 @@ async def _prove(sock: SecureSocket, hello: wire.Message) -> str:
         host = await sock.handshake()
         again = await sock.receive_message(_FRAME_BYTES)
     if again is not None and again != {**hello, "host": host}:
-        raise DaemonError(f"it has the certificate of host {host}, and says hello as {str(again.get('host'))[:80]!r}")
+        raise DaemonError(
+            f"it has the certificate of host {host}, and says hello as {str(again.get('host'))[:_SHOWN]!r}"
+        )
     if again is None:
         raise WireError("it said nothing after the handshake")
     return host

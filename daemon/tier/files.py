@@ -2,14 +2,19 @@
 
 import contextlib
 import os
+import stat
+import tempfile
+from collections.abc import Sequence
 from typing import Any
+
+from ..trust.private import open_new
 
 
 class FileWriter:
     """Writes one new file, which has its name once `finish` has returned.
 
     Object stores show an object when it is complete. On a local (or mounted) file system the file is written under
-    another name, flushed to the disk, and renamed.
+    another name, flushed to the disk, and renamed. Nothing is written to what stands there under that name.
 
     Args:
         fs: An fsspec file system.
@@ -20,7 +25,8 @@ class FileWriter:
         self._fs = fs
         self._path = path
         self._aside = f"{path}.part" if is_local(fs) else path
-        self._file: Any = fs.open(self._aside, "wb")
+        local = None if self._aside == path else open_new(self._aside, 0o666)
+        self._file: Any = fs.open(path, "wb") if local is None else open(local, "wb")  # noqa: SIM115
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
@@ -74,3 +80,38 @@ def fsync_directory(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directories(target: str, names: Sequence[str]) -> None:
+    """Make the directory `target`, and below it one of each of `names` in the other, for this user alone."""
+    os.makedirs(target, exist_ok=True)
+    for name in names:
+        target = os.path.join(target, name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(target, 0o700)
+
+
+def planted_by(target: str, names: Sequence[str]) -> tuple[str, int] | None:
+    """Return what another user has made among the directories `names`, one in the other below `target`, and who.
+
+    Where everybody may write, a stranger can make directories of a run before the run does, with links and pipes
+    in the place of its files. What the owner of `target` has made is trusted as `target` is.
+
+    Raises:
+        OSError: They cannot be looked at.
+    """
+    place = target
+    for name in names:
+        path = os.path.join(place, name)
+        try:
+            above, found = os.stat(place), os.lstat(path)
+        except FileNotFoundError:
+            return None
+        if above.st_mode & stat.S_IWOTH and found.st_uid not in {0, os.geteuid(), above.st_uid}:
+            # Some servers of files know each user, or root, by another name.
+            with tempfile.TemporaryFile(dir=place) as file:
+                ours = os.fstat(file.fileno()).st_uid
+            if found.st_uid != ours:
+                return path, found.st_uid
+        place = path
+    return None

@@ -21,7 +21,7 @@ from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
 from resilient_run.ckpt.format.import_manifest import MANIFEST, ImportManifest
 
 from ..run.rounds import Pair
-from .files import FileWriter, fsync_directory, is_local, write_small
+from .files import FileWriter, fsync_directory, is_local, make_directories, planted_by, write_small
 from .manifest import Persisted
 from .offload import offload
 
@@ -110,16 +110,18 @@ class Tier:
         target: A directory or an fsspec URL.
         run_id: The run.
         level: zstandard's compression level.
+        of_others: Whether pairs may be another user's, for who reads what they have named. Else what a stranger has
+            made there, in a directory where everybody may write, is a TierError.
     """
 
-    def __init__(self, target: str, run_id: str, *, level: int = 1) -> None:
+    def __init__(self, target: str, run_id: str, *, level: int = 1, of_others: bool = False) -> None:
         self._target = target
         self._run_id = run_id
         self._level = level
+        self._of_others = of_others
         self._opening = threading.Lock()
         self._manifests: dict[Pair, Persisted] = {}
-        # The target may have a password in it.
-        self.shown = re.sub(r"//[^/@]*@", "//…@", target)
+        self.shown = _without_password(target)
         """The target, for people."""
 
     def check(self) -> None:
@@ -183,6 +185,7 @@ class Tier:
             TierError: The storage cannot be opened.
         """
         with self._storage("open it"):
+            self._refuse_planted(pair)
             directory = self._directory(pair)
             local = is_local(self._fs)
         return directory if local else f"{self._target.rstrip('/')}/{'/'.join(directory.rsplit('/', 2)[-2:])}"
@@ -203,7 +206,13 @@ class Tier:
         """
         guarded = partial(self._storage, f"write {name} of {pair}")
         with guarded():
-            self._fs.makedirs(self._directory(pair), exist_ok=True)
+            self._refuse_planted(pair)
+            if is_local(self._fs):
+                make_directories(self._place or "/", (self._name, _name_of(pair)))
+            else:
+                self._fs.makedirs(self._directory(pair), exist_ok=True)
+            # Somebody may have been faster.
+            self._refuse_planted(pair)
             file = FileWriter(self._fs, f"{self._directory(pair)}/{name}")
         return TierFile(file, guarded)
 
@@ -238,6 +247,7 @@ class Tier:
         """
         directory = self._directory(persisted.pair)
         with self._storage(f"publish {persisted.pair}"):
+            self._refuse_planted(persisted.pair)
             write_small(self._fs, f"{directory}/{MANIFEST}", persisted.dump())
             if is_local(self._fs):
                 fsync_directory(self._root)
@@ -251,6 +261,7 @@ class Tier:
         directory = self._directory(pair)
         self._manifests.pop(pair, None)
         with self._storage(f"refuse {pair}"):
+            self._refuse_planted(pair)
             if self._fs.exists(f"{directory}/{MANIFEST}"):
                 self._fs.mv(f"{directory}/{MANIFEST}", f"{directory}/{REFUSED_MANIFEST}")
 
@@ -264,6 +275,7 @@ class Tier:
         for pair in superfluous(found, keep):
             directory = self._directory(pair)
             with self._storage(f"delete {pair}"):
+                self._refuse_planted(pair)
                 if found.pop(pair):
                     # First, so that nobody takes a half deleted pair for a published one.
                     self._fs.rm_file(f"{directory}/{MANIFEST}")
@@ -273,6 +285,7 @@ class Tier:
     def _found(self) -> dict[Pair, bool]:
         """Return every pair that has a directory, and whether it is published."""
         with self._storage("list"):
+            self._refuse_planted()
             self._fs.invalidate_cache()
             if not self._fs.exists(self._root):
                 return {}
@@ -285,6 +298,7 @@ class Tier:
         """Provide what publishes `pair`; a SlotError about it gets the name of the file."""
         where = f"{self._directory(pair)}/{MANIFEST}"
         with self._storage(f"read {MANIFEST} of {pair}"):
+            self._refuse_planted(pair)
             if not self._fs.exists(where):
                 raise SlotError(f"generation {pair[0]} step {pair[1]} is not published in {self.shown}")
             data = self._fs.cat_file(where, start=0, end=_MAX_MANIFEST_BYTES)
@@ -293,15 +307,24 @@ class Tier:
         except SlotError as error:
             raise SlotError(f"{MANIFEST} of generation {pair[0]} step {pair[1]} in {self.shown}: {error}") from error
 
+    def _refuse_planted(self, pair: Pair | None = None) -> None:
+        """Raise a TierError if a stranger has made the run's directory, or that of `pair`."""
+        if self._of_others or not is_local(self._fs):
+            return
+        names = [self._name] if pair is None else [self._name, _name_of(pair)]
+        if (found := planted_by(self._place or "/", names)) is not None:
+            path, uid = found
+            raise TierError(
+                f"{path} belongs to uid {uid}, in a directory where everybody may write: remove it, or choose another "
+                "target, of your own"
+            )
+
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         import fsspec.core
 
         fs, path = fsspec.core.url_to_fs(self._target)
-        name = quote(self._run_id, safe="")
-        # A run id may be "..", a directory must not.
-        name = f"%2E{name[1:]}" if name.startswith(".") else name
-        return fs, f"{path.rstrip('/')}/{name}"
+        return fs, path.rstrip("/")
 
     @property
     def _fs(self) -> Any:
@@ -309,12 +332,22 @@ class Tier:
             return self._opened[0]
 
     @property
-    def _root(self) -> str:
+    def _place(self) -> str:
         with self._opening:
             return self._opened[1]
 
+    @property
+    def _name(self) -> str:
+        name = quote(self._run_id, safe="")
+        # A run id may be "..", a directory must not.
+        return f"%2E{name[1:]}" if name.startswith(".") else name
+
+    @property
+    def _root(self) -> str:
+        return f"{self._place}/{self._name}"
+
     def _directory(self, pair: Pair) -> str:
-        return f"{self._root}/{pair[0]}-{pair[1]}"
+        return f"{self._root}/{_name_of(pair)}"
 
     def _rank_path(self, pair: Pair, rank: int) -> str:
         return f"{self._directory(pair)}/rank{rank}.zst"
@@ -327,7 +360,9 @@ class Tier:
         except CheckpointError:
             raise
         except Exception as error:  # the boundary to libraries that raise classes of their own
-            raise TierError(f"{self.shown}: cannot {doing}: {type(error).__name__}: {error}") from error
+            raise TierError(
+                f"{self.shown}: cannot {doing}: {type(error).__name__}: {_without_password(str(error))}"
+            ) from error
 
 
 async def call(tier: Tier, function: Callable[..., _T], *args: Any, background: bool = False) -> _T:
@@ -356,6 +391,15 @@ def superfluous(found: Mapping[Pair, bool], keep: int) -> list[Pair]:
     """
     kept = sorted(pair for pair, is_published in found.items() if is_published)[-keep:]
     return sorted(pair for pair in found if kept and pair < kept[-1] and pair not in kept)
+
+
+def _without_password(text: str) -> str:
+    """Return what may be logged of text with URLs in it."""
+    return re.sub(r"://[^/\s]*@", "://…@", text)
+
+
+def _name_of(pair: Pair) -> str:
+    return f"{pair[0]}-{pair[1]}"
 
 
 def _read_frame(file: Any, decompressor: zstandard.ZstdDecompressor, size: int, what: str) -> bytes:

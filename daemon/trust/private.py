@@ -97,6 +97,35 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
     return content
 
 
+def open_log(path: Path) -> int:
+    """Return a descriptor that appends to the file `path`, made if there is none, in a directory of our user.
+
+    Raises:
+        DaemonError: The directory is something else, or somebody else's by now.
+        OSError: The file cannot be opened, or is a link.
+    """
+    with _own(path.parent) as directory:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path.name, flags, 0o600, dir_fd=directory)
+
+
+def open_new(path: Path | str, mode: int) -> int:
+    """Return a descriptor that writes to a new file, in the place of whatever file, link or pipe has the name `path`.
+
+    So nothing is written to that another user may have put there, wherever it leads.
+
+    Args:
+        path: The file.
+        mode: Its permissions, of which the umask takes some.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
 def open_to_append(path: Path) -> int:
     """Return a descriptor that appends to `path`, and never waits: a file, made if there is none, a pipe or a terminal.
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import click
+from click.core import ParameterSource
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -40,6 +43,22 @@ def withheld() -> Iterator[None]:
 def secret_variable(name: str) -> str | None:
     """Return the secret that this process was given in an environment variable, also while it is `withheld`."""
     return _withheld.get(name, os.environ.get(name))
+
+
+def check_url(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return the value of an option that is a URL or a path, as click wants it from a callback.
+
+    Raises:
+        click.BadParameter: A password stands in it, as in ``ftp://user:password@host``, on the command line.
+    """
+    told = value is not None and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+    if told and re.search(r"://[^/]*:[^/]*@", value or ""):
+        raise click.BadParameter(
+            "the password in the URL can be read in the process list by everyone on this host; set RESILIENT_PERSIST",
+            ctx,
+            param,
+        )
+    return value
 
 
 def make_key(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""resilient-run: training that comes back in seconds, with at most one step lost.
+"""resilient-run: training that comes back in seconds, usually with at most one step lost.
 
 Names are loaded on first use (PEP 562), so that the import stays cheap and the daemon never pulls in torch.
 """

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -223,13 +224,15 @@ class SiteHook:
     """
 
     def __init__(self, file: str) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="resilient-run-zygote-")
-        Path(self._directory.name, "sitecustomize.py").symlink_to(file)
+        self._file = file
+        self._link = self._make()
         self._reached: dict[str, bool] = {}
 
     def environ(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return an environment in which an interpreter reaches the file."""
-        path = [self._directory.name, *filter(None, [env.get("PYTHONPATH")])]
+        if not self._is_there():
+            self._link = self._make()
+        path = [str(self._link.parent), *filter(None, [env.get("PYTHONPATH")])]
         return {**env, "PYTHONPATH": os.pathsep.join(path)}
 
     def is_reached(self, program: str, hooked: Mapping[str, str]) -> bool:
@@ -242,7 +245,24 @@ class SiteHook:
 
     def close(self) -> None:
         """Remove it: interpreters that have started go on."""
-        self._directory.cleanup()
+        if self._is_there():
+            shutil.rmtree(self._link.parent, ignore_errors=True)
+
+    def _make(self) -> Path:
+        """Return the file's new name, in a directory of its own."""
+        link = Path(tempfile.mkdtemp(prefix="resilient-run-zygote-"), "sitecustomize.py")
+        link.symlink_to(self._file)
+        return link
+
+    def _is_there(self) -> bool:
+        """Tell whether the directory is still the one that was made.
+
+        Long runs outlive what cleans /tmp. Then its name is free, and workers would run what another user puts there.
+        """
+        try:
+            return self._link.parent.lstat().st_uid == os.geteuid() and self._link.is_symlink()
+        except OSError:
+            return False
 
 
 class Zygote:

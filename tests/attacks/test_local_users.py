@@ -19,8 +19,13 @@ from cluster import wait_until
 from hosts import Host, Hosts
 from second_user import MALLORY, as_mallory
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format import wire
+from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.trust.private import open_directory
+from resilient_run.launcher import daemon_link
+from resilient_run.launcher.daemon_link import JobRequest
 from resilient_run.launcher.rendezvous import claim
 
 pytestmark = [
@@ -277,6 +282,47 @@ def test_a_directory_that_is_replaced_while_it_is_dialled_leads_nowhere_else(
             other.accept()
         with ours.accept()[0] as heard:
             assert heard.recv(10) == b"secret"
+
+
+def test_the_runtime_directory_of_another_user_is_not_used(place: Path) -> None:
+    """`su` leaves the variable, and its owner could exchange what root makes in that directory."""
+    for name, owner in (("theirs", MALLORY), ("ours", os.getuid())):
+        (place / name).mkdir(mode=0o700)
+        os.chown(place / name, owner, owner)
+    assert find_settings({"XDG_RUNTIME_DIR": str(place / "theirs")}) == find_settings({})
+    assert find_settings({"XDG_RUNTIME_DIR": str(place / "ours")}).run_dir == place / "ours" / "resilient-run"
+
+
+def test_no_log_is_written_in_a_directory_that_took_the_checked_ones_place(
+    host: Host, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, victim = place / "theirs", place / "profile"
+    theirs.mkdir()
+    (theirs / "resilientd.log").symlink_to(victim)
+    for path in (theirs, theirs / "resilientd.log"):
+        os.chown(path, MALLORY, MALLORY, follow_symlinks=False)
+
+    def check_and_lose(path: Path) -> None:
+        open_directory(path)
+        path.rename(place / "lost")
+        theirs.rename(path)
+
+    monkeypatch.setattr(daemon_link, "open_directory", check_and_lose)
+    request = JobRequest(
+        run_id="run",
+        host="a",
+        replicas=2,
+        nproc=1,
+        etcd={},
+        addr="127.0.0.1",
+        memory_limit_bytes=None,
+        policy={},
+        injection=False,
+    )
+    settings = Settings(run_dir=host.run_dir, shm_dir=host.shm_dir)
+    with pytest.raises(DaemonError, match=f"must belong to uid 0, it belongs to uid {MALLORY}"):
+        daemon_link.DaemonLink(settings=settings, job=request, on_event=[].append)._spawn().kill()
+    assert not victim.exists()
 
 
 def test_whose_names_are_taken_has_names_all_the_same(

@@ -161,6 +161,17 @@ def test_a_long_first_message_is_not_read(hosts: Hosts, trainers: list[Trainer])
     goes_on(hosts, trainers, 2)
 
 
+@pytest.mark.parametrize("field", ["run_id", "wire"])
+def test_a_stranger_writes_little_into_the_log(hosts: Hosts, trainers: list[Trainer], field: str) -> None:
+    long = "x" * 3500
+    with socket.create_connection(peer_address(hosts, "a"), timeout=30) as sock:
+        sock.sendall(wire.encode({**hello(hosts.run_id), field: long}))
+        assert tells_nothing(sock)
+    wait_until(lambda: long[:50] in hosts["a"].log, timeout_s=30, what="a line of the log")
+    assert long[:200] not in hosts["a"].log
+    goes_on(hosts, trainers, 2)
+
+
 def test_handshakes_that_never_end_keep_nobody_out(hosts: Hosts, trainers: list[Trainer]) -> None:
     """Hundreds that name the run and stop in the middle of TLS; who is in stays, and who belongs here gets in."""
     address = peer_address(hosts, "a")

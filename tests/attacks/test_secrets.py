@@ -7,13 +7,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import psutil
 import pytest
+from click.testing import CliRunner
 from cluster import Cluster, Host, kill, recovered, wait_until
 from etcd_process import EtcdProcess
 from gated import STEPS, Gate, on_etcd, train_to
 
+from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.tier.tier import Tier, TierError
+from resilient_run.launcher.config import options as config_options
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(600)]
 
@@ -104,3 +109,35 @@ def test_without_recovery_workers_see_no_secret_either(tmp_path: Path, guarded: 
     command += ["--rr-off", str(script)]
     done = subprocess.run(command, env={**os.environ, **GIVEN}, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+URL = "ftp://trainer:the-password-of-a-store@127.0.0.1:1/runs"
+
+
+def test_a_password_in_a_url_is_refused_where_everybody_can_read_it(tmp_path: Path) -> None:
+    """On command lines, which the process list shows; not in the environment."""
+    (tmp_path / "dcp").mkdir()
+    persist = ["--rr-persist", URL]
+    command = click.Command("resilient-run", params=config_options(), callback=lambda **_: None)
+    store = ["--run-id", "r", "--target", URL]
+    for called, arguments in (
+        (command, persist),
+        (resilientctl, ["import", str(tmp_path / "dcp"), *store]),
+        (resilientctl, ["export", *store, "--from", "persist", "--to", str(tmp_path / "out")]),
+    ):
+        done = CliRunner().invoke(called, arguments)
+        assert done.exit_code == 2, done.output
+        assert "can be read in the process list" in done.output
+        assert "RESILIENT_PERSIST" in done.output
+        assert "the-password-of-a-store" not in done.output
+    assert CliRunner().invoke(command, [], env={"RESILIENT_PERSIST": URL}).exit_code == 0
+    assert CliRunner().invoke(command, ["--rr-persist", "s3://bucket@zone/a:b"]).exit_code == 0
+
+
+@pytest.mark.parametrize("password", ["secret", "se@cr:et"])
+def test_a_password_in_a_url_is_in_no_message(password: str) -> None:
+    with pytest.raises(TierError) as refusal:
+        Tier(f"ftp://trainer:{password}@127.0.0.1:1/runs", "run").published()
+    assert "127.0.0.1" in str(refusal.value)
+    assert password not in str(refusal.value)
+    assert "cr:et" not in str(refusal.value)
