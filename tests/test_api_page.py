@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,18 @@ def documented(code: str) -> tuple[str, inspect.Signature | None, str | None]:
 def test_signatures_are_those_of_the_code(row: int) -> None:
     reader = Reader()
     *before, codes = list(cells())[: row + 1]
-    for code in (code for earlier in before for code in earlier if "integrations" not in code):
-        reader.find(code.partition("(")[0])
+    for code in (code for earlier in before for code in earlier):
+        # That row has a test of its own.
+        with suppress(AssertionError, AttributeError, ImportError):
+            reader.find(code.partition("(")[0])
     for code in codes:
         name, wanted, returned = documented(code)
         try:
             owner, found = reader.find(name)
         except ImportError as error:
-            pytest.skip(f"{name}: {error}")
+            if ".integrations." not in name:
+                raise
+            pytest.skip(str(error))
         if wanted is None:
             continue
         actual = inspect.signature(found)

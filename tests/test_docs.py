@@ -4,6 +4,8 @@ ones, generated pages and plots are of today, and the page of papers has all of 
 import ast
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import Field, fields
@@ -88,6 +90,16 @@ def test_source_names_documents_that_exist() -> None:
     }
     assert len(named) > 20
     assert {(shown(path), wrong) for path, name in named if (wrong := broken(ROOT / "README.md", name))} == set()
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, the extra `docs`")
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    assert {page.relative_to(DOCS).with_suffix("").name for page in DOCS.glob("*.md")} <= {
+        page.name.removesuffix(".html") for page in tmp_path.iterdir()
+    }
 
 
 def test_navigation_has_every_page_once() -> None:
