@@ -133,6 +133,11 @@ BENCHMARKS: Final = (
         results=(Result(name="launch-overhead", minutes=3),),
     ),
     Benchmark(
+        script="benchmarks/operator_errors.py",
+        depends=("daemon/etcd", "launcher"),
+        results=(Result(name="operator-errors", minutes=4),),
+    ),
+    Benchmark(
         script="benchmarks/secure_run.py",
         depends=(*JOB, "benchmarks/recovery_worker.py", "tests/cluster.py"),
         results=(Result(name="secure-run", minutes=10),),
