@@ -25,7 +25,7 @@ PAYLOAD = 0.956
 def predicted_s(routine: Routine, ranks: int, held_bytes: int, *, alpha_s: float, rate_bit_s: int) -> float:
     """Return what the rounds of a collective take."""
     found = load(routine, ranks, cut=segments(routine, ranks, held_bytes))
-    return found.rounds * alpha_s + 8 * found.adapter * held_bytes / (PAYLOAD * rate_bit_s)
+    return found.startups * alpha_s + 8 * found.adapter * held_bytes / (PAYLOAD * rate_bit_s)
 
 
 def run(ranks: int, rate: str, size_bytes: int, repeats: int) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def run(ranks: int, rate: str, size_bytes: int, repeats: int) -> list[dict[str, 
         found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
         rate_bit_s = lab.rate_bit_s
     empty = found.pop(0)
-    alpha_s = empty["seconds"] / load(Routine.ALL_REDUCE, ranks).rounds
+    alpha_s = empty["seconds"] / load(Routine.ALL_REDUCE, ranks).startups
     for line in found:
         line |= {"ranks": ranks, "rate": rate, "alpha_s": alpha_s}
         line["predicted_s"] = predicted_s(

@@ -2,11 +2,11 @@
 
 The models are those of Tables 4.5, 4.6 and 5.1 of the thesis (benchmarks/models), with a backward pass at 10 TFLOP/s
 and a forward pass of half its time. 8 workers compress to 1 bit an element and gather from each other over links of
-three speeds: a ring's bytes and rounds, 15 us a round; 0.3 ms + 0.1 ns a byte to encode, 0.1 ms + 0.05 ns a byte to
-decode. Algorithm 5.1 does not know decoding, so planning times are compared with a free one. Goals at 314 tensors:
-10 ms where all groups are compressed (the thesis: 6.6 s), and 1 s where they may stay dense. "Group by group" is what
-the planner did before it searched mixtures: the best fusion of compressed groups or of others, with each group sent in
-the other way if that helps.
+three speeds, in the rounds that the run-time makes, 15 us each; 0.3 ms + 0.1 ns a byte to encode, 0.1 ms + 0.05 ns a
+byte to decode. Algorithm 5.1 does not know decoding, so planning times are compared with a free one. Goals at 314
+tensors: 10 ms where all groups are compressed (the thesis: 6.6 s), and 1 s where they may stay dense. "Group by group"
+is what the planner did before it searched mixtures: the best fusion of compressed groups or of others, with each group
+sent in the other way if that helps.
 """
 
 import multiprocessing
@@ -22,9 +22,11 @@ from resilient_run.comm.cupcake.algorithm_5_1 import algorithm_5_1
 from resilient_run.comm.cupcake.cupcake import PLANNERS, dense, fused, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Strategy
 from resilient_run.comm.cupcake.fusion_baselines import best_of, hipress
+from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.curve import FREE, Affine
 from resilient_run.comm.plan.model import Model, read_model
 from resilient_run.comm.plan.system import System
+from resilient_run.comm.plan.tree import Routine
 
 MODELS = ("lstm", "vgg16", "gpt2", "ugatit", "resnet50", "bert_base", "resnet101")
 LINKS_GBIT = (10, 25, 100)
@@ -35,14 +37,18 @@ BASELINES = ("dense", "layer-wise", "hipress", "bucket-fusion", "evenly-split")
 def system_of(model: Model, link_gbit: int) -> System:
     """Return what compressing to 1 bit and gathering costs on links of this speed."""
     byte_s = 8 / (link_gbit * 1e9)
-    latency_s = (WORKERS - 1) * 15e-6
+
+    def collective(routine: Routine, ratio: float) -> Affine:
+        found = load(routine, WORKERS)
+        return Affine(alpha_s=found.startups * 15e-6, beta_s_per_byte=found.adapter * ratio * byte_s)
+
     return System(
         forward_s=model.backward_s / 2,
         bytes_per_element=4.0,
         compress=Affine(alpha_s=3e-4, beta_s_per_byte=1e-10),
-        communicate=Affine(alpha_s=latency_s, beta_s_per_byte=(WORKERS - 1) / 32 * byte_s),
+        communicate=collective(Routine.ALL_GATHER, 1 / 32),
         decompress=Affine(alpha_s=1e-4, beta_s_per_byte=5e-11),
-        communicate_dense=Affine(alpha_s=2 * latency_s, beta_s_per_byte=2 * (WORKERS - 1) / WORKERS * byte_s),
+        communicate_dense=collective(Routine.ALL_REDUCE, 1.0),
     )
 
 

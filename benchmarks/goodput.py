@@ -1,9 +1,9 @@
 """What do failures cost? Figures 6.9 to 6.12 and 6.15 of the Gemini chapter, and the same for what we measured.
 
-No job runs: the constants of the thesis's testbed (GPT-2 100B on 16 p4d.24xlarge) and ours (the newest results of
-`capture_stall.py` and `recovery_time.py` beside the output) go through one model, `wasted.py`.
+No job runs: the constants of the thesis's testbed (GPT-2 100B on 16 p4d.24xlarge) and ours (the newest results
+`capture-stall-1024` and `recovery-time`) go through one model, `wasted.py`.
 
-    python benchmarks/goodput.py --json benchmarks/results/goodput.json [--plots benchmarks/results]
+    python benchmarks/reproduce.py goodput
 
 Two jobs are compared. *The thesis's*: its iteration, checkpoint and warm-up times; `resilient-run` there keeps the
 warm-up of that testbed, which we cannot measure, and replaces detection and serialization by our measured recovery.
@@ -11,13 +11,14 @@ warm-up of that testbed, which we cannot measure, and replaces detection and ser
 shortest iteration in which every step is committed.
 """
 
-import json
 import random
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from report import parser, table, write_json
+from catalogue import RESULTS, latest
+from report import Constant, constant, parser, table, write_json
 from wasted import (
     DAY_S,
     CheckpointCost,
@@ -50,7 +51,7 @@ BANDWIDTHS_GBIT = (100, 200, 400)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Our constants: medians of the newest results, and the files that they are from."""
+    """Our constants: medians of the newest results, and the state of a rank that they are for."""
 
     recovery_s: float
     torchrun_recovery_s: float
@@ -60,35 +61,28 @@ class Measured:
     async_committed_s: float
     copy_s: float
     state_bytes: float
-    sources: tuple[str, ...]
 
 
-def measured(directory: Path) -> Measured:
-    """Return our constants from the results in `directory`."""
-    newest: dict[str, tuple[str, str, dict[str, Any]]] = {}
-    for path in sorted(directory.glob("*.json")):
-        document = json.loads(path.read_text())
-        for kind, wanted in (("recovery_time", "seconds"), ("capture_stall", "plain, 1024 MiB")):
-            results = document["results"].get(wanted) if document.get("question") == kind else None
-            complete = results is not None and (kind == "recovery_time" or "resilient-run, 2 hosts" in results)
-            if complete and (kind not in newest or document["date"] > newest[kind][0]):
-                newest[kind] = (document["date"], path.name, results)
-    missing = {"recovery_time", "capture_stall"} - newest.keys()
-    if missing:
-        raise SystemExit(f"no results of {', '.join(sorted(missing))} in {directory}: run these benchmarks first")
-    (_, recovery_file, seconds), (_, stall_file, stalls) = newest["recovery_time"], newest["capture_stall"]
-    ours, theirs = stalls["resilient-run, 2 hosts"], stalls["async_save"]
-    return Measured(
-        recovery_s=seconds["resilient-run"]["median"],
-        torchrun_recovery_s=seconds["torchrun"]["median"],
-        stall_s=ours["stall_s"]["median"],
-        committed_s=ours["committed_s"]["median"],
-        async_stall_s=theirs["stall_s"]["median"],
-        async_committed_s=theirs["committed_s"]["median"],
-        copy_s=ours["memcpy_s"]["median"],
-        state_bytes=ours["bytes"],
-        sources=(recovery_file, stall_file),
-    )
+def measured(folder: Path) -> dict[str, Constant]:
+    """Return our constants from the results in a folder, by the names that `Measured` has."""
+    ours, theirs = ("plain, 1024 MiB", "resilient-run, 2 hosts"), ("plain, 1024 MiB", "async_save")
+    wanted = {
+        "recovery_s": ("recovery-time", "seconds", "resilient-run", "median"),
+        "torchrun_recovery_s": ("recovery-time", "seconds", "torchrun", "median"),
+        "stall_s": ("capture-stall-1024", *ours, "stall_s", "median"),
+        "committed_s": ("capture-stall-1024", *ours, "committed_s", "median"),
+        "async_stall_s": ("capture-stall-1024", *theirs, "stall_s", "median"),
+        "async_committed_s": ("capture-stall-1024", *theirs, "committed_s", "median"),
+        "copy_s": ("capture-stall-1024", *ours, "memcpy_s", "median"),
+        "state_bytes": ("capture-stall-1024", *ours, "bytes"),
+    }
+    found = {}
+    for name, (result, *at) in wanted.items():
+        path = latest(result, folder)
+        if path is None:
+            sys.exit(f"no result {result} in {folder}: run python benchmarks/reproduce.py {result} first")
+        found[name] = constant(path, *at)
+    return found
 
 
 def thesis_schemes(ours: Measured) -> dict[str, CheckpointCost]:
@@ -257,8 +251,8 @@ def print_tables(results: dict[str, Any]) -> None:
     )
 
 
-def plot(results: dict[str, Any], directory: Path) -> None:
-    """Write one PNG and one SVG with all figures; needs matplotlib (`pip install resilient-run[benchmarks]`)."""
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Write a picture of all figures (png, svg); needs matplotlib (`pip install resilient-run[benchmarks]`)."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -295,17 +289,17 @@ def plot(results: dict[str, Any], directory: Path) -> None:
     for axis in axes:
         axis.legend(fontsize=8)
     figure.tight_layout()
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"goodput.{suffix}", metadata={"Date": None} if suffix == "svg" else None)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
     """Compute, print and write everything."""
     options = parser(__doc__)
-    options.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="our measurements")
-    options.add_argument("--plots", type=Path, metavar="DIR", help="write goodput.png and goodput.svg here")
+    options.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="our measurements")
+    options.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     arguments = options.parse_args()
-    ours = measured(arguments.results)
+    constants = measured(arguments.results)
+    ours = Measured(**{name: each.value for name, each in constants.items()})
     jobs = {"thesis's job": thesis_schemes(ours), "our job": our_schemes(ours)}
     results: dict[str, Any] = {
         "6.9": figure_6_9(),
@@ -323,11 +317,12 @@ def main() -> None:
     write_json(
         arguments.json,
         question="goodput",
-        parameters={"measured": ours, "schemes": jobs, "day_s": DAY_S},
+        parameters={"schemes": jobs, "day_s": DAY_S},
         results=results,
+        constants=constants,
     )
-    if arguments.plots is not None:
-        plot(results, arguments.plots)
+    if arguments.plot is not None:
+        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,21 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timed_model import Device, DeviceFeedback, Step, TimedModel
+from timed_model import Device, Step, TimedModel, planned, slowest_s
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from workload import emit
 
+from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.hook import register
 from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.profiler import BackwardProfiler
-from resilient_run.comm.synchronizer import synchronize_by
 
 POWERSGD_RANK = 4
 
@@ -53,27 +52,6 @@ def under_ddp(
     return iteration
 
 
-def planned(path: str) -> Callable[[], None]:
-    model, memory = build(), DeviceFeedback(options["density"], device)
-    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    averaging = synchronize_by(
-        Plan.read(Path(path)),
-        model,
-        memory.compressor,
-        ranks_per_host=per_host,
-        memory=memory,
-        bucket_bytes=int(options["bucket_mib"] * (1 << 20)),
-    )
-
-    def iteration() -> None:
-        model.zero_grad()
-        with device.iteration():
-            model().backward()
-        averaging.synchronize()
-
-    return iteration
-
-
 def profile() -> None:
     """Write the model file, measured while all workers do the same and none communicates."""
     model = build()
@@ -101,24 +79,19 @@ def train() -> None:
             bucket_mib=1e4,
         ),
         "powersgd, overlapped": under_ddp(scheme="powersgd"),
-        **{name: planned(path) for name, path in options["plans"].items()},
+        **{
+            name: planned(Plan.read(Path(path)), build(), named("topk", density=options["density"]))[1]
+            for name, path in options["plans"].items()
+        },
     }
     for iteration in made.values():
         for _ in range(4):  # compiles, makes DDP's final buckets, begins PowerSGD
             iteration()
     for turn in range(options["rounds"]):
         for name, iteration in made.items():
-            dist.barrier()
-            iteration()
-            seconds = []
-            for _ in range(options["iterations"]):
-                began_s = time.perf_counter()
-                iteration()
-                seconds.append(time.perf_counter() - began_s)
-            slowest = torch.tensor(seconds, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds = slowest_s(iteration, warm_up=1, count=options["iterations"])
             if dist.get_rank() == 0:
-                emit(json.dumps({"strategy": name, "round": turn, "seconds": slowest.tolist()}))
+                emit(json.dumps({"strategy": name, "round": turn, "seconds": seconds}))
 
 
 torch.set_num_threads(1)

@@ -5,12 +5,17 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
+
+from catalogue import digests_of_script, latest, name_of
+
+NO_CONSTANTS: Final[Mapping[str, "Constant"]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,42 @@ class Summary:
         return f"{self.median:{spec}} ({self.p10:{spec}}..{self.p90:{spec}})"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """A figure that was taken from another result, for a computation or a model.
+
+    Attributes:
+        value: What it was.
+        result: The file that it is from, without folders.
+        at: The keys below `results` there.
+    """
+
+    value: float
+    result: str
+    at: tuple[str, ...]
+
+    def now(self, folder: Path) -> "Constant | None":
+        """Return the same figure of the newest result of that name in a folder; None if there is none.
+
+        Raises:
+            KeyError: The newest result has no such figure.
+        """
+        path = latest(name_of(self.result), folder)
+        return None if path is None else constant(path, *self.at)
+
+
+def constant(path: Path, *at: str) -> Constant:
+    """Read a figure of a result, by the keys below its `results`.
+
+    Raises:
+        KeyError: It has no such figure.
+    """
+    value = json.loads(path.read_text())["results"]
+    for key in at:
+        value = value[key]
+    return Constant(value=value, result=path.name, at=at)
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that knows `--json FILE`."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -54,10 +95,26 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         print("  ".join([first, *others]))
 
 
-def write_json(path: Path | None, *, question: str, parameters: dict[str, Any], results: dict[str, Any]) -> None:
-    """Write the results with the circumstances they were measured in; nothing when `path` is None."""
+def write_json(
+    path: Path | None,
+    *,
+    question: str,
+    parameters: dict[str, Any],
+    results: dict[str, Any],
+    constants: Mapping[str, Constant] = NO_CONSTANTS,
+) -> None:
+    """Write the results with the circumstances they were measured in; nothing when `path` is None.
+
+    Args:
+        path: The file.
+        question: What was measured.
+        parameters: Of the measurement.
+        results: What it found.
+        constants: What `results` depend on from other results. `reproduce.py --check` finds those that have changed.
+    """
     if path is None:
         return
+    script = getattr(sys.modules["__main__"], "__file__", None)
     document = {
         "question": question,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -66,6 +123,8 @@ def write_json(path: Path | None, *, question: str, parameters: dict[str, Any], 
         "python": platform.python_version(),
         "torch": version("torch"),
         "resilient_run": version("resilient-run"),
+        "code": script and digests_of_script(Path(script)),
+        "constants": dict(constants),
         "parameters": parameters,
         "results": results,
     }

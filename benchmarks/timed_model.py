@@ -5,20 +5,24 @@ backward step sleeps for as long as it takes, and what else the worker does on t
 work, which delays the steps behind it as it would there. Gradients, hooks and messages are those of any torch module.
 """
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from resilient_run.comm.compress.compressors import TopK
+from resilient_run.comm.compress.compressor import Compressor
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.measure.timing import example_gradient
+from resilient_run.comm.plan.plan import Plan
+from resilient_run.comm.synchronizer import GradientSynchronizer, synchronize_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,7 @@ class TimedModel(nn.Module):
     def __init__(self, steps: Sequence[Step], *, forward_s: float, device: Device, rank: int) -> None:
         super().__init__()
         self._forward_s = forward_s
-        self._device = device
+        self.device = device
         self._seconds = {step.name: step.backward_s for step in steps}
         self._made: dict[str, Tensor] = {}
         for index, step in reversed(list(enumerate(steps))):
@@ -130,33 +134,58 @@ class TimedModel(nn.Module):
             self._made[step.name] = example_gradient(step.rows * step.columns, rank, index).view(shape)
 
     def forward(self) -> Tensor:
-        self._device.compute(self._forward_s)
+        self.device.compute(self._forward_s)
         signal = torch.zeros((), requires_grad=True)
         for name, parameter in self.named_parameters():
-            arguments = (self._made[name], self._device, self._seconds[name])
+            arguments = (self._made[name], self.device, self._seconds[name])
             signal = _Backward.apply(signal, parameter, *arguments)  # type: ignore[no-untyped-call]
         return signal
 
 
-class DeviceTopK(TopK):
-    """Top-k on a worker's device."""
-
-    def __init__(self, density: float, device: Device) -> None:
-        super().__init__(density)
-        self._device = device
-
-    def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
-        with self._device.work():
-            super().add(message, total, seed=seed)
-
-
 class DeviceFeedback(ErrorFeedback):
-    """Error feedback on a worker's device."""
+    """Error feedback on a worker's device, which is also where `compressor` adds up messages from now on."""
 
-    def __init__(self, density: float, device: Device) -> None:
-        super().__init__(DeviceTopK(density, device))
-        self._device = device
+    def __init__(self, compressor: Compressor, device: Device) -> None:
+        super().__init__(compressor)
+        self._device, add = device, compressor.add
+
+        def on_device(message: Tensor, total: Tensor, *, seed: int) -> None:
+            with device.work():
+                add(message, total, seed=seed)
+
+        compressor.add = on_device  # type: ignore[method-assign]
 
     def compress(self, key: str, gradient: Tensor) -> tuple[Tensor, int]:
         with self._device.work():
             return super().compress(key, gradient)
+
+
+def planned(plan: Plan, model: TimedModel, compressor: Compressor) -> tuple[GradientSynchronizer, Callable[[], None]]:
+    """Return what carries out a plan for a compressor, and what trains one iteration with it."""
+    memory = DeviceFeedback(compressor, model.device)
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    averaging = synchronize_by(plan, model, memory.compressor, ranks_per_host=per_host, memory=memory)
+
+    def iteration() -> None:
+        model.zero_grad()
+        with model.device.iteration():
+            model().backward()
+        averaging.synchronize()
+
+    return averaging, iteration
+
+
+def slowest_s(iteration: Callable[[], None], *, warm_up: int, count: int) -> list[float]:
+    """Return the seconds of `count` iterations, each on its slowest rank; the ranks of the job call this together."""
+    dist.barrier()
+    for _ in range(warm_up):
+        iteration()
+    seconds = []
+    for _ in range(count):
+        began_s = time.perf_counter()
+        iteration()
+        seconds.append(time.perf_counter() - began_s)
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found: list[float] = slowest.tolist()
+    return found

@@ -189,8 +189,7 @@ def synchronize_by(
     """Return what averages the gradients of `module` by `plan`; all ranks of the default process group call this.
 
     Parameters and buffers are made equal to those of rank 0. A plan that does not fit the module, on which all ranks
-    agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why. One that
-    only all-reduces single gradients is carried out in buckets as well, as DDP would do it.
+    agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why.
 
     Args:
         plan: Of `resilient-comm plan`.
@@ -210,8 +209,6 @@ def synchronize_by(
     groups = plan.groups
     if not fits(plan, parameters):
         groups = dense_groups(parameters, bucket_bytes=bucket_bytes)
-    elif plan.plain and all(len(group.tensors) == 1 for group in groups):
-        groups = dense_groups(parameters, [group.tensors[0] for group in groups], bucket_bytes=bucket_bytes)
     options = options_of({group_key(group.tensors): group.option for group in groups})
     device = next(iter(parameters.values())).device
     ranks = range(dist.get_world_size())
@@ -223,20 +220,17 @@ def synchronize_by(
     return GradientSynchronizer(module, [group.tensors for group in groups], scheme)
 
 
-def dense_groups(
-    parameters: dict[str, nn.Parameter], order: Sequence[str] | None = None, *, bucket_bytes: int = BUCKET_BYTES
-) -> tuple[PlanGroup, ...]:
+def dense_groups(parameters: dict[str, nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES) -> tuple[PlanGroup, ...]:
     """Return buckets to be all-reduced; the first has at most 1 MiB.
 
     Args:
-        parameters: By name, in the order of the forward pass.
-        order: Their names as gradients become ready; by default the reverse of `parameters`.
+        parameters: By name, in the order of the forward pass; gradients become ready the other way round.
         bucket_bytes: A bucket is full when it has so many.
     """
     buckets: list[list[str]] = []
     full, size_bytes, limit_bytes = True, 0, 0
     dtype: torch.dtype | None = None
-    for name in order or list(reversed(parameters)):
+    for name in reversed(parameters):
         parameter = parameters[name]
         # As in DDP a bucket is full when it has reached its size.
         if full or parameter.dtype != dtype:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import DaemonError
 
@@ -24,7 +24,7 @@ from .run.commit import report_held
 from .run.leased import LeasedKeys
 from .run.observation import Observation
 from .run.quarantine import Quarantine
-from .run.records import Agreement
+from .run.records import Agreement, Introduction, parse_decisions
 from .run.rounds import Round
 from .run.view import JobView
 from .slots.slots import JobSlots
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _RENDEZVOUS = (keys.JOB, keys.ROUND, keys.QUARANTINES(), keys.DONE())
 _LEASE_TTL_S = 5.0
 _RETRY_S = 0.5
+_T = TypeVar("_T")
 _GOODBYE_S = 1.0
 
 
@@ -206,15 +207,13 @@ class Coordinator:
         addresses, every, signs = dict(self._view.addresses), dict(self._view.every_elsewhere), dict(self._view.signs)
         for key, entry in changes.items():
             host = key.removeprefix(keys.HOSTS())
-            if entry is None:
-                addresses.pop(host, None)
-                every.pop(host, None)
-                signs.pop(host, None)
-            elif host != self._view.host:
-                fields = Fields(entry.value, key)
-                addresses[host] = fields.text("addr"), fields.integer("port", low=1, high=65535)
-                every[host] = fields.integer("every", low=1)
-                signs[host] = fields.optional_text("sign")
+            if host == self._view.host:
+                continue
+            for known in (addresses, every, signs):
+                known.pop(host, None)
+            if (introduced := _known(entry, key, Introduction.parse)) is not None:
+                addresses[host] = introduced.address
+                every[host], signs[host] = introduced.every, introduced.sign
         self._view.addresses, self._view.every_elsewhere, self._view.signs = addresses, every, signs
 
     async def _equal(self, changes: Mapping[str, Entry | None]) -> None:
@@ -222,19 +221,16 @@ class Coordinator:
         for key, entry in changes.items():
             structure = key.removeprefix(keys.EQUAL())
             equal.pop(structure, None)
-            try:
-                if entry is not None:
-                    equal[structure] = EqualLeaves.parse(key, entry.value)
-            except DaemonError as error:
-                log.error("%s counts as nothing: %s", key, error)
+            if (leaves := _known(entry, key, partial(EqualLeaves.parse, key))) is not None:
+                equal[structure] = leaves
         self._view.notify()
 
     async def _root(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)
         leader, decisions = self._entries.get(keys.LEADER), self._entries.get(keys.DECISIONS)
-        self._view.leader = None if leader is None else Fields(leader.value, keys.LEADER).text("host")
         self._view.leader_revision = 0 if leader is None else leader.revision
-        self._view.decisions = () if decisions is None else tuple(decisions.value.get("decisions", ()))
+        self._view.leader = _known(leader, keys.LEADER, lambda value: Fields(value, keys.LEADER).text("host"))
+        self._view.decisions = _known(decisions, keys.DECISIONS, parse_decisions) or ()
 
     async def _register(self, etcd: Etcd) -> None:
         """Keep this host registered; a new lease also means that etcd may have forgotten our report."""
@@ -332,11 +328,19 @@ class Coordinator:
 
 
 def _quarantines(entries: Mapping[str, Entry]) -> dict[str, Quarantine]:
-    found, folder = {}, keys.QUARANTINES()
-    for key, entry in entries.items():
-        if key.startswith(folder):
-            try:
-                found[key.removeprefix(folder)] = Quarantine.parse(entry.value)
-            except DaemonError as error:
-                log.error("%s counts as none: %s", key, error)
-    return found
+    folder = keys.QUARANTINES()
+    found = {
+        key.removeprefix(folder): _known(entry, key, Quarantine.parse)
+        for key, entry in entries.items()
+        if key.startswith(folder)
+    }
+    return {host: quarantine for host, quarantine in found.items() if quarantine is not None}
+
+
+def _known(entry: Entry | None, key: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
+    """Return what `parse` makes of a value; None if there is none or it is damaged, which is logged."""
+    try:
+        return None if entry is None else parse(entry.value)
+    except DaemonError as error:
+        log.error("%s counts as nothing: %s", key, error)
+        return None

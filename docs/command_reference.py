@@ -22,8 +22,24 @@ _HEAD: Final = """# Commands
 
 Every command and option, as `--help` has them. A variable stands for its option in the environment.
 
-For completion in bash, put this into your `~/.bashrc`. It works for `resilient-inject` and `resilient-comm`, too,
-and with `zsh_source` or `fish_source` in other shells.
+## Completion
+
+`resilient-run` prints the script with which a shell completes its options and torchrun's. It needs
+[shtab](https://tqdm.github.io/shtab), as torchrun's `--print-completion` does. To install it:
+`pip install 'resilient-run[completion]'`.
+
+```sh
+mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions ~/.zfunc
+resilient-run --rr-print-completion bash > ~/.local/share/bash-completion/completions/resilient-run
+resilient-run --rr-print-completion fish > ~/.config/fish/completions/resilient-run.fish
+resilient-run --rr-print-completion zsh > ~/.zfunc/_resilient-run
+```
+
+Bash reads its folder if the package `bash-completion` is installed. Without it, put `source FILE` into your
+`~/.bashrc`. For zsh, `~/.zshrc` needs `fpath+=(~/.zfunc)` before `compinit`. Print the script again after an upgrade.
+
+For the other commands, put this into your `~/.bashrc`. It works for `resilient-inject` and `resilient-comm`, too, and
+with `zsh_source` or `fish_source` in other shells.
 
 ```sh
 eval "$(_RESILIENTCTL_COMPLETE=bash_source resilientctl)"

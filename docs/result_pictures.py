@@ -1,4 +1,4 @@
-"""Draws the plots of these documents from the committed results: recovery, starts, stall, Zen and SparDL.
+"""Draws the plots of these documents from the newest committed results: recovery, starts, stall, Zen and SparDL.
 
     python docs/result_pictures.py
 
@@ -6,6 +6,7 @@ A bar is a median; the thin line through its end goes from the tenth percentile 
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any, Final
 
 from drawing import INK, LINE, MUTED, Picture
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from catalogue import latest
+
 FOLDER: Final = Path(__file__).parent / "plots"
-RESULTS: Final = Path(__file__).parent.parent / "benchmarks" / "results"
 
 OURS: Final = "#1d5fbf"
 OTHERS: Final = "#b8c2cc"
@@ -121,8 +125,7 @@ def bars(title: str, note: str, groups: Sequence[Group], *, unit: str, limit: fl
 
 def recovery() -> str:
     """Return the plot of the time from a killed worker to the next completed step."""
-    name = "2026-11-21-recovery-time-peers.json"
-    seconds = _load(name)["seconds"]
+    seconds = _load("recovery-time-peers")["seconds"]
     ordered = sorted((each for each in seconds if each != "floor"), key=lambda each: float(seconds[each]["median"]))
     return bars(
         "A worker is killed: seconds until the next step is completed",
@@ -134,7 +137,7 @@ def recovery() -> str:
 
 def starts() -> str:
     """Return the plot of first steps after the command and after a kill, for three kinds of scripts."""
-    results = _load("2026-11-24-framework-start.json")
+    results = _load("framework-start")
     moments = {"command": "from the command", "killed early": "killed early", "killed late": "killed late"}
     scripts = {"plain": "plain torch", "transformers": "transformers", "lightning": "Lightning"}
     return bars(
@@ -154,7 +157,7 @@ def starts() -> str:
 
 def stall() -> str:
     """Return the plot of how long the training thread waits for a checkpoint."""
-    results = _load("2026-11-23-capture-stall.json")
+    results = _load("capture-stall")
     loops = {
         "plain": "plain DDP",
         "wrapped": "fused optimizer inside another",
@@ -180,7 +183,7 @@ def stall() -> str:
 
 def zen() -> str:
     """Return the plot of how much faster than all-reduce sparse schemes sum a gradient, with rows for all of them."""
-    measured = _load("2026-11-24-zen-rows.json")["measured"]
+    measured = _load("zen-rows")["measured"]
     shown = {
         "zen": "Zen",
         "sparcml, rows": "SparCML, rows",
@@ -206,7 +209,7 @@ def zen() -> str:
 
 def spardl() -> str:
     """Return the plot of how near SparDL and its rivals come to the time that their bytes need at least."""
-    measured = _load("2026-11-21-spardl.json")["measured"]
+    measured = _load("spardl")["measured"]
     groups = []
     for numel in sorted({row["numel"] for row in measured}):
         for ranks in (4, 14):
@@ -238,7 +241,11 @@ PLOTS: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def _load(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())["results"]
+    """Return what the newest result of this name found."""
+    path = latest(name)
+    if path is None:
+        raise SystemExit(f"no result {name}: run python benchmarks/reproduce.py {name} first")
+    return json.loads(path.read_text())["results"]
 
 
 def _color(name: str) -> str:

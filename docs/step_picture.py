@@ -126,7 +126,7 @@ def _replication(picture: Picture) -> None:
         picture.arrow(*(reversed(ends) if back else ends), color=CAPTURE, weight=4 if number == 11 else 1.8)
         picture.numbered(622, y - 18, number, text, CAPTURE)
     picture.arrow((162, 686), (162, 630), (500, 630), (500, 590), color=LINE, weight=1.4)
-    picture.text(330, 624, "reads with sendfile", color=MUTED, anchor="middle")
+    picture.text(330, 624, "reads the slot", color=MUTED, anchor="middle")
     picture.arrow((802, 590), (802, 686), color=CAPTURE)
     picture.numbered(802, 626, 12, "verify", CAPTURE)
 

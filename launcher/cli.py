@@ -34,6 +34,12 @@ log = logging.getLogger(__name__)
 BACKEND = "etcd-v3"
 """The rendezvous backend that recovery needs."""
 
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
+_COMPLETION_HELP = (
+    f"--rr-print-completion [{'|'.join(_SHELLS)}]",
+    "Print a script for completion in this shell and exit; needs shtab.",
+)
+
 
 @record
 def main(args: Sequence[str] | None = None) -> None:
@@ -111,7 +117,7 @@ class ResilientRun(click.Command):
             formatter.write_dl([_help_record(action) for action in torchrun.get_args_parser()._actions])
         with formatter.section("Options of resilient-run"):
             records = [record for param in self.params if (record := param.get_help_record(ctx))]
-            formatter.write_dl([*records, ("--rr-version", "Show the version and exit.")])
+            formatter.write_dl([*records, _COMPLETION_HELP, ("--rr-version", "Show the version and exit.")])
 
     def torch_parser(self, ctx: click.Context, ours: list[str]) -> argparse.ArgumentParser:
         """Return torch's parser with our options, whose occurrences it appends to `ours`."""
@@ -121,7 +127,11 @@ class ResilientRun(click.Command):
         for option in self.params:
             assert isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts):
-                parser.add_argument(name, action=_Forward, to=ours, nargs=0 if option.is_flag else None)
+                added = parser.add_argument(name, action=_Forward, to=ours, nargs=0 if option.is_flag else None)
+                # What completion shows; argparse has "%" for formats of its own.
+                added.help = (option.help or "").replace("%", "%%")
+                added.metavar = (option.metavar or option.type.name).upper()
+        parser.add_argument("--rr-print-completion", action=_PrintCompletion, choices=_SHELLS, of=self)
         parser.add_argument("--rr-version", action="version", version=f"resilient-run {__version__}")
         parser.print_help = lambda file=None: click.echo(ctx.get_help())  # type: ignore[method-assign]
         parser.error = partial(_usage_error, ctx)  # type: ignore[method-assign]
@@ -249,6 +259,42 @@ class _Forward(argparse.Action):
     ) -> None:
         name = self.option_strings[0]
         self._to.append(name if self.nargs == 0 else f"{name}={values}")
+
+
+class _PrintCompletion(argparse.Action):
+    """Print the script with which a shell completes the command line, as torchrun's own option does, and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, choices: Sequence[str], of: click.Command) -> None:
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, metavar="SHELL", choices=choices, help=_COMPLETION_HELP[1]
+        )
+        self._options = {name: param for param in of.params for name in param.opts}
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option_string} needs shtab: pip install 'resilient-run[completion]'")
+        for action in parser._actions:
+            option = self._options.get(action.option_strings[0]) if action.option_strings else None
+            if action.dest in ("training_script", "training_script_args"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.dest == "log_dir" or (isinstance(option, click.Option) and _is_directory(option)):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            elif option is not None and isinstance(option.type, click.Path):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        click.echo(shtab.complete(parser, values))
+        parser.exit()
+
+
+def _is_directory(option: click.Option) -> bool:
+    return isinstance(option.type, click.Path) and not option.type.file_okay
 
 
 def _usage_error(ctx: click.Context, message: str) -> NoReturn:

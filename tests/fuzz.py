@@ -41,7 +41,14 @@ from resilient_run.daemon.run.commit import Agreed, Missed, parse_held
 from resilient_run.daemon.run.faults import Order
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.daemon.run.quarantine import Quarantine
-from resilient_run.daemon.run.records import Agreement, Closed, Failure, Fingerprint
+from resilient_run.daemon.run.records import (
+    Agreement,
+    Closed,
+    Failure,
+    Fingerprint,
+    Introduction,
+    parse_decisions,
+)
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, parse_published
@@ -118,6 +125,10 @@ def json_targets() -> list[Target]:
             {"generation": 1, "count": 9, "leaves": base64.b64encode(b"\xff\x80").decode()},
             partial(EqualLeaves.parse, "equal"),
         ),
+        etcd(
+            "introduction", {"addr": "a", "port": 1, "every": 1, "sign": "busy", "injection": True}, Introduction.parse
+        ),
+        etcd("decisions", {"decisions": [{"kind": "overlook", "generation": 1}] * 2}, parse_decisions),
         etcd("missed", Missed(next=(1, 6), step=7, late=True).to_value(), Missed.parse),
         etcd("observation", observation, Observation.parse),
         etcd("observations", {"observations": [observation] * 2}, parse_observations),

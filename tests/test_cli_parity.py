@@ -70,7 +70,8 @@ def test_the_parsers_agree() -> None:
     added = [action for action in parser._actions if any(name.startswith("--rr-") for name in action.option_strings)]
     rest = [facts(action) for action in parser._actions if action not in added]
     assert rest == [facts(action) for action in get_args_parser()._actions]
-    assert len(added) == len(command.params) + 2  # the two spellings of --rr-warm-workers, and --rr-version
+    # The two spellings of --rr-warm-workers, --rr-print-completion and --rr-version.
+    assert len(added) == len(command.params) + 3
 
 
 @pytest.mark.parametrize("action", OPTIONS, ids=lambda action: action.dest)

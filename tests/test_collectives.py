@@ -136,8 +136,8 @@ def test_long_tensors_go_along_a_chain() -> None:
     assert segments(Routine.REDUCE, 6, 4 << 20) == segments(Routine.BROADCAST, 6, 4 << 20) == 32
     assert segments(Routine.REDUCE, 6, 700 << 10) == segments(Routine.REDUCE, 2, 4 << 20) == 1
     chain, tree = load(Routine.REDUCE, 6, cut=32), load(Routine.REDUCE, 6)
-    assert (chain.rounds, chain.rank) == (36, 36 / 32)
-    assert (tree.rounds, tree.rank) == (3, 3)
+    assert (chain.startups, chain.rank) == (5, 36 / 32)
+    assert (tree.startups, tree.rank) == (3, 3)
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 2), (3, 1), (3, 2), (4, 2)])
@@ -146,9 +146,23 @@ def test_load_of_a_long_chain_is_that_of_its_rounds(routine: Routine, hosts: int
     for cut in (16, 32):
         found = load(routine, hosts, per_host, cut)
         hops = rounds(routine, hosts * per_host, cut)
-        assert (found.rounds, found.rank) == (len(hops), pytest.approx(len(hops) / cut))
+        assert found.rank == pytest.approx(len(hops) / cut)
         crossing = [any(hop.sender // per_host != hop.receiver // per_host for hop in each) for each in hops]
         assert found.adapter == pytest.approx(sum(crossing) / cut)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("routine", [each for each in Routine if each not in (Routine.GATHER, Routine.ALL_TO_ALL)])
+def test_startups_are_the_longest_way_of_a_block(routine: Routine, size: int) -> None:
+    """What a rank passes on waits for what came. Gathers and all-to-alls pass nothing on, and wait for each other."""
+    cut = 16 if routine.rooted and size > 2 else 1
+    waited: Counter[tuple[int, int]] = Counter()
+    for hops in rounds(routine, size, cut):
+        sent = {hop: 1 + max(waited[hop.sender, block] for block in hop.blocks) for hop in hops}
+        for hop, startups in sent.items():
+            for block in hop.blocks:
+                waited[hop.receiver, block] = max(waited[hop.receiver, block], startups)
+    assert load(routine, size, cut=cut).startups == max(waited.values())
 
 
 def test_ranks_of_a_host_share_its_adapter() -> None:

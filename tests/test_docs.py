@@ -2,14 +2,21 @@
 ones, generated pages and plots are of today, and the page of papers has all of them and names what is there."""
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import Field, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from resilient_run.daemon.base.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -85,6 +92,16 @@ def test_source_names_documents_that_exist() -> None:
     assert {(shown(path), wrong) for path, name in named if (wrong := broken(ROOT / "README.md", name))} == set()
 
 
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, the extra `docs`")
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    assert {page.relative_to(DOCS).with_suffix("").name for page in DOCS.glob("*.md")} <= {
+        page.name.removesuffix(".html") for page in tmp_path.iterdir()
+    }
+
+
 def test_navigation_has_every_page_once() -> None:
     (nav,) = re.findall(r"^nav:\n(.*?)(?=^\S|\Z)", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
     listed = re.findall(r": (\S+\.md)$", nav, re.M)
@@ -130,6 +147,42 @@ def test_the_page_of_commands_is_of_today(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(DOCS)
     reference = import_module("command_reference")
     assert reference.PAGE.read_text() == reference.page(), "write it anew: python -P docs/command_reference.py"
+
+
+UNITS = {"_mbit_s": "Mbit/s", "_s": "s", "_percent": "%", "_bytes": "bytes", "_celsius": "°C", "_steps": "steps"}
+"""How the name of a setting ends that has a unit."""
+
+
+def values_of(name: str, item: Field[Any]) -> str:
+    """Return which values a setting may have, and in which unit, as the page of settings says it."""
+    low, high, choices = (item.metadata[key] for key in ("low", "high", "choices"))
+    if choices:
+        return ", ".join(f'`"{choice}"`' for choice in choices)
+    if low is None:
+        return "text"
+    unit = next((f" {unit}" for ending, unit in UNITS.items() if name.endswith(ending)), "")
+    bounds = f"≥ {low:g}" if high is None else f"{low:g} to {high:.10g}"
+    return bounds + unit
+
+
+def settings() -> list[tuple[str, str, str]]:
+    """Return name, default and values of each setting, as the page of settings says them."""
+    found = []
+    for section in fields(Policy):
+        for item in fields(section.type):
+            default = f"`{json.dumps(item.default)}`" if isinstance(item.default, str) else f"{item.default or 0:.10g}"
+            default = "none" if item.default is None else default
+            found.append((f"`{section.name}.{item.name}`", default, values_of(item.name, item)))
+    return found
+
+
+def test_settings_are_those_of_the_configuration() -> None:
+    told = []
+    for row in (line for line in (DOCS / "operations/configuration.md").read_text().splitlines() if "| `" in line):
+        names, defaults, values, _ = row.removeprefix("| ").removesuffix(" |").split(" | ", 3)
+        names_and_defaults = zip(names.split(", "), defaults.split(", "), strict=True)
+        told += [(name, default, values) for name, default in names_and_defaults]
+    assert sorted(told) == sorted(settings())
 
 
 def test_plots_show_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_a_grpc_server_that_is_not_etcd(patient: Patient) -> None:
             report = patient.doctor("--etcd-endpoint", endpoint)
         finally:
             server.stop(None).wait()
-    report.says("etcd-reachable", "fail", found="could not carry out a request", remedy="something else listens there")
+    report.says("etcd-reachable", "fail", found="is not etcd 3", remedy="something else listens there")
 
 
 def test_a_member_that_is_away(patient: Patient, tcp_etcd: EtcdProcess) -> None:

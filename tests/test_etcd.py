@@ -2,10 +2,11 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,16 @@ def test_another_endpoint_takes_over(server: EtcdProcess, prefix: str, tmp_path:
             await next_state(states, lambda values: f"{prefix}a" in values)
 
     with_etcd(EtcdConfig(endpoints=("127.0.0.1:1", server.endpoint)), scenario)
+
+
+def test_an_endpoint_is_found_behind_others_that_never_answer(server: EtcdProcess) -> None:
+    async def scenario(etcd: Etcd) -> None:
+        assert await etcd.version()
+
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
+        endpoints = (*(f"127.0.0.1:{port}" for port in silent), server.endpoint)
+        with_etcd(EtcdConfig(endpoints=endpoints), scenario)
 
 
 def test_unreachable_etcd() -> None:

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
+import yaml
 from certificates import make_certificates
 from click.testing import CliRunner
 from cluster import EXAMPLE, TINY, Cluster, Host, kill, recovered, wait_until
@@ -94,6 +96,25 @@ def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
 
 
+def expressions() -> list[tuple[str, str]]:
+    """Return the queries of the alert rules and of the dashboard, each with where it is."""
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+    found = [(rule["alert"], rule["expr"]) for group in rules["groups"] for rule in group["rules"]]
+    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    panels = [*dashboard["panels"]]
+    for panel in panels:
+        panels += panel.get("panels", [])
+        found += [(panel["title"], target["expr"]) for target in panel.get("targets", ())]
+    return found
+
+
+@pytest.mark.parametrize(("name", "expression"), expressions())
+def test_queries_of_the_examples_are_promql(name: str, expression: str) -> None:
+    # What Grafana puts in before Prometheus sees the query.
+    expression = re.sub(r"\[\$__\w+\]", "[5m]", expression)
+    assert promql_parser.parse(re.sub(r"\$\w+", "text", expression)), name
+
+
 def used_names() -> set[str]:
     """Return the metrics that the examples for Prometheus and Grafana ask for."""
     return set(re.findall(r"resilient_\w+", "".join(path.read_text() for path in MONITORING.iterdir())))
@@ -116,10 +137,28 @@ def rendered(url: str, directory: Path, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def test_a_killed_worker_is_in_the_metrics_and_on_the_page(host: Host, tmp_path: Path) -> None:
+def recovery_of_a_killed_worker(host: Host) -> dict[str, Any]:
+    """Kill a worker of the run, and return what is told of the recovery."""
     kill(host.pids()[1])
     wait_until(lambda: recovered(host) == 1, timeout_s=60, what="the recovery", host=host)
     (event,) = host.recoveries()
+    return event
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_shows_a_recovery(host: Host, tmp_path: Path) -> None:
+    event = recovery_of_a_killed_worker(host)
+    with contextlib.closing(Exporter(host, "--open")) as exporter:
+        told = ("resilient_recoveries_total", "worker_exit")
+        wait_until(lambda: exporter.metrics().get(told), timeout_s=30, what="the recovery", host=host)
+        page = rendered(exporter.url, tmp_path / "browser")
+    assert f"{event['steps_lost']} step(s) lost" in page
+    assert event["cause"] in page
+    assert 'title="restore ' in page
+
+
+def test_a_killed_worker_is_in_the_metrics(host: Host) -> None:
+    event = recovery_of_a_killed_worker(host)
     wait_until(lambda: host.committed_step() > event["restored_step"] + 5, timeout_s=60, what="commits", host=host)
     with contextlib.closing(Exporter(host, "--open")) as exporter:
         metrics = wait_until(
@@ -148,11 +187,6 @@ def test_a_killed_worker_is_in_the_metrics_and_on_the_page(host: Host, tmp_path:
         assert b"<html" in body
         assert json.loads(exporter.get("/status.json")[1])["jobs"][0]["generation"] == 2
         assert exporter.get("/other")[0] == 404
-        if CHROMIUM is not None:
-            page = rendered(exporter.url, tmp_path / "browser")
-            assert f"{event['steps_lost']} step(s) lost" in page
-            assert event["cause"] in page
-            assert 'title="restore ' in page
         pid = host.daemon_pid()
         assert host.launcher is not None
         assert pid is not None

@@ -2,8 +2,10 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from certificates import make_certificates
 from cluster import Cluster, Host
@@ -43,6 +45,16 @@ def test_something_else_listens_there(host: Host, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         assert f"cannot reach etcd at {endpoint}" in message_of(host, tmp_path, "--rdzv-endpoint", endpoint)
+
+
+def test_another_service_of_grpc_listens_there(host: Host, tmp_path: Path) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert f"what answers at {endpoint} is not etcd 3" in message_of(host, tmp_path, "--rdzv-endpoint", endpoint)
+    finally:
+        server.stop(None)
 
 
 def test_there_is_no_such_host(host: Host, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
@@ -38,20 +39,36 @@ def run(*command: str, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the unpacked wheel, built from the source distribution of a copy of the sources."""
-    work = tmp_path_factory.mktemp("wheel")
-    source = work / "source"
-    source.mkdir()
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of what a release is made of, which builds may write to."""
+    source = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", str(work), str(source))
-    (archive,) = work.glob("*.whl")
-    with zipfile.ZipFile(archive) as unpacked:
-        unpacked.extractall(work / "unpacked")
-    return work / "unpacked"
+    return source
+
+
+def built(source: Path, directory: Path, *options: str) -> Path:
+    """Return the wheel of `source`, made without a network."""
+    run(sys.executable, "-P", "-m", "build", "--no-isolation", *options, "--outdir", str(directory), str(source))
+    (archive,) = directory.glob("*.whl")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def archive(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel that is built from the source distribution, which lies beside it."""
+    return built(source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path) -> Path:
+    """Return the directory of the unpacked wheel."""
+    unpacked = archive.parent / "unpacked"
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(unpacked)
+    return unpacked
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +92,19 @@ def test_every_module_and_page_is_in_the_wheel(wheel: Path) -> None:
     found = (path for path in wheel.rglob("*.*") if path.suffix in (".py", ".html"))
     packed = {PurePosixPath(path.relative_to(wheel)) for path in found}
     assert packed == expected, "add the missing folder to `packages` in pyproject.toml"
+
+
+def test_source_distribution_has_all_of_the_wheel(source: Path, archive: Path, tmp_path: Path) -> None:
+    """What is installed from the source distribution is what is installed from the tree, byte for byte."""
+    with zipfile.ZipFile(archive) as ours, zipfile.ZipFile(built(source, tmp_path, "--wheel")) as theirs:
+        contents, expected = ({name: file.read(name) for name in file.namelist()} for file in (ours, theirs))
+    assert contents.keys() == expected.keys()
+    differing = [name for name in expected if contents[name] != expected[name] and not name.endswith("/RECORD")]
+    assert differing == []
+    (sources,) = archive.parent.glob("*.tar.gz")
+    with tarfile.open(sources) as file:
+        names = {PurePosixPath(*PurePosixPath(name).parts[1:]) for name in file.getnames()}
+    assert {PurePosixPath("pyproject.toml"), PurePosixPath("LICENSE"), PurePosixPath("README.md")} <= names
 
 
 def test_wheel_declares_types_and_license(wheel: Path, distribution: Distribution) -> None:

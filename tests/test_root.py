@@ -175,6 +175,25 @@ def test_root_that_stands_still_steps_down_and_never_moves_the_watermark_back(ho
     assert leader(hosts) != root
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("root/decisions", {"decisions": 5}),
+        ("root/decisions", {"decisions": [5]}),
+        ("root/leader", {"host": 7}),
+        ("ckpt/hosts/x", {"addr": "127.0.0.1", "port": "many"}),
+    ],
+)
+def test_what_a_stranger_has_damaged_counts_as_nothing(hosts: Hosts, key: str, value: dict[str, Any]) -> None:
+    trainers = hosts.run("ab", replicas=1)
+    hosts.commit(trainers, [1])
+    put(hosts, key, value)
+    hosts.commit(trainers, [2, 3])
+    logs = [host.log for host in hosts.hosts.values()]
+    assert all(f"{key} counts as nothing" in log for log in logs), logs
+    assert not any("Traceback" in log for log in logs)
+
+
 def test_outage_of_etcd_only_delays_commits(tmp_path: Path) -> None:
     server = EtcdProcess(tmp_path / "etcd")
     server.start()

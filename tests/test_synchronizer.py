@@ -295,10 +295,8 @@ def test_buckets_of_what_is_all_reduced() -> None:
         "e": nn.Parameter(torch.empty(1)),
     }
     assert [group.tensors for group in dense_groups(parameters)] == [("e", "d"), ("c", "b"), ("a",)]
-    order = ["d", "c", "e", "b", "a"]
-    assert [group.tensors for group in dense_groups(parameters, order)] == [("d",), ("c", "e", "b"), ("a",)]
-    small = dense_groups(parameters, order, bucket_bytes=1)
-    assert [group.tensors for group in small] == [(name,) for name in order]
+    small = dense_groups(parameters, bucket_bytes=1)
+    assert [group.tensors for group in small] == [("e",), ("d",), ("c",), ("b",), ("a",)]
 
 
 def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_after_it() -> None:

@@ -19,12 +19,14 @@ from pathlib import Path
 import pytest
 from hosts import Host
 
+from resilient_run.daemon.base.settings import find_settings
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.notify import ServiceManager
 
 pytestmark = pytest.mark.jobs
 
 UNIT = Path(__file__).parent.parent / "systemd" / "resilientd@.service"
+USER_UNIT = UNIT.parent / "user" / "resilientd.service"
 MOST_EXPOSURE = 3.0
 WATCHDOG_USEC = "400000"
 SILENCE_S = 1.5
@@ -169,10 +171,10 @@ def test_abstract_addresses_are_understood() -> None:
         manager.close()
 
 
-def read_unit() -> configparser.ConfigParser:
+def read_unit(path: Path = UNIT) -> configparser.ConfigParser:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(UNIT.read_text())
+    unit.read_string(path.read_text())
     return unit
 
 
@@ -202,6 +204,22 @@ def test_the_unit_exposes_little(tmp_path: Path) -> None:
     found = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
     assert found is not None, done.stderr
     assert float(found[1]) <= MOST_EXPOSURE, done.stdout
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_a_users_manager_takes_the_unit_without_root(tmp_path: Path) -> None:
+    unit = tmp_path / "resilientd.service"
+    unit.write_text(USER_UNIT.read_text().replace("%h/.local/bin/resilientd", sys.executable))
+    command = ["systemd-analyze", "--user", "verify", str(unit)]
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_resilient_run_looks_where_the_unit_without_root_serves(tmp_path: Path) -> None:
+    found = find_settings({"XDG_RUNTIME_DIR": str(tmp_path)})
+    arguments = read_unit(USER_UNIT)["Service"]["ExecStart"].replace("%t", str(tmp_path)).split()
+    assert arguments[1:] == ["--run-dir", str(found.run_dir)]
 
 
 def _can_have_its_own_run() -> bool:

@@ -49,7 +49,10 @@ _byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
 
 PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _DTYPES: Final = frozenset(getattr(torch, name) for name in ITEM_BYTES)
-_REMEDY: Final = "give only plain Python data, tensors and numpy arrays, also in what state_dict() returns"
+_REMEDY: Final = (
+    "give only plain Python data, tensors and numpy arrays, also in what state_dict() returns: a deque as list(deque), "
+    "a generator of random numbers by its get_state(), getstate() or bit_generator.state"
+)
 
 
 class _UnsupportedError(Exception):

@@ -123,25 +123,25 @@ class Costs:
         cuts = np.array([segments(step.routine, participants, size_bytes) for size_bytes in held_bytes.tolist()])
         seconds = np.zeros_like(held_bytes)
         for cut in set(cuts.tolist()):
-            rounds, s_per_byte = self._rounds(step, link, cut)
+            startups, s_per_byte = self._load(step, link, cut)
             announcements = participants - 1 if self._announced(step) else 0
             sent = cuts == cut
-            seconds[sent] = cost.alpha_s * (rounds + announcements) + s_per_byte * sharing * held_bytes[sent]
+            seconds[sent] = cost.alpha_s * (startups + announcements) + s_per_byte * sharing * held_bytes[sent]
         return resource, seconds
 
-    def _rounds(self, step: Comm, link: LinkCost, cut: int) -> tuple[int, float]:
-        """Return how many rounds a collective has, and what each byte costs that a rank holds."""
+    def _load(self, step: Comm, link: LinkCost, cut: int) -> tuple[int, float]:
+        """Return how many start-ups a collective has, and what each byte costs that a rank holds."""
         cluster, cost = self._cluster, self._of(link, step)
         assert isinstance(cost, Affine)
         derived = step.phase is Phase.FLAT and link is cluster.inter and cluster.gpus_per_host > 1
         if not derived:
             found = load(step.routine, self._participants(step.phase), cut=cut)
-            return found.rounds, cost.beta_s_per_byte * found.rank
+            return found.startups, cost.beta_s_per_byte * found.rank
         # Rounds wait for the link between hosts, and bytes pass at the slower one's pace.
         within = self._of(cluster.intra, step)
         assert isinstance(within, Affine)
         found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut)
-        return found.rounds, max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
+        return found.startups, max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
 
     def _announced(self, step: Comm) -> bool:
         """Tell whether ranks tell each other the sizes of messages first."""

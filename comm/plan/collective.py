@@ -35,12 +35,13 @@ class Load:
     """What a collective asks of the network.
 
     Attributes:
-        rounds: Messages that wait for each other.
+        startups: Messages each of which waits for the one before it. The blocks of a chain follow each other while
+            those before them are on their way, so only the way of the first one counts.
         rank: Bytes that go through the busiest rank, one direction, round by round, for each byte that a rank holds.
         adapter: The same of the busiest adapter, which the ranks of a host share.
     """
 
-    rounds: int
+    startups: int
     rank: float
     adapter: float
 
@@ -107,7 +108,7 @@ def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1) -> Load:
         # Each further block takes one more round like those in the middle, in which all are at work.
         most, more = load(routine, hosts, per_host, ranks), cut - ranks
         moved, crossed = (round(share * ranks) + more for share in (most.rank, most.adapter))
-        return Load(rounds=most.rounds + more, rank=moved / cut, adapter=crossed / cut if hosts > 1 else 0.0)
+        return Load(startups=most.startups, rank=moved / cut, adapter=crossed / cut if hosts > 1 else 0.0)
     moved = crossed = 0
     for hops in rounds(routine, ranks, cut):
         moved += max(len(hop.blocks) for hop in hops)
@@ -120,7 +121,8 @@ def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1) -> Load:
                 entering[target] += len(hop.blocks)
         crossed += max((*leaving.values(), *entering.values()), default=0)
     whole = blocks(routine, ranks, cut)
-    return Load(rounds=len(rounds(routine, ranks, cut)), rank=moved / whole, adapter=crossed / whole)
+    startups = len(rounds(routine, ranks, cut)) if cut == 1 else ranks - 1
+    return Load(startups=startups, rank=moved / whole, adapter=crossed / whole)
 
 
 def _all_gather(ranks: int) -> tuple[Round, ...]:

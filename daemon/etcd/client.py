@@ -132,17 +132,25 @@ class Etcd:
             EtcdAuthError: etcd refused the credentials, or they may not read below `RUNS`.
             EtcdError: A certificate file cannot be read.
         """
-        etcd = cls(EtcdConnection(config, min(timeout_s, _REQUEST_S)))
+        request_s = min(timeout_s, _REQUEST_S)
+        connection = EtcdConnection(config, request_s)
+        etcd = cls(connection)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
+            connection.meet()
             while True:
+                # Every endpoint is asked before the time is up; one that is slow goes on connecting meanwhile.
+                left_s = began_s + min(timeout_s, _ABSENT_S) - clock()
+                turn_s = max(left_s / len(config.endpoints), _BACKOFF_S[0])
+                connection.timeout_s = request_s if connection.is_met else min(request_s, turn_s)
                 try:
-                    await etcd._rpc.login()
+                    await connection.login()
                     await etcd.get(RUNS)
+                    connection.timeout_s = request_s
                     return etcd
                 except EtcdUnavailable:
-                    if clock() - began_s > (timeout_s if etcd._rpc.is_met else min(timeout_s, _ABSENT_S)):
+                    if clock() - began_s >= (timeout_s if connection.is_met else min(timeout_s, _ABSENT_S)):
                         raise
                     await asyncio.sleep(_BACKOFF_S[0])
         except BaseException:

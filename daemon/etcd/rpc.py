@@ -113,6 +113,11 @@ class EtcdConnection:
         """What a request must carry to be let in."""
         return () if self._token is None else (("token", self._token),)
 
+    def meet(self) -> None:
+        """Begin to connect to every endpoint, so that the first ones do not keep the later ones waiting."""
+        for member in self._members:
+            member.channel.get_state(try_to_connect=True)
+
     async def call(self, send: Callable[[Endpoint, dict[str, Any]], Awaitable[T]], *, resend: bool = True) -> T:
         """Return what `send(member, options)` returns; where sending twice does no harm, try every endpoint once.
 
@@ -173,6 +178,11 @@ class EtcdConnection:
             return EtcdAuthError(
                 f"etcd refused access at {where} {user} ({details}): check RESILIENT_ETCD_USER and "
                 f"RESILIENT_ETCD_PASSWORD, and that the user may read and write keys below {RUNS}"
+            )
+        if error.code() is rpc.StatusCode.UNIMPLEMENTED:
+            return EtcdError(
+                f"what answers at {where} is not etcd 3 ({details}): check the endpoint and port given to "
+                "--rdzv-endpoint"
             )
         if error.code() == rpc.StatusCode.NOT_FOUND and "lease" in details:
             return EtcdLeaseLost(f"etcd at {where} no longer has the lease ({details}): ask for a new one")

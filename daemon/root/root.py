@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from resilient_run.ckpt.errors import DaemonError
+
 from ..base.policy import RootPolicy
 from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
 from ..comparison.digests import HostDigests
-from ..etcd.client import Etcd, EtcdUnavailable
+from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..run import keys
 from ..run.observation import Observation
-from ..run.records import CLOSED_TTL_S, Closed, Failure
+from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
 from ..run.rounds import Pair, is_import, pair_value
 from ..run.view import JobView
 from ..slots.slots import JobSlots
@@ -194,7 +196,7 @@ class Root:
                 found = await self._etcd.get(key)
                 # The request was noted there, so if the key is gone the run is.
                 if found is None or await self._etcd.commit(
-                    {key: found.revision}, {key: _kept(found.value.get("decisions", []), entry)}
+                    {key: found.revision}, {key: _kept(_decided(found), entry)}
                 ):
                     return
             except EtcdUnavailable:
@@ -260,6 +262,14 @@ def _entry(action: Action) -> dict[str, Any]:
         case Stop():
             kind = "stop"
     return {"kind": kind, "hosts": hosts, "reason": action.reason}
+
+
+def _decided(found: Entry) -> tuple[dict[str, Any], ...]:
+    """Return the decisions that are written down, none if somebody has damaged them."""
+    try:
+        return parse_decisions(found.value)
+    except DaemonError:
+        return ()
 
 
 def _kept(before: Iterable[dict[str, Any]], *entries: dict[str, Any]) -> dict[str, Any]:

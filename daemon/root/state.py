@@ -14,7 +14,7 @@ from ..run.commit import Agreed, Missed, Tally, parse_held
 from ..run.hang import ALIVE
 from ..run.observation import parse_observations
 from ..run.quarantine import Quarantine
-from ..run.records import Failure
+from ..run.records import Failure, parse_decisions
 from ..run.rounds import Member, Pair, Round
 from ..tier.persist_plan import parse_published
 from .view import RootView
@@ -190,7 +190,7 @@ _KEYS: Mapping[str, Callable[[str, Entry], Any]] = {
     keys.NEXT: lambda key, entry: Fields(entry.value, key).pair(),
     keys.PERSISTED: lambda _, entry: parse_published(entry.value),
     keys.HISTORY: _history,
-    keys.DECISIONS: lambda key, entry: tuple(Fields(entry.value, key).objects("decisions")),
+    keys.DECISIONS: lambda _, entry: parse_decisions(entry.value),
 }
 _FOLDERS: Mapping[str, Callable[[str, Entry], Any]] = {
     keys.MEMBERS: lambda key, entry: Member.parse(key.rpartition("/")[2], entry.value, entry.created),

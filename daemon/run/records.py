@@ -189,3 +189,38 @@ class Failure:
             return self
         message = f"host {gone[0]} is lost, and {self.message or f'a worker on host {self.host} exited'}"
         return replace(self, host=gone[0], kind="host_lost", rank=None, pid=None, exitcode=None, message=message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Introduction:
+    """What a daemon tells the other hosts of itself.
+
+    Attributes:
+        address: Where it listens for them: host name or address, and port.
+        every: Of how many steps it can send one checkpoint.
+        sign: Of life, of its ranks; "" is none.
+    """
+
+    address: tuple[str, int]
+    every: int
+    sign: str
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return what `ckpt/hosts/HOST` says.
+
+        Raises:
+            DaemonError: The value is no introduction.
+        """
+        fields = Fields(value, "introduction of a host")
+        address = fields.text("addr"), fields.integer("port", low=1, high=65535)
+        return cls(address=address, every=fields.integer("every", low=1), sign=fields.optional_text("sign"))
+
+
+def parse_decisions(value: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return what roots decided, oldest first, as `root/decisions` has it.
+
+    Raises:
+        DaemonError: The value is no list of decisions.
+    """
+    return tuple(Fields(value, keys.DECISIONS).objects("decisions"))

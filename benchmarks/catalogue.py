@@ -1,0 +1,625 @@
+"""Which command made each committed result, what it needs, and which code its figures depend on.
+
+`reproduce.py` runs what is listed here, `report.py` writes the digests of the code into a result, and
+`tests/test_reproduce.py` holds the documents, the scripts and the folder of results against it.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+RESULTS: Final = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One result of a script, `benchmarks/results/DATE-NAME.json`.
+
+    Attributes:
+        name: Without date and suffix.
+        arguments: What the script is called with, as in a shell at the root of the repository. Its plots are named
+            here, too.
+        minutes: An estimate for two cores.
+        figures: Of the papers, as in docs/papers.md: "6.16" and "Table 5.1" are the thesis's, "SparDL 8" and "ZEN 13"
+            those of the other papers.
+        needs: Packages beyond `.[test]`, and interpreters of rivals (paths that end in `bin/python`), which
+            benchmarks/peers/README.md makes.
+    """
+
+    name: str
+    arguments: str = ""
+    minutes: float
+    figures: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """A script, and what all of its results have in common.
+
+    Attributes:
+        script: Its path from the root of the repository.
+        results: In the order in which they are made.
+        depends: Files and folders whose change may change a figure, beside the script itself.
+        root: It builds network namespaces.
+        gpu: It needs a CUDA device.
+        cores: It needs at least so many.
+        output: The option that takes the file of the result.
+    """
+
+    script: str
+    results: tuple[Result, ...]
+    depends: tuple[str, ...]
+    root: bool = False
+    gpu: bool = False
+    cores: int = 2
+    output: str = "--json"
+
+
+# Real jobs: launchers, daemons and Checkpointers.
+JOB = ("ckpt", "daemon", "launcher", "benchmarks/jobs.py", "benchmarks/workload.py")
+LAB = ("launcher/lab", "launcher/netlab.py", "benchmarks/lab_job.py")
+# Sums of gradients.
+SUMS = (
+    "comm/baselines",
+    "comm/errors.py",
+    "comm/measure",
+    "comm/net",
+    "comm/ops",
+    "comm/schemes.py",
+    "comm/spardl",
+    "comm/zen",
+)
+TRAINED = (*SUMS, "comm/compress", "comm/hook.py", "comm/runtime", "examples")
+PLANNED = ("comm/plan", "benchmarks/models")
+LM, NVRX, DLROVER = "lm/bin/python", "nvrx/bin/python", "dlrover/bin/python"
+
+BENCHMARKS: Final = (
+    # Recovery.
+    Benchmark(
+        script="benchmarks/recovery_time.py",
+        depends=(*JOB, "benchmarks/peers", "benchmarks/recovery_floor.py", "benchmarks/recovery_worker.py"),
+        results=(
+            Result(name="recovery-time", minutes=5),
+            Result(
+                name="recovery-time-peers",
+                arguments=f"--peer lm_resiliency={LM} --peer nvidia_resiliency_ext={NVRX} --peer dlrover={DLROVER}",
+                minutes=10,
+                needs=(LM, NVRX, DLROVER),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/recovery_phases.py",
+        depends=(*JOB, "benchmarks/recovery_worker.py"),
+        results=(Result(name="recovery-phases", arguments="--rounds 5 --after 60", minutes=8, figures=("6.14",)),),
+    ),
+    Benchmark(
+        script="benchmarks/steps_lost.py",
+        depends=JOB,
+        results=(Result(name="steps-lost", minutes=8),),
+    ),
+    Benchmark(
+        script="benchmarks/chaos.py",
+        root=True,
+        depends=(
+            *JOB,
+            "launcher/netlab.py",
+            "benchmarks/slow_steps.py",
+            "examples/train_gpt.py",
+            "tests/cluster.py",
+            "tests/lab.py",
+        ),
+        results=(
+            Result(
+                name="chaos-seed-53",
+                arguments="--seed 53 --steps 520 --faults 42 --mtbf-steps 4 --pause-s 0.5",
+                minutes=25,
+            ),
+            Result(name="chaos-seed-47", arguments="--seed 47 --steps 800 --faults 46 --mtbf-steps 4", minutes=25),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/framework_start.py",
+        depends=(*JOB, "benchmarks/framework_worker.py"),
+        results=(Result(name="framework-start", minutes=15, needs=("lightning", "transformers")),),
+    ),
+    Benchmark(
+        script="benchmarks/launch_overhead.py",
+        depends=("daemon", "launcher", "benchmarks/jobs.py"),
+        results=(Result(name="launch-overhead", minutes=3),),
+    ),
+    Benchmark(
+        script="benchmarks/operator_errors.py",
+        depends=("daemon/etcd", "launcher"),
+        results=(Result(name="operator-errors", minutes=4),),
+    ),
+    Benchmark(
+        script="benchmarks/secure_run.py",
+        depends=(*JOB, "benchmarks/recovery_worker.py", "tests/cluster.py"),
+        results=(Result(name="secure-run", minutes=10),),
+    ),
+    # What checkpoints cost.
+    Benchmark(
+        script="benchmarks/capture_stall.py",
+        depends=JOB,
+        results=(
+            Result(
+                name="capture-stall",
+                arguments="--mb 64 256 --loop plain wrapped closure fsdp2 "
+                "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save lm-resiliency "
+                f"--lm {LM}",
+                minutes=40,
+                needs=(LM,),
+            ),
+            Result(
+                name="capture-stall-1024",
+                arguments="--mb 1024 --rounds 5 "
+                "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save lm-resiliency "
+                f"--lm {LM}",
+                minutes=10,
+                needs=(LM,),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/interleaving.py",
+        root=True,
+        depends=(*JOB, *LAB, "benchmarks/interleaving_worker.py"),
+        results=(
+            Result(
+                name="interleaving",
+                arguments="--rounds 2 --steps 16 --profile-steps 6 --compute-ms 200 "
+                "--plot benchmarks/results/interleaving.svg",
+                minutes=12,
+                figures=("6.7", "6.8", "6.16"),
+            ),
+            Result(
+                name="interleaving-50",
+                arguments="--rate 50mbit --rounds 2 --steps 14 --profile-steps 6 --compute-ms 200 --bucket-kib 128 "
+                "--state-mib 2 --schemes none interleaved blocking",
+                minutes=7,
+                figures=("6.16",),
+            ),
+            Result(
+                name="interleaving-200-b",
+                arguments="--rounds 1 --steps 12 --profile-steps 6 --compute-ms 400 "
+                "--schemes none interleaved blocking",
+                minutes=5,
+                figures=("6.16",),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/replication_rate.py",
+        root=True,
+        depends=("ckpt/format", "daemon", *LAB, "tests/hosts.py"),
+        results=(
+            Result(name="replication-rate-200-b", arguments="--rate 200mbit --seconds 4", minutes=4, figures=("6.11",)),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/transports.py",
+        root=True,
+        depends=(*JOB, *LAB, "benchmarks/transport_worker.py"),
+        results=(
+            Result(
+                name="transports",
+                arguments="--alone-mb 16 --schemes naive interleaved --repeats 6",
+                minutes=5,
+                figures=("6.5",),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/etcd_scale.py",
+        depends=("daemon", "launcher/etcd_server.py"),
+        results=(Result(name="etcd-scale", arguments="--steps 20", minutes=3),),
+    ),
+    Benchmark(
+        script="benchmarks/secure_rate.py",
+        root=True,
+        depends=("ckpt/format", "daemon/peers", "daemon/slots", "daemon/trust", "launcher/lab", "launcher/netlab.py"),
+        results=(Result(name="secure-rate", arguments="--mb 128 --seconds 2 --repeats 5", minutes=8),),
+    ),
+    Benchmark(
+        script="benchmarks/after_flood.py",
+        depends=(
+            "ckpt/format",
+            "daemon",
+            "launcher/etcd_server.py",
+            *LAB,
+            "benchmarks/replication_rate.py",
+            "tests/flood.py",
+            "tests/hosts.py",
+            "tests/peer_talk.py",
+        ),
+        results=(Result(name="after-flood", minutes=10),),
+    ),
+    # Sums of gradients.
+    Benchmark(
+        script="benchmarks/zen.py",
+        root=True,
+        depends=(
+            *SUMS,
+            *LAB,
+            "comm/sparsity.py",
+            "benchmarks/sparse_workload.py",
+            "benchmarks/workload.py",
+            "benchmarks/zen_worker.py",
+        ),
+        results=(
+            Result(
+                name="zen",
+                arguments="--hosts 4 8 16 --schemes dense agsparse sparcml sparse-ps omnireduce 'zen, elements' zen "
+                "index-free --plot benchmarks/results/zen.svg",
+                minutes=30,
+                figures=("3.2", "3.7", "3.13", "3.15", "3.18", "ZEN 15"),
+            ),
+            Result(
+                name="zen-rows",
+                arguments="--hosts 4 8 16 --workloads LSTM DeepFM --repeats 5 --schemes dense agsparse "
+                "'agsparse, rows' sparcml 'sparcml, rows' sparse-ps 'sparse-ps, rows' omnireduce zen",
+                minutes=25,
+                figures=("3.13",),
+            ),
+            Result(
+                name="zen-400-1000",
+                arguments="--hosts 4 --rates 400mbit 1000mbit --schemes dense agsparse sparcml sparse-ps omnireduce "
+                "'zen, elements' zen",
+                minutes=10,
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/spardl.py",
+        root=True,
+        depends=(*SUMS, *LAB, "benchmarks/spardl_worker.py", "benchmarks/workload.py"),
+        results=(
+            Result(
+                name="spardl",
+                arguments="--models lstm-imdb vgg16 --team-hosts",
+                minutes=25,
+                figures=("SparDL 6", "SparDL Table 3"),
+            ),
+            Result(
+                name="spardl-teams",
+                arguments="--hosts 14 6 --models lstm-imdb vgg16 --rounds 5",
+                minutes=11,
+                figures=("SparDL 5", "SparDL 6", "SparDL 7", "SparDL Table 3"),
+            ),
+            Result(
+                name="spardl-4",
+                arguments="--hosts 4 --models lstm-imdb vgg16 --rounds 5 --team-hosts",
+                minutes=2,
+            ),
+            Result(
+                name="spardl-small",
+                arguments="--hosts 6 --models matrix resnet20 --rounds 7",
+                minutes=2,
+            ),
+            Result(
+                name="spardl-400",
+                arguments="--hosts 4 8 --rates 400mbit --models lstm-imdb vgg16 --team-hosts",
+                minutes=6,
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/sparse_training.py",
+        root=True,
+        depends=(*TRAINED, *LAB),
+        results=(
+            Result(
+                name="sparse-training",
+                arguments="--rates 100mbit --steps 5",
+                minutes=20,
+                figures=("3.11", "ZEN 13", "ZEN 14"),
+            ),
+            Result(
+                name="sparse-training-1000",
+                arguments="--rates 1000mbit --examples lstm_lm.py --rounds 1",
+                minutes=6,
+                figures=("3.12",),
+            ),
+            Result(
+                name="sparse-training-1000-gpt",
+                arguments="--rates 1000mbit --examples train_gpt.py --steps 6 --rounds 1",
+                minutes=6,
+                figures=("ZEN 13", "ZEN 14"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/advise.py",
+        root=True,
+        depends=(*TRAINED, *LAB, "comm/cli", "comm/trial", "benchmarks/advised_worker.py"),
+        results=(Result(name="advise", minutes=30),),
+    ),
+    Benchmark(
+        script="benchmarks/comm_ops.py",
+        depends=("comm/ops", "comm/zen"),
+        results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
+    ),
+    Benchmark(
+        script="benchmarks/compressor_kernels.py",
+        depends=("comm/compress", "comm/net", "comm/ops", "comm/zen", "benchmarks/comm_ops.py"),
+        results=(Result(name="compressor-kernels", minutes=10, figures=("4.10", "5.2")),),
+    ),
+    # Convergence.
+    Benchmark(
+        script="benchmarks/spardl_convergence.py",
+        depends=(
+            "comm/baselines",
+            "comm/net",
+            "comm/spardl",
+            "benchmarks/convergence.py",
+            "tests/byte_model.py",
+            "tests/ranks.py",
+        ),
+        results=(
+            Result(
+                name="spardl-convergence",
+                arguments="--plot benchmarks/results/spardl-convergence.png",
+                minutes=30,
+                figures=("SparDL 7", "SparDL 8"),
+            ),
+            Result(
+                name="spardl-unions",
+                arguments="--ranks 6 --steps 600 --seeds 0 1 --schemes 'spardl, 1 teams, R-SAG' "
+                "'spardl, 2 teams, R-SAG' 'spardl, 2 teams, B-SAG' 'spardl, 3 teams, B-SAG'",
+                minutes=5,
+                figures=("SparDL 5",),
+            ),
+            Result(
+                name="spardl-teams-convergence",
+                arguments="--ranks 8 --steps 600 --seeds 0 --schemes 'spardl, 2 teams, R-SAG' "
+                "'spardl, 4 teams, R-SAG' 'spardl, 8 teams, R-SAG' 'spardl, 8 teams, B-SAG' topk-a",
+                minutes=2,
+                figures=("SparDL 7",),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/compressor_convergence.py",
+        depends=("comm/compress", "benchmarks/convergence.py", "benchmarks/convergence_examples.py", "examples"),
+        results=(
+            Result(
+                name="compressor-convergence-gpt",
+                arguments="gpt --steps 600 --every 30 --plot benchmarks/results/compressor-convergence-gpt.png",
+                minutes=120,
+                figures=("4.16",),
+            ),
+            Result(
+                name="compressor-convergence-lstm",
+                arguments="lstm --steps 3000 --every 150 --variants dense topk dgc randomk efsignsgd onebit fp16 bf16 "
+                "'dense, momentum' --plot benchmarks/results/compressor-convergence-lstm.png",
+                minutes=150,
+                figures=("4.16",),
+            ),
+            Result(
+                name="compressor-convergence-lstm-dgc",
+                arguments="lstm --steps 6000 --every 300 --variants dgc 'dense, momentum'",
+                minutes=60,
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/slow_network_convergence.py",
+        depends=(
+            *TRAINED,
+            "comm/local_steps.py",
+            "benchmarks/convergence.py",
+            "benchmarks/convergence_examples.py",
+            "tests/ranks.py",
+        ),
+        results=(
+            Result(
+                name="slow-network-convergence",
+                arguments="--variants dense int8 'int8, stochastic' fp8 powersgd 'dense, AdamW' 'local 10' 'local 50' "
+                "'local 10, int8'",
+                minutes=40,
+            ),
+            Result(
+                name="slow-network-convergence-averaged",
+                arguments="--variants 'local 10, averaged' 'local 50, averaged'",
+                minutes=10,
+            ),
+            Result(name="slow-network-convergence-lstm", arguments="--example lstm", minutes=45),
+            Result(
+                name="slow-network-convergence-3000",
+                arguments="--steps 3000 --every 250 --variants 'local 50' 'local 50, averaged'",
+                minutes=40,
+            ),
+        ),
+    ),
+    # Plans.
+    Benchmark(
+        script="benchmarks/cupcake_planning.py",
+        depends=(*PLANNED, "comm/cupcake"),
+        results=(
+            Result(
+                name="cupcake-planning",
+                arguments="--repetitions 10",
+                minutes=8,
+                figures=("5.6", "5.7", "5.9", "Table 5.1"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/espresso_planning.py",
+        depends=(*PLANNED, "comm/espresso"),
+        results=(Result(name="espresso-planning", minutes=10, figures=("4.12", "4.13", "4.15", "Table 4.5")),),
+    ),
+    Benchmark(
+        script="benchmarks/espresso_upper_bound.py",
+        depends=(*PLANNED, "comm/espresso", "benchmarks/espresso_planning.py"),
+        results=(Result(name="espresso-upper-bound", minutes=2, figures=("4.14",)),),
+    ),
+    Benchmark(
+        script="benchmarks/plans.py",
+        root=True,
+        depends=(
+            *TRAINED,
+            *PLANNED,
+            *LAB,
+            "comm/cupcake",
+            "comm/espresso",
+            "comm/profiler.py",
+            "comm/synchronizer.py",
+            "benchmarks/plans_worker.py",
+            "benchmarks/timed_model.py",
+            "benchmarks/workload.py",
+        ),
+        results=(
+            Result(
+                name="plans-lstm",
+                arguments="--models lstm --rounds 2 --plot benchmarks/results/plans-lstm.svg",
+                minutes=15,
+                figures=("4.12", "5.6", "5.7", "5.9"),
+            ),
+            Result(
+                name="plans-resnet50",
+                arguments="--models resnet50 --rounds 1 --plot benchmarks/results/plans-resnet50.svg",
+                minutes=20,
+                figures=("4.12", "5.6", "5.7", "5.9"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/predicted.py",
+        root=True,
+        depends=(
+            *TRAINED,
+            *PLANNED,
+            *LAB,
+            "comm/cli/plan.py",
+            "comm/cupcake",
+            "comm/espresso",
+            "comm/synchronizer.py",
+            "benchmarks/predicted_worker.py",
+            "benchmarks/timed_model.py",
+            "benchmarks/workload.py",
+        ),
+        results=(Result(name="predicted", arguments="--seed 200 --count 50 --minutes 25", minutes=25),),
+    ),
+    Benchmark(
+        script="benchmarks/collectives.py",
+        root=True,
+        depends=(
+            "comm/compress",
+            "comm/measure",
+            "comm/net",
+            "comm/plan",
+            *LAB,
+            "benchmarks/collectives_worker.py",
+            "benchmarks/workload.py",
+        ),
+        results=(Result(name="collectives", minutes=3),),
+    ),
+    # GPUs.
+    Benchmark(
+        script="benchmarks/fingerprint_gpu.py",
+        gpu=True,
+        depends=("ckpt/capture", "ckpt/format"),
+        results=(Result(name="fingerprint-gpu", minutes=2),),
+    ),
+    Benchmark(
+        script="benchmarks/gpu.py",
+        gpu=True,
+        depends=("ckpt", "comm", "daemon", "launcher", "examples", "tests"),
+        results=(Result(name="gpu", minutes=10),),
+    ),
+    # Soundness.
+    Benchmark(
+        script="tests/zoo",
+        output="--out",
+        depends=("ckpt", "daemon", "launcher"),
+        results=(Result(name="zoo-seed-24", arguments="--kills 2000 --seed 24", minutes=180),),
+    ),
+    Benchmark(
+        script="tests/fuzz.py",
+        depends=("ckpt", "comm", "daemon", "launcher"),
+        results=(Result(name="fuzz", arguments="--inputs 1000000", minutes=30),),
+    ),
+    Benchmark(
+        script="tests/fuzz_live.py",
+        depends=("ckpt", "daemon"),
+        results=(Result(name="fuzz-live", arguments="--seconds 330 --seed 2", minutes=6),),
+    ),
+    # From other results, so that it comes last.
+    Benchmark(
+        script="benchmarks/goodput.py",
+        depends=("ckpt/format/placement.py", "ckpt/format/survival.py", "benchmarks/wasted.py"),
+        results=(
+            Result(
+                name="goodput",
+                arguments="--plot benchmarks/results/goodput.svg",
+                minutes=1,
+                figures=("6.9", "6.10", "6.11", "6.12", "6.15"),
+            ),
+        ),
+    ),
+)
+"""Every script of benchmarks/ that writes a result, and the campaigns below tests/."""
+
+KEPT: Final = {
+    "2026-11-21-chaos.json": "the first campaign",
+    "2026-11-23-chaos.json": "a campaign of earlier code",
+    "2026-11-23-chaos-seed-31.json": "a campaign of earlier code",
+    "2026-11-21-compressor-convergence.json": "1000 steps of one seed; the script takes the example since",
+    "2026-11-21-replication-rate-200.json": "half of the state, on a busier machine",
+    "2026-11-22-capture-soundness.json": "written by hand from what tests/test_capture_soundness.py printed",
+    "2026-11-22-zoo.json": "a campaign of earlier code",
+    "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
+    "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
+    "2026-11-25-predicted-213.json": "the worst sample, again",
+    "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
+}
+"""Results that documents cite beside the newest, or that no script writes: why each is kept. None is made again."""
+
+
+def entries() -> Iterator[tuple[Benchmark, Result]]:
+    """Yield each result with its benchmark, in the order of the table."""
+    for benchmark in BENCHMARKS:
+        for result in benchmark.results:
+            yield benchmark, result
+
+
+def latest(name: str, folder: Path = RESULTS) -> Path | None:
+    """Return the newest result of this name in a folder; None if there is none."""
+    return max(folder.glob(f"????-??-??-{name}.json"), default=None)
+
+
+def name_of(file: str) -> str:
+    """Return the name of a result from that of its file, `DATE-NAME.json`."""
+    return file[len("YYYY-MM-DD-") :].removesuffix(".json")
+
+
+def digests(benchmark: Benchmark, root: Path = ROOT) -> dict[str, str]:
+    """Return a digest of the script, and of each file and folder that it depends on, by path.
+
+    It is of the names and bytes of all files, so that any change shows, be it of a comment; "absent" if there are none.
+    """
+    return {path: _digest(root / path) for path in (benchmark.script, *benchmark.depends)}
+
+
+def digests_of_script(script: Path) -> dict[str, str] | None:
+    """Return the digests for a script by its path; None if it is none of the table."""
+    for benchmark in BENCHMARKS:
+        if script.resolve() == ROOT / benchmark.script:
+            return digests(benchmark)
+    return None
+
+
+def _digest(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    found = hashlib.sha256()
+    for file in files:
+        if "__pycache__" not in file.parts:
+            content = file.read_bytes()
+            found.update(f"{file.relative_to(path.parent)}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()[:16] if files else "absent"

@@ -1,0 +1,269 @@
+"""Do plans for files that were written by hand take the time that was predicted for them?
+
+Random models (3 to 12 gradients, sizes over two decades, backward times that do not follow the sizes) on random
+clusters: 2 to 8 ranks on 2 to 6 hosts of a laboratory network (namespaces, links shaped by tbf). Their files say what a
+person would write: of the links between hosts the rate, of which at most 95.6 % are payload; what a start-up takes, by
+an all-reduce of 4 bytes; what a compressor takes at two sizes, all workers at once. Nothing of a collective is
+measured. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
+`espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once. Goal: within
+10 %.
+
+Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
+the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together
+have links of at most `--most-mbit` (above 100 Mbit/s each), because what they compress, copy and send is all done by
+these cores. `busy` is the part of the cores' time that they and the rest of the machine took, and `sent_again` counts
+TCP segments that were sent twice. Compression is by the device that computes; options on CPUs are left out, because
+these cores are both. `algorithm-5.1` plans without decompression only, and is left out as well.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from lab_job import lines_of
+from report import Summary, parser, table, write_json
+from timed_model import Step
+
+from resilient_run.comm.cli.plan import plan as plan_command
+from resilient_run.comm.cupcake.cupcake import PLANNERS
+from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS
+from resilient_run.comm.espresso.fusion_cluster import FLAT, fusion_system
+from resilient_run.comm.plan.cluster import read_cluster
+from resilient_run.comm.plan.collective import load
+from resilient_run.comm.plan.tree import Routine
+from resilient_run.launcher.netlab import NetLab, NetLabError
+
+WORKER = str(Path(__file__).with_name("predicted_worker.py"))
+PAYLOAD = 0.956
+FUSING = tuple(name for name in PLANNERS if name != "algorithm-5.1")
+RECOMMENDED = ("cupcake", "espresso", "espresso-fused")
+ON_CPUS = ("espresso-cpu", "espresso-byteps")
+OTHERS = tuple(name for name in (*FUSING, *ESPRESSO_PLANNERS) if name not in (*RECOMMENDED, *ON_CPUS))
+MOST_RANKS = 8
+RATES_MBIT_S = (100, 1000)
+FREE_CORES = 0.65
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A model and a cluster that were drawn; `system_file`: fusion planners read a file of their own form."""
+
+    seed: int
+    hosts: int
+    per_host: int
+    rate_mbit_s: int
+    compressor: dict[str, Any]
+    forward_s: float
+    steps: tuple[Step, ...]
+    system_file: bool
+    planners: tuple[str, ...]
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds of a byte between hosts."""
+        return 8 / (PAYLOAD * self.rate_mbit_s * 1e6)
+
+
+def drawn(seed: int, others: int, most_mbit_s: float) -> Sample:
+    """Return the sample of a seed, with so many planners beside those that are recommended."""
+    draw = random.Random(seed)
+    hosts = draw.randint(2, 6)
+    per_host = draw.randint(1, MOST_RANKS // hosts)
+    least, most = RATES_MBIT_S
+    most = max(least, min(most, most_mbit_s / (hosts * per_host)))
+    rate_mbit_s = round(least * (most / least) ** draw.random())
+    network_s, computing_s = draw.uniform(0.3, 0.6), draw.uniform(0.1, 0.4)
+    whole = network_s * rate_mbit_s * 1e6 * PAYLOAD / 8 / load(Routine.ALL_REDUCE, hosts, per_host).adapter / 4
+    shares = [10 ** draw.uniform(0, 2) for _ in range(draw.randint(3, 12))]
+    times = [draw.expovariate(1) for _ in shares]
+    return Sample(
+        seed=seed,
+        hosts=hosts,
+        per_host=per_host,
+        rate_mbit_s=rate_mbit_s,
+        compressor=draw.choice(({"name": "topk", "density": round(10 ** draw.uniform(-2, -1), 4)}, {"name": "fp16"})),
+        forward_s=computing_s / 3,
+        steps=tuple(
+            Step(
+                name=f"t{index}",
+                rows=1,
+                columns=max(1, round(whole * share / sum(shares))),
+                backward_s=computing_s * 2 / 3 * taken / sum(times),
+            )
+            for index, (share, taken) in enumerate(zip(shares, times, strict=True))
+        ),
+        system_file=draw.random() < 0.5,
+        planners=(*RECOMMENDED, *draw.sample(OTHERS, others)),
+    )
+
+
+def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
+    """Write the model, cluster and system files."""
+
+    def line(points: list[float]) -> dict[str, float]:
+        (first, last), (first_s, last_s) = known["sizes_bytes"], points
+        slope = max(0.0, last_s - first_s) / (last - first)
+        return {"alpha_s": max(0.0, first_s - slope * first), "beta_s_per_byte": slope}
+
+    tensors = [{"name": s.name, "numel": s.columns, "backward_s": s.backward_s} for s in sample.steps]
+    common = {"forward_s": sample.forward_s, "bytes_per_element": 4}
+    coder = {name: line(known[name]) for name in ("compress", "decompress", "accumulate")}
+    cluster = {
+        **common,
+        "hosts": sample.hosts,
+        "gpus_per_host": sample.per_host,
+        "intra": {"alpha_s": known.get("intra_alpha_s", 0.0), "beta_s_per_byte": known.get("intra_byte_s", 0.0)},
+        "inter": {"alpha_s": known["inter_alpha_s"], "beta_s_per_byte": sample.byte_s},
+        "compressors": {sample.compressor["name"]: {"ratio": known["ratio"], "gpu": coder}},
+    }
+    (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    system = fusion_system(read_cluster(folder / "cluster.json"), FLAT)
+    costs = ("compress", "communicate", "decompress", "communicate_dense")
+    curves = {name: getattr(system, name).fields() for name in costs}
+    (folder / "system.json").write_text(json.dumps({**common, **curves}))
+
+
+def plan_all(sample: Sample, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return planners, prediction and options by the file of each different plan, and let the workers begin."""
+    found: dict[str, dict[str, Any]] = {}
+    by_content: dict[str, str] = {}
+    for planner in sample.planners:
+        own = sample.system_file and planner in FUSING
+        path = folder / f"{planner}.json"
+        files = ["--model", str(folder / "model.json"), "--out", str(path)]
+        files += ["--system", str(folder / ("system.json" if own else "cluster.json"))]
+        with redirect_stdout(StringIO()):
+            plan_command.main(["--planner", planner, *files], standalone_mode=False)
+        document = json.loads(path.read_text())
+        content = json.dumps([document["groups"], document["options"]])
+        name = by_content.setdefault(content, f"plan-{len(by_content):02}.json")
+        path.rename(folder / name)
+        entry = found.setdefault(
+            name,
+            {
+                "planners": [],
+                "predicted_s": document["iteration_s"],
+                "groups": len(document["groups"]),
+                "options": sorted(set(document["options"])),
+            },
+        )
+        entry["planners"].append(planner)
+    (folder / "planned").touch()
+    return found
+
+
+def cores_busy() -> tuple[int, int]:
+    """Return the ticks in which cores were busy, and all of them."""
+    user, nice, system, idle, waiting, *others = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    busy = user + nice + system + sum(others)
+    return busy, busy + idle + waiting
+
+
+def measure(sample: Sample, *, warm_up: int, iterations: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what the files know of this machine, and a line for each different plan."""
+    with tempfile.TemporaryDirectory() as name, NetLab(sample.hosts, rate=f"{sample.rate_mbit_s}mbit") as lab:
+        folder = Path(name)
+        shared = {
+            "steps": [asdict(step) for step in sample.steps],
+            "forward_s": sample.forward_s,
+            "compressor": sample.compressor,
+            "folder": name,
+            "warm_up": warm_up,
+            "iterations": iterations,
+        }
+        lines = lines_of(lab, [sys.executable, "-P", WORKER, json.dumps(shared)], per_host=sample.per_host)
+        known = json.loads(next(lines))
+        write_files(sample, known, folder)
+        planned = plan_all(sample, folder)
+        found, busy = [], cores_busy()
+        for line in map(json.loads, lines):
+            now = cores_busy()
+            summary, made = Summary.of(line["seconds"]), planned[line["plan"]]
+            found.append(
+                {
+                    "seed": sample.seed,
+                    **made,
+                    "iteration_s": summary,
+                    "measured_over_predicted": summary.median / made["predicted_s"],
+                    "sent_again": line["sent_again"],
+                    "busy": (now[0] - busy[0]) / (now[1] - busy[1]),
+                }
+            )
+            busy = now
+    return known, found
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """Print the distribution, by planner and over different plans."""
+
+    def row(name: str, ratios: list[float]) -> tuple[str, ...]:
+        close = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
+        spread = f"{Summary.of(ratios):.3f}"
+        return name, str(len(ratios)), spread, f"{min(ratios):.3f}", f"{max(ratios):.3f}", f"{close / len(ratios):.0%}"
+
+    names = dict.fromkeys(planner for line in lines for planner in line["planners"])
+    rows = [
+        row(name, [line["measured_over_predicted"] for line in lines if name in line["planners"]]) for name in names
+    ]
+    kinds = {
+        "different plans": lines,
+        f"cores below {FREE_CORES:.0%} busy": [line for line in lines if line["busy"] < FREE_CORES],
+        "cores busier": [line for line in lines if line["busy"] >= FREE_CORES],
+    }
+    rows += [row(name, [line["measured_over_predicted"] for line in kind]) for name, kind in kinds.items() if kind]
+    table(
+        "measured / predicted",
+        ("planner", "runs", "median (p10..p90)", "least", "most", "within 10 %"),
+        rows,
+    )
+
+
+def main() -> None:
+    """Draw, plan, run, print and write."""
+    made = parser(__doc__)
+    made.add_argument("--seed", type=int, default=1, metavar="N", help="of the first sample; the next ones follow")
+    made.add_argument("--count", type=int, default=50, metavar="N", help="samples")
+    made.add_argument("--minutes", type=float, default=25.0, metavar="M", help="begin no further sample after this")
+    made.add_argument("--others", type=int, default=3, metavar="N", help="planners of each sample that are drawn")
+    made.add_argument("--most-mbit", type=float, default=800, metavar="N", help="Mbit/s, of the links of all ranks")
+    made.add_argument("--warm-up", type=int, default=1, metavar="N", help="iterations before those that count")
+    made.add_argument("--iterations", type=int, default=5, metavar="N", help="of each plan")
+    options = made.parse_args()
+    end_s = time.monotonic() + 60 * options.minutes
+    lines: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    for seed in range(options.seed, options.seed + options.count):
+        if time.monotonic() > end_s:
+            break
+        sample = drawn(seed, options.others, options.most_mbit)
+        known, found = measure(sample, warm_up=options.warm_up, iterations=options.iterations)
+        samples.append({**asdict(sample), "known": known})
+        lines += found
+        for line in found:
+            print(
+                f"{seed:4} {line['measured_over_predicted']:.3f} of {line['predicted_s'] * 1e3:6.1f} ms  "
+                f"{line['iteration_s']:.3f} s, {line['busy']:.0%} busy, {line['sent_again']} sent again  "
+                f"{', '.join(line['planners'])}: {' | '.join(line['options'])}",
+                file=sys.stderr,
+                flush=True,
+            )
+        # After each sample, since what was measured until then is worth keeping.
+        parameters = {key: value for key, value in vars(options).items() if key != "json"}
+        results = {"samples": samples, "runs": lines}
+        write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
+    show(lines)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except NetLabError as error:
+        sys.exit(str(error))

@@ -1,0 +1,254 @@
+"""Makes the committed results again, says what each needs, and finds those that are stale.
+
+    python benchmarks/reproduce.py --list          # all results: needs, minutes, when they were made, how they stand
+    python benchmarks/reproduce.py --check         # those that are stale, and why; exit status 1 if there are any
+    python benchmarks/reproduce.py --figure 6.16   # makes what a figure of a paper has beside it
+    python benchmarks/reproduce.py goodput zen-rows # makes results by name; without any, all of them
+
+A result goes to benchmarks/results/ with today's date, and replaces one of the same name and day. When all are made,
+the plots of the documents are drawn anew, and the documents that still cite an older result are named. What needs more
+than this machine has is not begun: a line says what is missing, the rest is made, and the exit status is 1.
+
+A result is *stale* if a file or folder that it depends on (`catalogue.py`) differs from when it was made, or if a
+constant that it took from another result is no longer what the newest result of that name says. A result that does not
+say what it was made with is *of unknown age*: then the dates of the last commits, its own and those of what it depends
+on, are all there is to go by. Neither says that its figures are wrong.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+from catalogue import RESULTS, ROOT, Benchmark, Result, digests, entries, latest
+from report import Constant, table
+
+Entry = tuple[Benchmark, Result]
+
+
+def main() -> int:
+    """Select, then list, check or run; return the exit status."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("names", nargs="*", metavar="NAME", help="of results, as --list has them (all)")
+    arguments.add_argument("--figure", nargs="+", default=[], metavar="FIGURE", help='such as 6.16, "SparDL 8"')
+    what = arguments.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="what there is, and what it needs")
+    what.add_argument("--check", action="store_true", help="what is stale, and why; exit status 1")
+    options = arguments.parse_args()
+    try:
+        chosen = select(options.names, options.figure)
+    except LookupError as error:
+        arguments.error(str(error))
+    if options.list:
+        show(chosen)
+        return 0
+    if options.check:
+        return check(chosen)
+    return make(chosen)
+
+
+def select(names: Sequence[str], figures: Sequence[str]) -> list[Entry]:
+    """Return the entries with these names or figures, in the order of the table; all if none are given.
+
+    Raises:
+        LookupError: There is no such name or figure; the text says which there are.
+    """
+    table_of = list(entries())
+    for kind, asked, there in (
+        ("result", names, [result.name for _, result in table_of]),
+        ("figure", figures, sorted({figure for _, result in table_of for figure in result.figures}, key=_order)),
+    ):
+        if unknown := [each for each in asked if each.casefold() not in map(str.casefold, there)]:
+            why = "; docs/papers.md says of every other one why it is not measured here" if kind == "figure" else ""
+            raise LookupError(f"no {kind} {', '.join(unknown)}: there are {', '.join(there)}{why}")
+    wanted = {each.casefold() for each in (*names, *figures)}
+    return [
+        (benchmark, result)
+        for benchmark, result in table_of
+        if not wanted or wanted & {each.casefold() for each in (result.name, *result.figures)}
+    ]
+
+
+def lacking(benchmark: Benchmark, result: Result) -> Iterator[str]:
+    """Yield what this machine lacks for a result, with the remedy."""
+    if benchmark.root and os.geteuid() != 0:
+        yield "root, for network namespaces: run it with sudo"
+    if (cores := len(os.sched_getaffinity(0))) < benchmark.cores:
+        yield f"{benchmark.cores} cores, and there are {cores}"
+    if benchmark.gpu and not _has_gpu():
+        yield "a GPU, and torch finds none: nvidia-smi says whether there is one"
+    if rivals := [need for need in result.needs if "/" in need and not (ROOT / need).exists()]:
+        yield f"{', '.join(rivals)}: make them in the root of the repository, as benchmarks/peers/README.md says"
+    if packages := [need for need in result.needs if "/" not in need and importlib.util.find_spec(need) is None]:
+        yield f"{', '.join(packages)}: pip install -c constraints.txt -e '.[zoo]'"
+
+
+def outdated(path: Path) -> Iterator[str]:
+    """Yield each constant of a result that is not what the newest result beside it, of the name it is from, says."""
+    for name, recorded in (json.loads(path.read_text()).get("constants") or {}).items():
+        taken = Constant(value=recorded["value"], result=recorded["result"], at=tuple(recorded["at"]))
+        try:
+            current = taken.now(path.parent)
+        except KeyError:
+            current = None
+        if current is None:
+            yield f"{name} is from {taken.result}, and no newest result of that name has it"
+        elif current.value != taken.value:
+            yield f"{name} is {taken.value:.3g} here, and {current.value:.3g} in {current.result}"
+
+
+def changed(benchmark: Benchmark, path: Path, *, root: Path = ROOT) -> list[str] | None:
+    """Return which files and folders below `root` differ from when a result was made; None if it does not say."""
+    code = json.loads(path.read_text()).get("code")
+    return code and [each for each, digest in digests(benchmark, root).items() if code.get(each) != digest]
+
+
+def state(benchmark: Benchmark, result: Result) -> tuple[str, list[str]]:
+    """Return "current", "stale", "of unknown age" or "not made" for the newest result of an entry, and the reasons."""
+    path = latest(result.name)
+    if path is None:
+        return "not made", []
+    code, reasons = changed(benchmark, path), list(outdated(path))
+    if code:
+        reasons.append(f"changed since: {', '.join(code)}")
+    if reasons:
+        return "stale", reasons
+    if code is not None:
+        return "current", []
+    made = _committed(path.relative_to(ROOT).as_posix())
+    if not made:
+        return "of unknown age", ["git has no commit of it"]
+    later = [each for each in (benchmark.script, *benchmark.depends) if _committed(each) > made]
+    since = f"since then {', '.join(later)}" if later else "and nothing that it depends on since"
+    return "of unknown age", [f"committed {made[:10]}, {since}"]
+
+
+def show(chosen: Sequence[Entry]) -> None:
+    """Print what there is, in the order in which it would be made."""
+    rows = []
+    for benchmark, result in chosen:
+        needs = [name for name in ("root", "gpu") if getattr(benchmark, name)]
+        path = latest(result.name)
+        rows.append(
+            [
+                result.name,
+                f"{result.minutes:.0f}",
+                path.name[:10] if path else "",
+                state(benchmark, result)[0],
+                ", ".join([f"{benchmark.cores} cores", *needs, *result.needs]),
+                ", ".join(result.figures),
+            ]
+        )
+    title = f"{len(chosen)} results, about {_minutes(chosen)} minutes"
+    table(title, ["result", "minutes", "made", "state", "needs", "figures"], rows)
+
+
+def check(chosen: Sequence[Entry]) -> int:
+    """Print which results are stale or of unknown age, and why; return 1 if any is stale."""
+    found = [(result.name, *state(benchmark, result)) for benchmark, result in chosen]
+    for word in ("of unknown age", "stale"):
+        of_word = [(name, reasons) for name, how, reasons in found if how == word]
+        print(f"{len(of_word)} {word}{':' if of_word else ''}")
+        for name, reasons in of_word:
+            print("\n".join(f"  {name}: {reason}" for reason in reasons))
+    return 1 if any(how == "stale" for _, how, _ in found) else 0
+
+
+def make(chosen: Sequence[Entry]) -> int:
+    """Run what this machine can, draw the plots and name the documents to change; return 1 if anything is not made."""
+    possible = []
+    for benchmark, result in chosen:
+        if missing := list(lacking(benchmark, result)):
+            print(f"{result.name} is not made: it needs {'; and '.join(missing)}")
+        else:
+            possible.append((benchmark, result))
+    print(f"{len(possible)} of {len(chosen)} results, about {_minutes(possible)} minutes", flush=True)
+    made = []
+    for benchmark, result in possible:
+        started_s = time.monotonic()
+        problem = run(benchmark, result)
+        print(f"{result.name}: {problem or f'{(time.monotonic() - started_s) / 60:.1f} minutes'}", flush=True)
+        if problem is None:
+            made.append(result)
+    if made:
+        subprocess.run([sys.executable, str(ROOT / "docs" / "result_pictures.py")], check=True)
+    for result in made:
+        for page, cited in older(result):
+            print(f"{page} cites {cited}: put today's figures there, and remove that file or list it in KEPT")
+    print(f"{len(made)} of {len(chosen)} results are made")
+    return 0 if len(made) == len(chosen) else 1
+
+
+def run(benchmark: Benchmark, result: Result) -> str | None:
+    """Make one result; return what went wrong, and leave the folder of results as it was then."""
+    with tempfile.TemporaryDirectory(prefix="reproduce-") as directory:
+        fresh = Path(directory) / "result.json"
+        command = [benchmark.script, *shlex.split(result.arguments), benchmark.output, str(fresh)]
+        print(f"python {shlex.join(command[:-1])} FILE", flush=True)
+        before = digests(benchmark)
+        status = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+        if status != 0:
+            return f"{benchmark.script} ended with status {status}"
+        if not fresh.exists():
+            return f"{benchmark.script} ended without a result"
+        if digests(benchmark) != before:
+            return "the code that it depends on changed meanwhile: run it again"
+        shutil.move(fresh, RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-{result.name}.json")
+    return None
+
+
+def older(result: Result) -> Iterator[tuple[str, str]]:
+    """Yield each document that cites a result of this name which is not the newest, and that file."""
+    newest = latest(result.name)
+    files = {path.name for path in RESULTS.glob(f"????-??-??-{result.name}.json")} - {newest and newest.name}
+    for page in pages():
+        text = page.read_text()
+        yield from ((page.relative_to(ROOT).as_posix(), file) for file in sorted(files) if file in text)
+
+
+def pages() -> list[Path]:
+    """Return the documents."""
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+def _order(figure: str) -> tuple[str, list[int]]:
+    """Return by what figures are sorted: those of a paper together, by their numbers."""
+    return re.sub(r"[\d.]", "", figure), [int(number) for number in re.findall(r"\d+", figure)]
+
+
+def _minutes(chosen: Sequence[Entry]) -> int:
+    return round(sum(result.minutes for _, result in chosen))
+
+
+def _has_gpu() -> bool:
+    import torch  # seconds, which only a benchmark of a GPU is worth
+
+    return torch.cuda.is_available()
+
+
+@cache
+def _committed(path: str) -> str:
+    """Return when a path was last committed, in UTC; empty if never, or without git."""
+    command = ["git", "log", "-1", "--format=%cd", "--date=format-local:%Y-%m-%d %H:%M:%S", "--", path]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "TZ": "UTC"}, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
