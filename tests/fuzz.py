@@ -2,10 +2,11 @@
 
     python tests/fuzz.py --inputs 1000000 --seed 1 --json fuzz.json
 
-Readers are those of the wire, the unix socket's and the peers' messages, every etcd value, slots with their headers,
-tables and manifests, `job.json`, and the manifests of the persistent tier. An input is an honest document with a few
-changes, to its bytes or to its structure. Anything but the reader's documented errors is a failure, and so is a slot
-that restores another state than one that was captured, or memory that grows with what an input only claims.
+Readers are those of the wire, the unix socket's and the peers' messages, every etcd value by itself and all the keys of
+a run together, on which the root then decides, slots with their headers, tables and manifests, `job.json`, and the
+manifests of the persistent tier. An input is an honest document with a few changes, to its bytes or to its structure.
+Anything but the reader's documented errors is a failure, and so is a slot that restores another state than one that
+was captured, or memory that grows with what an input only claims.
 """
 
 import argparse
@@ -32,11 +33,16 @@ from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import digests, import_manifest, manifest, wire
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
 from resilient_run.daemon.base.fields import Fields
-from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.policy import Policy, RootPolicy
 from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.comparison.digests import EqualLeaves, parse_claims
+from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.etcd.config import EtcdConfig
 from resilient_run.daemon.peers.daemon_transport import Offer
+from resilient_run.daemon.root.decide import decide
+from resilient_run.daemon.root.root import transaction
+from resilient_run.daemon.root.state import RootState
+from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.commit import Agreed, Missed, parse_held
 from resilient_run.daemon.run.faults import Order
 from resilient_run.daemon.run.observation import Observation, parse_observations
@@ -49,10 +55,12 @@ from resilient_run.daemon.run.records import (
     Introduction,
     parse_decisions,
 )
+from resilient_run.daemon.run.recoveries import Recoveries
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, parse_published
-from resilient_run.launcher.inject.injection import Outcome
+from resilient_run.launcher.inject.injection import Outcome, Sight
+from resilient_run.launcher.rendezvous.rounds import View, broken
 
 MAX_GROWTH_BYTES = 256 << 20
 _KEPT_FAILURES = 20
@@ -167,6 +175,96 @@ def json_targets() -> list[Target]:
             read=lambda data: import_manifest.ImportManifest.load(data, run_id="run", step=5),
             errors=(SlotError,),
         ),
+    ]
+
+
+def run_targets() -> list[Target]:
+    """Return what reads all the keys of a run: the root, which also decides on them, launchers, and the injector.
+
+    A document has the key of the run or, for a folder, the value of each name in it.
+    """
+    seat = Seat(host="a", session="s", nproc=2, role="default", label="rack")
+    member = Member(host="a", session="s", nproc=2, role="r", label="", addr="a", pid=1, ready=0)
+    round_ = Round(generation=2, seats=(seat, Seat(host="b", session="t", nproc=2)), restore=(1, 5))
+    failure = Failure(generation=1, host="b", kind="worker_exit", rank=2, exitcode=-9, unix_s=1.0, message="m")
+    hang = Failure(generation=2, host="b", kind="hang", rank=2, step=9, began_step=5, unix_s=1.0, message="m")
+    claims = {"0": [[1, 5, "0" * 16, "1" * 16, "2" * 16]]}
+    sick = {"kind": "gpu", "severity": "fail", "rank": None, "generation": 2, "step": None, "value": 1.0}
+    sick |= {"limit": 5.0, "message": "XID 79", "unix_s": 1.0}
+    recovery = {"event": "recovery", "run_id": "run", "host": "a", "kind": "worker_exit", "cause": "m", "steps_lost": 1}
+    recovery |= {"generation": 2, "complete": True, "unix_s": 1e9, "total_s": 0.5, "rendezvous_s": 0.1}
+    host = {"addr": "a", "port": 1, "every": 1, "sign": "alive", "injection": True}
+    mark = Fingerprint(user="ann", script="t.py", content="1" * 64, arguments="2" * 64, torch="2", formats="wire 2")
+    job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t", key_proof="p", fingerprint=mark)
+    document: dict[str, Any] = {
+        keys.JOB: job.to_value(),
+        keys.MEMBERS: {"a": member.to_value(), "c": {**member.to_value(), "ready": 3}},
+        keys.ROUND: round_.to_value(),
+        keys.COMMITTED: {"world_size": 4},
+        keys.STORES: {"2": {"addr": "a", "port": 29500}},
+        keys.FAILURES: {"1": failure.to_value(), "2": hang.to_value()},
+        keys.DONE: {"2": {"a": {}}},
+        keys.RECOVERED: {"2": {"a": recovery}},
+        keys.QUARANTINES: {"b": asdict(Quarantine(since_unix_s=1.0, until_unix_s=2e9, reason="r"))},
+        keys.LEADER: {"host": "a"},
+        keys.DECISIONS: {"decisions": [{"kind": "quarantine", "generation": 1, "host": "b"}, {"kind": "replace"}]},
+        keys.HISTORY: {"failures": [failure.to_item()] * 3},
+        keys.HOSTS: {"a": host, "b": {**host, "sign": ""}},
+        keys.HELD: {"b": {"held": {"0": [[1, 4], [1, 5]], "1": [], "2": [[1, 5]]}, "digests": claims}},
+        keys.WATERMARK: {"generation": 1, "step": 5},
+        keys.NEXT: {"generation": 2, "step": 6},
+        keys.MISSED: {"b": Missed(next=(2, 6), step=7, late=True).to_value()},
+        keys.PERSISTED: {"pairs": [[1, 4]]},
+        keys.OBSERVATIONS: {"a": {"observations": [sick]}, "b": {"observations": [{**sick, "kind": "hang"}]}},
+        keys.OUTCOMES: {"7": {"ok": True, "what": "w", "host": "a", "kind": "kill-rank", "unix_s": 1.0}},
+    }
+    folders = {key: 2 if key in (keys.DONE, keys.RECOVERED) else 1 for key in document if isinstance(key, keys.Folder)}
+
+    def entries(data: bytes, prefix: str = "") -> dict[str, Entry]:
+        values: dict[str, Any] = {}
+
+        def see(key: str, value: Any, depth: int) -> None:
+            if not depth:
+                values[prefix + key] = value
+            elif isinstance(value, dict):
+                for name, inner in value.items():
+                    see(f"{key}/{name}", inner, depth - 1)
+
+        for key, value in wire.decode(data).items():
+            see(key, value, folders.get(key, 0))
+        return {
+            key: Entry(value=value, revision=number, created=number)
+            for number, (key, value) in enumerate(values.items(), 1)
+            if isinstance(value, dict)
+        }
+
+    def root(data: bytes) -> object:
+        state, recoveries = RootState("a", 2), Recoveries()
+        found = entries(data)
+        state.apply(found)
+        for key, entry in found.items():
+            if key.startswith(keys.RECOVERED()):
+                with contextlib.suppress(DaemonError):
+                    recoveries.see(key, entry.value)
+        recoveries.describe(1.0)
+        decision = decide(state.view, RootPolicy(), 1e9)
+        json.dumps(transaction(state.view, decision, 1e9), allow_nan=False)
+        return decision, state.agreed, state.missed, state.committed, state.world_size
+
+    def launcher(data: bytes) -> object:
+        view = View.parse(entries(data, "run/"), "run/")
+        return broken(view, 2), view.bound, view.generation, view.keeping(view), view.cool_down_s(1e9)
+
+    def injector(data: bytes) -> object:
+        sight = Sight()
+        sight.see(entries(data, "run/"), "run/")
+        return sight.is_whole, sight.step, sight.host_of(0)
+
+    honest = json.dumps(document).encode()
+    return [
+        Target(name="keys, by the root", honest=honest, read=root, errors=(DaemonError, WireError)),
+        Target(name="keys, by launchers", honest=honest, read=launcher, errors=(WireError,)),
+        Target(name="keys, by the injector", honest=honest, read=injector, errors=(WireError,)),
     ]
 
 
@@ -299,7 +397,7 @@ def run(inputs: int, seed: str, say: Callable[[str], None] = lambda text: None) 
     """Give the readers `inputs` documents in turn and return what came of it."""
     chance, counts, failures = random.Random(seed), Counter[str](), []
     with tempfile.TemporaryDirectory() as scratch:
-        targets = [*json_targets(), *byte_targets(Path(scratch))]
+        targets = [*json_targets(), *run_targets(), *byte_targets(Path(scratch))]
         for target in targets:
             target.read(target.honest)
         before_kib, begun_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()

@@ -14,6 +14,14 @@ def open_way(directory: Path) -> None:
             path.chmod(path.stat().st_mode | 0o711)
 
 
+def make_public(directory: Path) -> Path:
+    """Make a directory where everybody may write, as /dev/shm and /tmp are, and return it."""
+    open_way(directory)
+    directory.mkdir()
+    directory.chmod(0o1777)
+    return directory
+
+
 def as_mallory(act: Callable[[], object]) -> int:
     """Return the errno that `act` fails with as another user without any group, 0 when it succeeds."""
     child = os.fork()

@@ -9,6 +9,7 @@ from cluster import Cluster
 pytestmark = pytest.mark.jobs
 
 OWN_LOOP = """
+import os
 import torch
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
@@ -17,7 +18,8 @@ for _ in range(3):
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print("ended", model.weight.sum().item().hex())
+# Workers share the launcher's output, and print writes a line in pieces.
+os.write(1, f"ended {model.weight.sum().item().hex()}\\n".encode())
 """
 OWN_CHECKPOINTER = OWN_LOOP.replace(
     "for _ in range(3):",

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run.faults import KINDS, Scope
+from resilient_run.daemon.run.observation import Observation
 from resilient_run.launcher.inject.campaign import Campaign, plan_campaign
 from resilient_run.launcher.inject.campaign_report import render, summarize
 from resilient_run.launcher.inject.cli import resilient_inject
@@ -112,6 +113,7 @@ def test_command_lists_every_kind() -> None:
 
 def test_what_others_write_does_not_end_the_watch() -> None:
     sight = Sight()
+    disk = Observation(kind="disk", severity="warn", value=1.0, limit=5.0, message="little room", unix_s=1.0).to_value()
     entries = {
         "/p/rdzv/job": {},
         "/p/rdzv/round": {"generation": 2, "members": [{"host": "a", "nproc": 2}], "restore": None},
@@ -121,7 +123,8 @@ def test_what_others_write_does_not_end_the_watch() -> None:
         "/p/inject/outcomes/x": {"ok": "yes"},
         "/p/rdzv/recovered/a/b": {},
         "/p/obs/a": {"observations": 3},
-        "/p/obs/b": {"observations": [{"kind": "disk", "unix_s": 1}]},
+        "/p/obs/b": {"observations": [disk]},
+        "/p/obs/c": {"observations": [{**disk, "kind": ["disk"]}]},
     }
     state = {key: Entry(value=value, revision=1) for key, value in entries.items()}
     for _ in range(2):
@@ -130,7 +133,7 @@ def test_what_others_write_does_not_end_the_watch() -> None:
     assert sight.host_of(2) is None
     assert sight.failures == {1: {"kind": "hang"}}
     assert (sight.watermark, sight.outcomes, sight.recoveries, sight.ended) == (None, {}, {}, False)
-    assert sight.observations == [{"host": "b", "kind": "disk", "unix_s": 1}]
+    assert sight.observations == [{"host": "b", **disk}]
     assert not sight.is_whole
 
 

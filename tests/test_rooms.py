@@ -27,7 +27,7 @@ EDGES = {
     "ckpt": "ckpt.*",
     "ckpt.integrations": "ckpt ckpt.state ckpt.errors ckpt.format",
     "daemon.trust": "ckpt.errors ckpt.format",
-    "daemon.etcd": "daemon.trust",
+    "daemon.etcd": "daemon.trust ckpt.errors ckpt.format",
     "daemon.base": "daemon.trust daemon.etcd ckpt.errors ckpt.format",
     "daemon.run": "daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon.slots": "daemon.trust daemon.run daemon.base ckpt.errors ckpt.format",

@@ -187,6 +187,13 @@ def test_what_everything_depends_on_must_have_its_form(key: str) -> None:
         RootState("a", REPLICAS).apply({key: Entry(value={}, revision=1)})
 
 
+@pytest.mark.parametrize("name", ["", "x", "9" * 5000])
+def test_a_failure_of_no_generation_counts_as_nothing(name: str) -> None:
+    state, key = RootState("a", REPLICAS), f"rdzv/failure/{name}"
+    state.apply({key: Entry(value={"kind": "hang", "unix_s": 1.0}, revision=1)})
+    assert (state.view.failures, state.ignored.keys()) == ({}, {key})
+
+
 def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) -> None:
     """Through a real etcd: one has followed from the beginning, the other one reads when all is done."""
 

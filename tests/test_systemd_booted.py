@@ -1,4 +1,4 @@
-"""The shipped unit under a real systemd: a user's job persists in their home and keeps its slots over restarts."""
+"""The shipped units under a real systemd: a user's job persists in their home and keeps its slots over restarts."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from resilient_run.launcher.etcd_server import find_etcd
 pytestmark = [pytest.mark.jobs, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
 UNIT = Path(__file__).parent.parent / "systemd" / "resilientd@.service"
+USER_UNIT = UNIT.parent / "user" / "resilientd.service"
 SERVICE = f"resilientd@{USER}.service"
 STEPS = 100
 _SKIPPED_S = 3.0
@@ -29,19 +31,31 @@ DROP_IN = f"""
 [Service]
 Environment=PYTHONPATH={os.environ.get("PYTHONPATH", "")}
 ExecStart=
-ExecStart={sys.executable} -P -m resilient_run.daemon --run-dir /run/resilientd/%i
+ExecStart={sys.executable} -P -m resilient_run.daemon --run-dir {{}}
+"""
+RUNTIME_DIR = f"/run/user/{UID}"
+# What logind, which is not here, starts for a user who has logged in.
+MANAGER = f"""
+[Service]
+Type=notify
+User={USER}
+Environment=HOME={HOME} XDG_RUNTIME_DIR={RUNTIME_DIR}
+ExecStartPre=+install -d -m 700 -o {UID} -g {UID} {RUNTIME_DIR}
+ExecStart=/usr/lib/systemd/systemd --user
+Delegate=yes
+KillMode=mixed
 """
 ETCD = f"""
 [Service]
 User={USER}
 ExecStart={shlex.join(find_etcd())} --data-dir {HOME}/etcd
 """
-STATUS = f"""
-import json, socket
+STATUS = """
+import json, socket, sys
 from resilient_run.ckpt.format import wire
 sock = socket.socket(socket.AF_UNIX)
-sock.connect("/run/resilientd/{USER}/resilientd.sock")
-sock.sendall(wire.encode({{"id": 1, "op": "status"}}))
+sock.connect(sys.argv[1] + "/resilientd.sock")
+sock.sendall(wire.encode({"id": 1, "op": "status"}))
 print(json.dumps(wire.recv_message(sock)))
 """
 
@@ -51,7 +65,8 @@ def machine() -> Iterator[Booted]:
     """A booted machine on which the service of `USER` runs, installed as docs/operations/daemon.md says."""
     shared = Path(tempfile.mkdtemp(prefix="rr-booted-"))
     shared.chmod(0o755)
-    units = {UNIT.name: UNIT.read_text(), f"{UNIT.name}.d/override.conf": DROP_IN, "etcd.service": ETCD}
+    units = {UNIT.name: UNIT.read_text(), f"{UNIT.name}.d/override.conf": DROP_IN.format("/run/resilientd/%i")}
+    units |= {"etcd.service": ETCD, "manager.service": MANAGER}
     try:
         (shared / "s").mkdir()
         with Booted(shared / "s", units) as booted:
@@ -65,18 +80,19 @@ def machine() -> Iterator[Booted]:
 def start(machine: Booted) -> Iterator[Callable[..., "Run"]]:
     """Starts runs on the machine; they are gone with the test."""
     with contextlib.ExitStack() as runs:
-        yield lambda *arguments: runs.enter_context(contextlib.closing(Run(machine, *arguments)))
+        yield lambda *arguments, **options: runs.enter_context(contextlib.closing(Run(machine, *arguments, **options)))
 
 
 class Run:
     """A run of one host and one rank, which `USER` starts and a gate holds."""
 
-    def __init__(self, machine: Booted, name: str, *options: str) -> None:
-        self.machine, self.name = machine, name
+    def __init__(self, machine: Booted, name: str, *options: str, run_dir: str = f"/run/resilientd/{USER}") -> None:
+        self.machine, self.name, self.run_dir = machine, name, run_dir
         self.gate = Gate(machine.shared / f"{name}.gate")
         self.output_path = machine.shared / f"{name}.output"
         script = [str(SCRIPT), str(self.gate.path), str(STEPS)]
-        command = [sys.executable, "-P", "-m", "resilient_run", *on_etcd("127.0.0.1:2379", name, nproc=1)]
+        command = ["env", f"XDG_RUNTIME_DIR={RUNTIME_DIR}"]
+        command += [sys.executable, "-P", "-m", "resilient_run", *on_etcd("127.0.0.1:2379", name, nproc=1)]
         with self.output_path.open("w") as output:
             self.process = machine.popen(*command, *options, *script, stdout=output, stderr=subprocess.STDOUT)
 
@@ -87,7 +103,7 @@ class Run:
     def committed(self) -> int:
         """Return the newest committed step, 0 while there is none or no daemon."""
         with contextlib.suppress(AssertionError):
-            status = json.loads(self.machine.run(sys.executable, "-P", "-c", STATUS, user=True))
+            status = json.loads(self.machine.run(sys.executable, "-P", "-c", STATUS, self.run_dir, user=True))
             return sum(
                 (job.get("watermark") or {"step": 0})["step"] for job in status["jobs"] if job["run_id"] == self.name
             )
@@ -157,16 +173,38 @@ def test_a_run_persists_in_its_users_home(machine: Booted, start: Callable[..., 
 
 def test_slots_outlive_the_service(machine: Booted, start: Callable[..., Run]) -> None:
     """Killed or restarted, the daemon that systemd starts next has what was captured, and the run goes on."""
-    run = start("restarted")
+    outlives(start("restarted"), partial(machine.run, "systemctl"), SERVICE)
+
+
+def test_slots_outlive_the_service_of_a_users_own_systemd(machine: Booted, start: Callable[..., Run]) -> None:
+    """The unit that needs no root, under the user's manager, installed as docs/operations/daemon.md says."""
+    shipped = machine.shared / USER_UNIT.name
+    shutil.copy(USER_UNIT, shipped)
+    drop_in = machine.shared / "override.conf"
+    drop_in.write_text(DROP_IN.format("%t/resilient-run"))
+    home = f"{HOME}/.config/systemd/user"
+    systemctl = partial(machine.run, "env", f"XDG_RUNTIME_DIR={RUNTIME_DIR}", "systemctl", "--user", user=True)
+    machine.run("systemctl", "stop", SERVICE)
+    machine.run("rm", "-r", f"/run/resilientd/{USER}")  # as if the machine had been booted without that service
+    try:
+        machine.run("install", "-D", "-m", "644", str(shipped), f"{home}/{shipped.name}", user=True)
+        machine.run("install", "-D", "-m", "644", str(drop_in), f"{home}/{shipped.name}.d/override.conf", user=True)
+        machine.run("systemctl", "start", "manager.service")
+        systemctl("enable", "--now", "resilientd")
+        outlives(start("own", run_dir=f"{RUNTIME_DIR}/resilient-run"), systemctl, shipped.name)
+    finally:
+        machine.run("systemctl", "stop", "manager.service")
+        machine.run("systemctl", "start", SERVICE)
+
+
+def outlives(run: Run, systemctl: Callable[..., str], service: str) -> None:
+    """Kill and restart the service under the run, which goes on where it was."""
+    pid = partial(systemctl, "show", service, "--property=MainPID", "--value")
     run.train_to(3)
-    for command in (("kill", "--signal=KILL", SERVICE), ("restart", SERVICE)):
-        before = machine.property_of(SERVICE, "MainPID")
-        machine.run("systemctl", *command)
-        wait_until(
-            lambda before=before: machine.property_of(SERVICE, "MainPID") not in (before, "0"),
-            timeout_s=60,
-            what="a restart",
-        )
+    for command in (("kill", "--signal=KILL", service), ("restart", service)):
+        before = pid()
+        systemctl(*command)
+        wait_until(lambda before=before: pid() not in (before, "0\n"), timeout_s=60, what="a restart")
         run.train_to(run.gate.step + 3)
     run.end()
     assert run.started_at() == [0]

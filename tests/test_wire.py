@@ -82,5 +82,12 @@ def test_what_is_not_an_object_is_refused(body: bytes) -> None:
         decode(body)
 
 
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
+def test_a_number_that_no_message_can_carry_is_refused(number: bytes) -> None:
+    """Else whoever writes down what he has read, as the root does with decisions, fails from then on."""
+    with pytest.raises(WireError, match="no finite number"):
+        decode(b'{"a": [' + number + b"]}")
+
+
 def test_error_names_lead_to_the_classes() -> None:
     assert all(issubclass(cls, CheckpointError) and cls.__name__ == name for name, cls in BY_NAME.items())

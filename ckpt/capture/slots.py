@@ -39,15 +39,19 @@ class MappedSlot:
             OSError: The file cannot be mapped or page-locked.
             SlotError: It is not a slot.
         """
-        self.slot = Slot.open(path, writable=True)
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self.slot = Slot.of(self.descriptor, path, writable=True)
+        except (OSError, SlotError):
+            os.close(self.descriptor)
+            raise
         # Until `close`, or the end of this process: whoever collects slots sees that this one is in use.
         fcntl.flock(self.descriptor, fcntl.LOCK_SH)
         self.payload = torch.frombuffer(self.slot.buffer, dtype=torch.uint8)[self.slot.payload_offset :]
         self.address = self.payload.data_ptr()
         self.held = _held(self.slot, env)
         self.layout: Layout | None = None
-        self._identity = _identity(path)
+        self._identity = _identity(self.descriptor)
         self._pinned_at = 0
         if pin:
             self._pinned_at = self.address - self.slot.payload_offset
@@ -201,8 +205,8 @@ def _held(slot: Slot, env: TrainerEnv) -> Pair | None:
     return (header.generation, header.step) if ours else None
 
 
-def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
+def _identity(file: str | int) -> tuple[int, int]:
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 

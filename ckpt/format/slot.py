@@ -128,7 +128,7 @@ def parse_header(page: bytes | bytearray | memoryview, capacity_bytes: int) -> S
 
 
 class Slot:
-    """One mapped slot file, made by `create` or `open`; it has one writer at a time and many readers.
+    """One mapped slot file, made by `create`, `open` or `of`; it has one writer at a time and many readers.
 
     Attributes:
         path: The file.
@@ -138,7 +138,7 @@ class Slot:
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap, payload_offset: int) -> None:
-        """Wrap `mapping`; use `create` or `open` instead."""
+        """Wrap `mapping`; use `create`, `open` or `of` instead."""
         self.path = path
         self.capacity_bytes = len(mapping)
         self.payload_offset = payload_offset
@@ -176,21 +176,30 @@ class Slot:
             OSError: The file cannot be opened.
             SlotError: The file is not a slot of this format, or another user's.
         """
-        path = Path(path)
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
+        try:
+            return cls.of(descriptor, path, writable=writable)
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def of(cls, descriptor: int, path: Path | str, *, writable: bool = False) -> Self:
+        """Return the slot in the open file `descriptor`, which the caller may close; messages call it `path`.
+
+        Raises:
+            OSError: The file cannot be mapped.
+            SlotError: The file is not a slot of this format, or another user's.
+        """
         try:
             about = os.fstat(descriptor)
             # Where the vault was removed under the run, as at a logout, its name is free for everybody.
             if about.st_uid != os.geteuid():
                 raise SlotError(f"it belongs to uid {about.st_uid}, not to uid {os.geteuid()}")
-            capacity_bytes = about.st_size
-            _, payload_offset = _read_prefix(os.pread(descriptor, HEADER_BYTES, 0), capacity_bytes)
+            _, payload_offset = _read_prefix(os.pread(descriptor, HEADER_BYTES, 0), about.st_size)
             mapping = _map(descriptor, writable=writable)
         except SlotError as error:
             raise SlotError(f"{path}: {error}") from None
-        finally:
-            os.close(descriptor)
-        return cls(path, mapping, payload_offset)
+        return cls(Path(path), mapping, payload_offset)
 
     def state(self) -> State:
         """Return the state word; COMPLETE says nothing yet about checksums.

@@ -7,6 +7,7 @@ Nothing is unpickled.
 
 import asyncio
 import json
+import math
 import os
 import socket
 import stat
@@ -75,18 +76,26 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Return the message in a frame's `body`.
+    """Return the message in a frame's `body`, or an etcd value.
 
     Raises:
-        WireError: The bytes are not a JSON object.
+        WireError: The bytes are not a JSON object, or a number in it is not finite, so that nothing can be made of it
+            that `encode` takes.
     """
     try:
-        message = json.loads(body)
+        message = json.loads(body, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise WireError(f"message is not JSON: {error}") from error
     if not isinstance(message, dict):
         raise WireError(f"message is a JSON {type(message).__name__}, not an object")
     return message
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:80]} is no finite number")
+    return value
 
 
 def _body_bytes(prefix: bytes, limit_bytes: int) -> int:

@@ -9,6 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self
 
+from resilient_run.ckpt.errors import WireError
+from resilient_run.ckpt.format import wire
+
 from .config import RUNS, EtcdConfig
 from .rpc import Endpoint, EtcdAuthError, EtcdConnection, EtcdError, EtcdLeaseLost, EtcdUnavailable, grpc, rpc
 
@@ -366,11 +369,9 @@ def _put(key: str, value: Mapping[str, Any], lease: Lease | None) -> Any:
 
 def _entry(kv: Any) -> Entry:
     try:
-        value = json.loads(kv.value)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise EtcdError(f"etcd key {kv.key.decode(errors='replace')} does not hold a JSON object; delete it")
+        value = wire.decode(kv.value)
+    except WireError as error:
+        raise EtcdError(f"etcd key {kv.key.decode(errors='replace')}: {error}; delete it") from error
     return Entry(value=value, revision=kv.mod_revision, created=kv.create_revision)
 
 

@@ -147,7 +147,7 @@ class RootState:
             return
         try:
             values[name] = parse(key, entry)
-        except DaemonError as error:
+        except (ValueError, DaemonError) as error:
             if key in (keys.ROUND, keys.WATERMARK, keys.NEXT):
                 raise
             self.ignored[key] = str(error)
@@ -171,10 +171,7 @@ class RootState:
 
 
 def _failure(key: str, entry: Entry) -> Failure:
-    generation = key.rpartition("/")[2]
-    if not generation.isdecimal():
-        raise DaemonError(f"{key}: its last part must be the number of a generation")
-    return Failure.parse(int(generation), entry.value)
+    return Failure.parse(int(key.rpartition("/")[2]), entry.value)
 
 
 def _history(key: str, entry: Entry) -> tuple[Failure, ...]:

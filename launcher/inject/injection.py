@@ -13,6 +13,7 @@ from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.faults import Order
+from resilient_run.daemon.run.observation import parse_observations
 from resilient_run.daemon.run.rounds import Pair, Round
 
 
@@ -132,10 +133,10 @@ class Sight:
             case [keys.OUTCOMES, number]:
                 self.outcomes[number] = Outcome.parse(value)
             case [keys.OBSERVATIONS, host]:
-                known = {(seen["host"], seen.get("kind"), seen.get("unix_s")) for seen in self.observations}
-                for item in Fields(value, keys.OBSERVATIONS).objects("observations"):
-                    if (host, item.get("kind"), item.get("unix_s")) not in known:
-                        self.observations.append({"host": host, **item})
+                known = {(seen["host"], seen["kind"], seen["unix_s"]) for seen in self.observations}
+                for item in parse_observations(value):
+                    if (host, item.kind, item.unix_s) not in known:
+                        self.observations.append({"host": host, **item.to_value()})
 
 
 class Injection:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from second_user import as_mallory, open_way
+from second_user import as_mallory, make_public
 
 from resilient_run.ckpt.errors import SlotError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
@@ -25,11 +25,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 @pytest.fixture
 def public(tmp_path: Path) -> Path:
     """A directory as /dev/shm or /tmp."""
-    made = tmp_path / "shm"
-    open_way(made)
-    made.mkdir()
-    made.chmod(0o1777)
-    return made
+    return make_public(tmp_path / "shm")
 
 
 @pytest.fixture

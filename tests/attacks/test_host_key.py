@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from second_user import MALLORY, as_mallory, open_way
+from second_user import MALLORY, as_mallory, make_public
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.trust import secret
@@ -25,11 +25,7 @@ REFUSED = "no key for the runs of this host: .*--rr-key-file"
 @pytest.fixture
 def public(tmp_path: Path) -> Path:
     """A directory as /dev/shm."""
-    made = tmp_path / "shm"
-    open_way(made)
-    made.mkdir()
-    made.chmod(0o1777)
-    return made
+    return make_public(tmp_path / "shm")
 
 
 @pytest.fixture

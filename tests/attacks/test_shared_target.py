@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from second_user import MALLORY, as_mallory, open_way
+from second_user import MALLORY, as_mallory, make_public
 
 from resilient_run.ckpt.errors import SlotError
 from resilient_run.daemon.run.rounds import Pair
@@ -24,11 +24,7 @@ REFUSED = rf"belongs to uid {MALLORY}, in a directory where everybody may write:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """A directory as the scratch space of a cluster."""
-    made = tmp_path / "scratch"
-    open_way(made)
-    made.mkdir()
-    made.chmod(0o1777)
-    return made
+    return make_public(tmp_path / "scratch")
 
 
 @pytest.fixture
