@@ -72,7 +72,7 @@ def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
 def summary(
     lines: list[dict[str, Any]], spardl: list[dict[str, Any]], *, ranks: int, rate_bit_s: float, density: float
 ) -> dict[str, Any]:
-    """Return what the rounds of one contender come to, beside those of SparDL with the teams that it chooses."""
+    """Return what the rounds of one contender come to, beside those of SparDL with the teams that the model chooses."""
     last = lines[-1]
     if "refused" in last:
         return last

@@ -110,7 +110,7 @@ def test_three_replicas_are_summed_as_by_hybrid_sharding() -> None:
 
 
 def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    """Every scheme that remembers something, on four ranks: SparDL with the teams that it chooses, and with two."""
+    """Every scheme that remembers something, on four ranks: SparDL's two teams have two members each."""
     cluster = Cluster(tmp_path)
     try:
         undisturbed, killed = cluster.host("undisturbed"), cluster.host("killed")

@@ -15,7 +15,7 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.spardl.cost import choose_teams, log2_rounds, spardl_cost
-from resilient_run.comm.spardl.spardl import ALPHA_S, BETA_S, SparDL
+from resilient_run.comm.spardl.spardl import SparDL
 from resilient_run.comm.spardl.srs import sending_bags
 from resilient_run.comm.spardl.teams import Teams, Width
 
@@ -176,7 +176,7 @@ def test_the_cost_model_chooses_the_teams_of_each_gradient(ranks: int) -> None:
     numels = {"small": 2000, "large": 200_000}
 
     def work(transport: Transport) -> list[dict[str, tuple[int, str]]]:
-        made = [SparDL(transport), *(SparDL(transport, **network) for network in (SLOW_MESSAGES, SLOW_WORDS))]
+        made = [SparDL(transport, **network) for network in (SLOW_MESSAGES, SLOW_WORDS)]
         for scheme in made:
             for key, numel in numels.items():
                 scheme.reduce(key, gradient(transport.rank, 0, numel))
@@ -184,17 +184,25 @@ def test_the_cost_model_chooses_the_teams_of_each_gradient(ranks: int) -> None:
 
     found = run_ranks(ranks, work)
     assert all(each == found[0] for each in found)
-    for ways, network in zip(
-        found[0], ({"alpha_s": ALPHA_S, "beta_s": BETA_S}, SLOW_MESSAGES, SLOW_WORDS), strict=True
-    ):
+    for ways, network in zip(found[0], (SLOW_MESSAGES, SLOW_WORDS), strict=True):
         for key, numel in numels.items():
             choice = choose_teams(ranks, kept_of(numel, 0.01), **network)
             assert ways[key] == (choice.teams, choice.gather)
     if ranks == 4:
-        assert [ways["small"][0] for ways in found[0]] == [4, 4, 2], "the default is a network of 1 Gbit/s"
+        assert [ways["small"][0] for ways in found[0]] == [4, 2]
     if ranks == 6:
-        assert found[0][2]["large"] == (2, "recursive")
-        assert found[0][1]["large"][0] == 6
+        assert found[0][1]["large"] == (2, "recursive")
+        assert found[0][0]["large"][0] == 6
+
+
+@pytest.mark.parametrize(("ranks", "teams"), [(1, 1), (4, 2), (6, 2), (7, 1)])
+def test_without_a_network_there_are_two_teams_where_that_is_possible(ranks: int, teams: int) -> None:
+    def work(transport: Transport) -> tuple[int, str]:
+        scheme = SparDL(transport)
+        scheme.reduce("w", gradient(transport.rank, 0, 2000))
+        return way_of(scheme)
+
+    assert set(run_ranks(ranks, work)) == {(teams, "recursive")}
 
 
 @pytest.mark.parametrize(
@@ -411,7 +419,9 @@ def test_what_cannot_be_is_refused() -> None:
             SparDL(transport, density=0)
         with pytest.raises(CommError, match="spardl cannot go on from the state of 'topk-a'; name the same scheme"):
             SparDL(transport).load_state_dict(TopkA(transport).state_dict())
-        for options in ({"alpha_s": -1.0}, {"beta_s": float("nan")}):
+        with pytest.raises(CommError, match="needs both, alpha_s and beta_s"):
+            SparDL(transport, alpha_s=1e-4)
+        for options in ({"alpha_s": -1.0, "beta_s": 1.0}, {"alpha_s": 1.0, "beta_s": float("nan")}):
             with pytest.raises(CommError, match=r"(alpha_s is -1.0|beta_s is nan); give seconds, 0 or more"):
                 SparDL(transport, **options)
         with pytest.raises(CommError, match="teams cannot gather 'ring'"):

@@ -19,7 +19,7 @@ def test_global_residuals_converge_and_local_ones_do_so_visibly_worse() -> None:
                 TopkA,
                 partial(SparDL, teams=2),
                 partial(SparDL, teams=2, residuals="local"),
-                SparDL,
+                partial(SparDL, teams=8),
             )
         ]
     finally:

@@ -3,7 +3,7 @@
 import logging
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ from .srs import TeamBlocks, spar_reduce_scatter
 from .teams import Gather, Teams, Width, default_gather, gather_bruck, gather_recursive
 
 log = logging.getLogger(__name__)
-
-ALPHA_S: Final = 1e-4
-BETA_S: Final = 4 * 8 / 1e9
-"""A message and a word on a network of 1 Gbit/s, with Gloo."""
 
 Residuals = Literal["global", "partial", "local"]
 """What a rank keeps of the discarded (Section 3.2).
@@ -62,20 +58,21 @@ class SparDL(SparseScheme):
 
     Without teams a rank receives 4·k·(n-1)/n words in 2·⌈log2 n⌉ rounds; see `spardl_cost` for the rest.
 
-    The number of teams of a gradient is what `choose_teams` says. That depends on arguments and on the gradient's size
-    only, so it is the same on all ranks and in a run that is started again. It is part of the state: after
-    `load_state_dict` a gradient keeps its number, also where the arguments of today would give another, until the
-    number of ranks changes. `teams` and `gather` go before the state. In the first step of a gradient, also after
-    `load_state_dict`, ranks tell each other what they do.
+    Where `alpha_s` and `beta_s` are given, the number of teams of a gradient is what `choose_teams` says. That depends
+    on arguments and on the gradient's size only, so it is the same on all ranks and in a run that is started again. It
+    is part of the state: after `load_state_dict` a gradient keeps its number, also where the arguments of today would
+    give another, until the number of ranks changes. `teams` and `gather` go before the state. In the first step of a
+    gradient, also after `load_state_dict`, ranks tell each other what they do.
 
     Args:
         transport: Of n ranks, one or more.
         density: k / numel.
-        teams: d, a divisor of n; None for what costs least.
+        teams: d, a divisor of n; None for what costs least on the network that `alpha_s` and `beta_s` describe, and
+            without them for 2, or 1 where n is odd.
         gather: How teams agree; None for "recursive" if d is a power of two and "bruck" otherwise.
         residuals: What is kept of the discarded.
-        alpha_s: Latency of one message, seconds; decides on teams.
-        beta_s: Time of one word of 4 bytes on a link, seconds; likewise.
+        alpha_s: Latency of one message, seconds; None not to let the cost model choose.
+        beta_s: Time of one word of 4 bytes on a link, seconds; given together with `alpha_s`.
 
     Raises:
         CommError: The arguments do not fit together; of `reduce`, they are not the same on all ranks.
@@ -91,8 +88,8 @@ class SparDL(SparseScheme):
         teams: int | None = None,
         gather: Gather | None = None,
         residuals: Residuals = "global",
-        alpha_s: float = ALPHA_S,
-        beta_s: float = BETA_S,
+        alpha_s: float | None = None,
+        beta_s: float | None = None,
     ) -> None:
         super().__init__(transport, density=density)
         if teams is not None:
@@ -103,8 +100,10 @@ class SparDL(SparseScheme):
             raise CommError(f"teams cannot gather {gather!r}; choose one of {get_args(Gather)}")
         if residuals not in get_args(Residuals):
             raise CommError(f"residuals {residuals!r} are not known; choose one of {get_args(Residuals)}")
+        if (alpha_s is None) != (beta_s is None):
+            raise CommError("the cost model needs both, alpha_s and beta_s; give the other one, too")
         for name, seconds in (("alpha_s", alpha_s), ("beta_s", beta_s)):
-            if not (math.isfinite(seconds) and seconds >= 0):
+            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
                 raise CommError(f"{name} is {seconds}; give seconds, 0 or more")
         self._teams = teams
         self._gather = gather
@@ -169,10 +168,11 @@ class SparDL(SparseScheme):
 
     def _given_or_chosen(self, kept: int) -> _Way:
         ranks, teams = self.transport.size, self._teams
-        if teams is not None:
-            return _Way(ranks=ranks, teams=teams, gather=self._gather or default_gather(teams))
-        choice = choose_teams(ranks, kept, alpha_s=self._alpha_s, beta_s=self._beta_s, gather=self._gather)
-        return _Way(ranks=ranks, teams=choice.teams, gather=choice.gather)
+        if teams is None and self._alpha_s is not None and self._beta_s is not None:
+            choice = choose_teams(ranks, kept, alpha_s=self._alpha_s, beta_s=self._beta_s, gather=self._gather)
+            return _Way(ranks=ranks, teams=choice.teams, gather=choice.gather)
+        teams = teams or (1 if ranks % 2 else 2)
+        return _Way(ranks=ranks, teams=teams, gather=self._gather or default_gather(teams))
 
     def _check_agreed(self, key: str, kept: int, way: _Way, sent: int) -> None:
         """Raise CommError on all ranks unless their messages fit: of one way, and of one length between peers."""
