@@ -1,14 +1,95 @@
-"""Stable compaction on CUDA: bits that say which elements to take, and the indices of those, ascending."""
+"""Stable compaction: which elements reach a magnitude, with their indices, ascending."""
 
 from typing import Any
 
+import numpy as np
 import torch
 from numba import cuda
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .kernels import CudaKernel, bits, magnitude_mask
+from .kernels import CudaKernel, bits, cpu_kernel, host, host_bits, magnitude_mask
 
 _BYTES_PER_THREAD = 8
+_BLOCK = 64
+_PART = 4
+_FEW = 16
+
+
+@cpu_kernel
+def _count_reaching(bits: NDArray[Any], threshold: int) -> int:
+    mask = np.iinfo(bits.dtype).max
+    count = 0
+    for i in range(bits.size):
+        count += (bits[i] & mask) >= threshold
+    return count
+
+
+@cpu_kernel
+def _write_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> None:
+    # Every element is written and the place advances behind some of them: nothing for the processor to guess. Outputs
+    # are one longer than the count.
+    mask = np.iinfo(bits.dtype).max
+    place = 0
+    for i in range(bits.size):
+        indices[place] = i
+        values[place] = bits[i]
+        place += (bits[i] & mask) >= threshold
+
+
+@cpu_kernel
+def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> int:
+    """Write what reaches `threshold`, and return how many do; -1 if they are more than the outputs less a block."""
+    # As `_write_reaching`, with blocks and parts of blocks left out whose largest element does not reach it.
+    mask = np.iinfo(bits.dtype).max
+    least = bits.dtype.type(threshold)
+    last = indices.size - _BLOCK
+    place = 0
+    whole = bits.size // _BLOCK * _BLOCK
+    for start in range(0, whole, _BLOCK):
+        most = bits.dtype.type(0)
+        for i in range(_BLOCK):
+            most = max(most, bits[start + i] & mask)
+        if most >= least:
+            if place > last:
+                return -1
+            for first in range(start, start + _BLOCK, _PART):
+                most = bits.dtype.type(0)
+                for i in range(_PART):
+                    most = max(most, bits[first + i] & mask)
+                if most >= least:
+                    for i in range(first, first + _PART):
+                        indices[place] = i
+                        values[place] = bits[i]
+                        place += (bits[i] & mask) >= least
+    if place > last:
+        return -1
+    for i in range(whole, bits.size):
+        indices[place] = i
+        values[place] = bits[i]
+        place += (bits[i] & mask) >= least
+    return place if place <= last else -1
+
+
+def count_reaching(elements: Tensor, threshold: int) -> int:
+    """Return how many elements of a CPU tensor have bits of a magnitude of `threshold` or more."""
+    return int(_count_reaching(host_bits(elements), threshold))
+
+
+def reaching(elements: Tensor, threshold: int, most: int) -> tuple[Tensor, Tensor] | None:
+    """Return indices and values of those elements of a CPU tensor; None if they are more than `most`."""
+    few = most * _FEW < elements.numel()
+    count = most if few else count_reaching(elements, threshold)
+    if count > most:
+        return None
+    indices = torch.empty(count + _BLOCK, dtype=torch.int32)
+    values = torch.empty(count + _BLOCK, dtype=elements.dtype)
+    outputs = host(indices), host_bits(values)
+    if few:
+        count = _write_few_reaching(host_bits(elements), threshold, *outputs)
+    else:
+        _write_reaching(host_bits(elements), threshold, *outputs)
+    return None if count < 0 else (indices[:count], values[:count])
 
 
 @CudaKernel

@@ -8,12 +8,9 @@ from numba import cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .compaction import mark, marked
+from .compaction import count_reaching, mark, marked, reaching
 from .kernels import CudaKernel, bits, check_list, check_numel, check_range, cpu_kernel, flat, host, host_bits
 from .op import Op
-
-_BLOCK = 16
-_FEW = 64
 
 
 class Coo(NamedTuple):
@@ -61,57 +58,11 @@ def _check_decode(indices: Tensor, values: Tensor, numel: int) -> None:
     check_range("coo_decode", indices, numel)
 
 
-@cpu_kernel
-def _count(bits: NDArray[Any]) -> int:
-    mask = np.iinfo(bits.dtype).max
-    count = 0
-    for i in range(bits.size):
-        count += (bits[i] & mask) != 0
-    return count
-
-
-@cpu_kernel
-def _write(bits: NDArray[Any], indices: NDArray[np.int32], values: NDArray[Any]) -> None:
-    # Every element is written and the place advances behind non-zeros only: nothing for the processor to guess.
-    # Outputs are one longer than the count.
-    mask = np.iinfo(bits.dtype).max
-    place = 0
-    for i in range(bits.size):
-        indices[place] = i
-        values[place] = bits[i]
-        place += (bits[i] & mask) != 0
-
-
-@cpu_kernel
-def _write_few(bits: NDArray[Any], indices: NDArray[np.int32], values: NDArray[Any]) -> None:
-    # As `_write`, with blocks of zeros left out: faster where most are.
-    mask = np.iinfo(bits.dtype).max
-    place = 0
-    whole = bits.size // _BLOCK * _BLOCK
-    for start in range(0, whole, _BLOCK):
-        seen = 0
-        for i in range(_BLOCK):
-            seen |= bits[start + i] & mask
-        if seen:
-            for i in range(start, start + _BLOCK):
-                indices[place] = i
-                values[place] = bits[i]
-                place += (bits[i] & mask) != 0
-    for i in range(whole, bits.size):
-        indices[place] = i
-        values[place] = bits[i]
-        place += (bits[i] & mask) != 0
-
-
 def _encode_cpu(dense: Tensor) -> Coo:
     elements = flat("coo_encode", dense)
-    array = host_bits(elements)
-    count = _count(array)
-    indices = torch.empty(count + 1, dtype=torch.int32)
-    values = torch.empty(count + 1, dtype=elements.dtype)
-    write = _write_few if count * _FEW < array.size else _write
-    write(array, host(indices), host_bits(values))
-    return Coo(indices[:count], values[:count])
+    found = reaching(elements, 1, count_reaching(elements, 1))
+    assert found is not None
+    return Coo(*found)
 
 
 @cpu_kernel

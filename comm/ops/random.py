@@ -6,6 +6,7 @@ by one element: up to that rounding), none is drawn twice, the list is ascending
 
 from typing import Any
 
+import numpy as np
 import torch
 from numba import cuda
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from ..errors import OpError
 from .kernels import CudaKernel, bits, check_numel, cpu_kernel, flat, host_bits
 from .op import Op
 from .spread import murmur, murmur_cpu, murmur_cuda
+
+_AHEAD = 256
 
 
 def random_indices(numel: int, k: int, *, seed: int, device: torch.device | str = "cpu") -> Tensor:
@@ -64,11 +67,17 @@ def _check(numel: int, k: int, seed: int) -> None:
 
 @cpu_kernel
 def _select(elements: NDArray[Any], seed: int, values: NDArray[Any]) -> None:
-    start = 0
-    for i in range(values.size):
-        end = (i + 1) * elements.size // values.size
-        values[i] = elements[start + ((murmur_cpu(i, seed) * (end - start)) >> 32)]
-        start = end
+    # Places come first, so that many reads of far memory are under way at once.
+    places = np.empty(min(_AHEAD, values.size), np.int64)
+    begin = 0
+    for first in range(0, values.size, _AHEAD):
+        count = min(_AHEAD, values.size - first)
+        for i in range(count):
+            end = (first + i + 1) * elements.size // values.size
+            places[i] = begin + ((murmur_cpu(first + i, seed) * (end - begin)) >> 32)
+            begin = end
+        for i in range(count):
+            values[first + i] = elements[places[i]]
 
 
 def _select_cpu(dense: Tensor, k: int, *, seed: int) -> Tensor:

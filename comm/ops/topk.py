@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .compaction import marked
+from .compaction import marked, reaching
 from .coo import Coo
-from .kernels import CudaKernel, bits, cpu_kernel, flat, host, host_bits, magnitude_mask
+from .kernels import CudaKernel, bits, cpu_kernel, flat, host_bits, magnitude_mask
 from .op import Op
 from .spread import murmur, write_samples
 
@@ -21,6 +21,9 @@ _DIGITS = 1 << _DIGIT_BITS
 _HISTOGRAM_THREADS = 1 << 18
 _LANES = 4
 _MIN_SAMPLES = 256
+_MAX_SAMPLES = 1 << 14
+_MIN_SAMPLED = 1 << 15
+_MIN_SPARSITY = 32
 
 
 def _topk_reference(dense: Tensor, k: int) -> Coo:
@@ -144,32 +147,21 @@ def _threshold(bits: NDArray[Any], nan: int, k: int) -> tuple[int, int, int]:
     return pool[0], k, size
 
 
-@cpu_kernel
-def _write(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> None:
-    # As in `coo_encode`.
-    mask = np.iinfo(bits.dtype).max
-    place = 0
-    for i in range(bits.size):
-        indices[place] = i
-        values[place] = bits[i]
-        place += (bits[i] & mask) >= threshold
+def _likely(elements: Tensor, k: int) -> Coo | None:
+    """Return the `k` largest elements and some more; None where a sample does not tell which those may be.
 
-
-@cpu_kernel
-def _count(bits: NDArray[Any], threshold: int) -> int:
-    mask = np.iinfo(bits.dtype).max
-    count = 0
-    for i in range(bits.size):
-        count += (bits[i] & mask) >= threshold
-    return count
-
-
-def _take(elements: Tensor, threshold: int, count: int) -> Coo:
-    """Return the `count` elements whose magnitude is `threshold` or more."""
-    indices = torch.empty(count + 1, dtype=torch.int32)
-    values = torch.empty(count + 1, dtype=elements.dtype)
-    _write(host_bits(elements), threshold, host(indices), host_bits(values))
-    return Coo(indices[:count], values[:count])
+    Of the sample, those are taken that would be among the k largest, and as many more as four standard deviations.
+    """
+    numel = elements.numel()
+    if numel < _MIN_SAMPLED or k * _MIN_SPARSITY > numel:
+        return None
+    chosen = np.empty(min(_MAX_SAMPLES, numel // _MIN_SPARSITY), np.int32)
+    write_samples(0, numel, chosen)
+    expected = k / numel * chosen.size
+    rank = ceil(expected + 4 * expected**0.5 + 4)
+    threshold, _, _ = _threshold(host_bits(elements)[chosen], _nan_magnitude(elements.dtype), rank)
+    found = reaching(elements, threshold, 2 * rank * numel // chosen.size)
+    return None if found is None or found[0].numel() < k else Coo(*found)
 
 
 def _without_later_ties(found: Coo, threshold: int, ties: int) -> Coo:
@@ -185,8 +177,13 @@ def _topk_cpu(dense: Tensor, k: int) -> Coo:
     k = min(k, elements.numel())
     if k == 0:
         return Coo(torch.empty(0, dtype=torch.int32), elements[:0])
-    threshold, ties, equal = _threshold(host_bits(elements), _nan_magnitude(elements.dtype), k)
-    found = _take(elements, threshold, k - ties + equal)
+    likely = _likely(elements, k)
+    among = elements if likely is None else likely.values
+    threshold, ties, equal = _threshold(host_bits(among), _nan_magnitude(elements.dtype), k)
+    reached = reaching(among, threshold, k - ties + equal)
+    assert reached is not None
+    indices, values = reached
+    found = Coo(indices if likely is None else likely.indices[indices], values)
     return _without_later_ties(found, threshold, ties) if ties < equal else found
 
 
@@ -200,10 +197,8 @@ def _sampled_cpu(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, sl
     chosen = np.empty(size, np.int32)
     write_samples(seed, elements.numel(), chosen)
     threshold, _, _ = _threshold(array[chosen], _nan_magnitude(elements.dtype), rank)
-    count = _count(array, threshold)
-    if not limits[0] <= count <= limits[1]:
-        return _topk_cpu(elements, k)
-    return _take(elements, threshold, count)
+    found = reaching(elements, threshold, limits[1])
+    return _topk_cpu(elements, k) if found is None or found[0].numel() < limits[0] else Coo(*found)
 
 
 @CudaKernel
@@ -253,7 +248,7 @@ def _threshold_cuda(elements: Tensor, k: int) -> tuple[int, int, int]:
     return prefix, k, here
 
 
-def _reaching(elements: Tensor, threshold: int) -> Tensor:
+def _indices_cuda(elements: Tensor, threshold: int) -> Tensor:
     """Return the indices whose magnitude is `threshold` or more, ascending."""
     bitmap = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
     mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
@@ -267,7 +262,7 @@ def _topk_cuda(dense: Tensor, k: int) -> Coo:
     if k == 0:
         return Coo(torch.empty(0, dtype=torch.int32, device=elements.device), elements[:0])
     threshold, ties, equal = _threshold_cuda(elements, k)
-    indices = _reaching(elements, threshold)
+    indices = _indices_cuda(elements, threshold)
     found = Coo(indices, elements.index_select(0, indices))
     return _without_later_ties(found, threshold, ties) if ties < equal else found
 
@@ -277,7 +272,7 @@ def _sampled_cuda(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, s
     limits = _limits(elements.numel(), k, seed, fraction, slack)
     if limits is None:
         return _topk_cuda(elements, k)
-    indices = _reaching(elements, _sampled_threshold(elements, k, seed, fraction))
+    indices = _indices_cuda(elements, _sampled_threshold(elements, k, seed, fraction))
     if not limits[0] <= indices.numel() <= limits[1]:
         return _topk_cuda(elements, k)
     return Coo(indices, elements.index_select(0, indices))
