@@ -11,9 +11,10 @@ On two hosts the idle spans of the network are learned first, while one step fol
 the other. Their captures are counted by themselves ("first steps"), but for the very first, which waits for its memory.
 
 The limit, measured in the same processes, is a plain memcpy of the state into a warm tmpfs mapping, on all ranks at
-once. Contenders: resilient-run on one host, resilient-run on two hosts that hold each other's state, `async_save` of
-`torch.distributed.checkpoint` and `torch.save`, both into tmpfs, and with `--lm PYTHON` (the interpreter of an
-environment that has it, see peers/README.md) lm-resiliency, which keeps the state in the memory of both trainers.
+once; ratios are to the median of what the jobs of all contenders measured. Contenders: resilient-run on one host,
+resilient-run on two hosts that hold each other's state, `async_save` of `torch.distributed.checkpoint` and
+`torch.save`, both into tmpfs, and with `--lm PYTHON` (the interpreter of an environment that has it, see
+peers/README.md) lm-resiliency, which keeps the state in the memory of both trainers.
 Goal: stall at most 0.7 memcpy, and never behind `async_save` or lm-resiliency.
 
 Loops, as people write them: `plain` DDP; `wrapped`, where the fused optimizer is inside another object and only that
@@ -381,41 +382,42 @@ def launched(contender: str, script: list[str], lm: str | None) -> Iterator[list
         yield [stack.enter_context(job(command, env)) for env in hosts]
 
 
-def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) -> dict[str, dict[str, Any]]:
-    """Return what one job measured, of both ranks together, by the name of its line in the table."""
+def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) -> list[dict[str, Any]]:
+    """Return what each rank of one job measured."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
     script = [__file__, "--worker", contender, "--loop", loop, "--mb", str(mb), "--rounds", str(rounds)]
     script += ["--directory", str(directory)]
     try:
         with launched(contender, script, lm) as launchers:
-            ranks = [json.loads(line) for launcher in launchers for line in launcher.stdout]
+            return [json.loads(line) for launcher in launchers for line in launcher.stdout]
     finally:
         shutil.rmtree(directory)
-    found = {contender: summarize(ranks)}
-    if first_s := [seconds for rank in ranks for seconds in rank["first_s"]]:
-        stall, memcpy = Summary.of(first_s), found[contender]["memcpy_s"]
-        of_memcpy = {"stall_of_memcpy": stall.median / memcpy.median}
-        found[f"{contender}, first steps"] = {"stall_s": stall, "memcpy_s": memcpy, **of_memcpy}
+
+
+def summarize(measured: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return what the ranks of each contender measured, by the name of its line in the table."""
+    memcpy = Summary.of(seconds for ranks in measured.values() for rank in ranks for seconds in rank["memcpy_s"])
+    found: dict[str, dict[str, Any]] = {}
+    for contender, ranks in measured.items():
+        values = {
+            name: Summary.of(one[name] for rank in ranks for one in rank["rounds"])
+            for name in ("stall_s", "extra_s", "committed_s")
+        }
+        idle_s = [seconds for rank in ranks for seconds in rank["idle_s"]]
+        found[contender] = {
+            **values,
+            "bytes": ranks[0]["bytes"],
+            "skipped": max(rank["skipped"] for rank in ranks),
+            "memcpy_s": memcpy,
+            "stall_of_memcpy": values["stall_s"].median / memcpy.median,
+            "extra_of_memcpy": values["extra_s"].median / memcpy.median,
+            "bandwidth_of_memcpy": memcpy.median / Summary.of(idle_s).median if idle_s else None,
+        }
+        if first_s := [seconds for rank in ranks for seconds in rank["first_s"]]:
+            stall = Summary.of(first_s)
+            of_memcpy = {"memcpy_s": memcpy, "stall_of_memcpy": stall.median / memcpy.median}
+            found[f"{contender}, first steps"] = {"stall_s": stall, **of_memcpy}
     return found
-
-
-def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary of the rounds of all ranks."""
-    memcpy = Summary.of(seconds for rank in ranks for seconds in rank["memcpy_s"])
-    values = {
-        name: Summary.of(one[name] for rank in ranks for one in rank["rounds"])
-        for name in ("stall_s", "extra_s", "committed_s")
-    }
-    idle_s = [seconds for rank in ranks for seconds in rank["idle_s"]]
-    return {
-        **values,
-        "bytes": ranks[0]["bytes"],
-        "skipped": max(rank["skipped"] for rank in ranks),
-        "memcpy_s": memcpy,
-        "stall_of_memcpy": values["stall_s"].median / memcpy.median,
-        "extra_of_memcpy": values["extra_s"].median / memcpy.median,
-        "bandwidth_of_memcpy": memcpy.median / Summary.of(idle_s).median if idle_s else None,
-    }
 
 
 def row(contender: str, found: dict[str, Any]) -> list[str]:
@@ -456,12 +458,12 @@ def main() -> None:
     results = {}
     parameters = {"rounds": args.rounds, "batch": BATCH}
     for loop, mb in itertools.product(args.loop, args.mb):
-        found = {}
+        measured = {}
         for contender in contenders:
             # With 1024 MiB each takes some minutes of two cores.
             print(f"measuring {contender} with {mb} MiB, {loop}", file=sys.stderr, flush=True)
-            found |= measure(contender, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm)
-        results[f"{loop}, {mb} MiB"] = found
+            measured[contender] = measure(contender, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm)
+        results[f"{loop}, {mb} MiB"] = found = summarize(measured)
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
         title = f"A checkpoint of {mb} MiB on each of two ranks, {loop}: median (p10..p90)"
         table(title, header, [row(contender, values) for contender, values in found.items()])

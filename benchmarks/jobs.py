@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from resilient_run.launcher.workers.prctl import adopting_orphans
-
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 RESILIENT_RUN = (sys.executable, "-P", "-m", "resilient_run")
 
@@ -26,6 +24,9 @@ def host(name: str = "bench", *, prefix: str = "resilient-bench-") -> Iterator[d
 
     Also when this process is told to end: otherwise launchers, and daemons that wait for them, stay behind for minutes.
     """
+    # Not everybody who imports this module for its names has it: workers of peers' environments do not.
+    from resilient_run.launcher.workers.prctl import adopting_orphans
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _unwind)
     run_dir = Path(tempfile.mkdtemp(prefix=prefix))
