@@ -79,6 +79,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--parallel", type=int, default=2, help="jobs at a time")
     parser.add_argument("--loops", nargs="*", metavar="NAME", help="only these")
+    parser.add_argument("--kinds", nargs="*", metavar="KIND", default=(), help="only in these parts of a step")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="docs/loops.md, to write the table of")
     parser.add_argument("--kills-per-job", type=int, help="instead of what each loop has")
     options = parser.parse_args()
@@ -96,7 +97,8 @@ def main() -> int:
             if name in report.jobs or report.kills >= options.kills:
                 return
             pace_ms = PACES_MS[number % len(PACES_MS)]
-            job = run_job(zoo, loop, name, seed=options.seed, pace_ms=pace_ms, count=options.kills_per_job)
+            count, kinds = options.kills_per_job, options.kinds
+            job = run_job(zoo, loop, name, seed=options.seed, pace_ms=pace_ms, count=count, kinds=kinds)
             report.add(job)
             wrong = sum(not kill["equal"] for kill in job["kills"])
             verdict = job["refused"] or ("" if job["same_end"] else f"; {job['problems'][0]}")

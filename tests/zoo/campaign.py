@@ -1,5 +1,6 @@
 """Jobs of the zoo: a loop under `resilient-run`, left alone or killed as planned, and what that showed."""
 
+import itertools
 import json
 import random
 import shutil
@@ -163,22 +164,34 @@ class Zoo:
         return run
 
 
-def draw(loop: Loop, reference: Run, *, count: int, seed: str) -> list[Kill]:
-    """Draw `count` moments at rising steps: every kind as often, and a delay within what that part of the step took."""
+def draw(loop: Loop, reference: Run, *, count: int, seed: str, kinds: Sequence[str] = ()) -> list[Kill]:
+    """Draw `count` moments at rising steps: every kind as often, and a delay within what that part of the step took.
+
+    With `kinds` only those. There are fewer moments where the loop has fewer steps with what was drawn.
+    """
     chance = random.Random(seed)
     marks = [entry for entry in reference.journals[0] if "at" in entry]
-    spans: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        if mark["step"] >= 2 and following is not None:
-            spans.setdefault((mark["at"], mark["step"]), []).append((mark["occurrence"], following["t"] - mark["t"]))
-    kinds = sorted({kind for kind, _ in spans})
-    steps = sorted({step for _, step in spans})[:-1]
-    kills = []
-    for step in sorted(chance.sample(steps, min(count, len(steps)))):
-        possible = [kind for kind in kinds if (kind, step) in spans]
-        kind = chance.choice([*possible, "restore"] if kills else possible)
-        # The restore that follows the kill before: it is not in the undisturbed run.
-        occurrence, span_s = (0, 0.02) if kind == "restore" else chance.choice(spans[kind, step])
+    last = max(mark["step"] for mark in marks)
+    spans: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for mark, following in itertools.pairwise(marks):
+        if 2 <= mark["step"] < last:
+            of_kind = spans.setdefault(mark["at"], {})
+            of_kind.setdefault(mark["step"], []).append((mark["occurrence"], following["t"] - mark["t"]))
+    # The restore that follows the kill before: it is not in the undisturbed run.
+    spans["restore"] = {step: [(0, 0.02)] for of_kind in spans.values() for step in of_kind}
+    known = sorted(kind for kind in spans if not kinds or kind in kinds)
+    if not known:
+        return []
+    chosen: dict[int, str] = {}
+    for _ in range(count):
+        kind = chance.choice(known)
+        if free := sorted(spans[kind].keys() - chosen):
+            chosen[chance.choice(free)] = kind
+    kills: list[Kill] = []
+    for step, kind in sorted(chosen.items()):
+        if kind == "restore" and not kills:
+            continue
+        occurrence, span_s = chance.choice(spans[kind][step])
         delay_us = chance.choice([0, int(1e6 * chance.uniform(0, span_s)), int(1e6 * chance.uniform(0, 1.2 * span_s))])
         victim = chance.choice([*range(loop.ranks), "all"]) if loop.ranks > 1 else 0
         kills.append(Kill(id=len(kills), kind=kind, step=step, occurrence=occurrence, delay_us=delay_us, victim=victim))
@@ -297,7 +310,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def run_job(
-    zoo: Zoo, loop: Loop, name: str, *, seed: str, pace_ms: int, count: int | None = None, steps: int | None = None
+    zoo: Zoo,
+    loop: Loop,
+    name: str,
+    *,
+    seed: str,
+    pace_ms: int,
+    count: int | None = None,
+    steps: int | None = None,
+    kinds: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run one job against the loop's undisturbed run, which is made once, and return what it showed, as JSON."""
     steps = steps or loop.steps
@@ -320,7 +341,7 @@ def run_job(
             job.same_end = False
             job.problems = ["undisturbed: " + (errors[0] if errors else reference.output[-2000:])]
         return asdict(job)
-    kills = draw(loop, reference, count=count or loop.kills, seed=f"{seed}/{name}")
+    kills = draw(loop, reference, count=count or loop.kills, seed=f"{seed}/{name}", kinds=kinds)
     run = zoo.run(loop, name.replace("/", "."), steps=steps, pace_ms=pace_ms, kills=kills)
     job.seconds, job.exit_code = round(run.seconds, 1), run.exit_code
     return asdict(judge(job, loop, run, reference, kills))

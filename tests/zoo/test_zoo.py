@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_moments_are_drawn_from_the_seed() -> None:
     assert [kill.step for kill in drawn] == sorted({kill.step for kill in drawn}), "each at a later step"
     assert len({kill.kind for kill in drawn}) >= 3
     assert all(kill.delay_us <= 12_001 or kill.kind == "restore" for kill in drawn)
+
+
+def test_what_few_steps_have_is_struck_as_often() -> None:
+    entries = [
+        {"generation": 1, "t": 0.01 * (3 * step + place), "at": kind, "step": step, "occurrence": 0}
+        for step in range(1, 400)
+        for place, kind in enumerate(["forward", "evaluation"] if step % 8 == 0 else ["forward"])
+    ]
+    run = Run(exit_code=0, seconds=1.0, journals=[entries], output="")
+    found = Counter(kill.kind for kill in draw(IN_CI[0], run, count=60, seed="a"))
+    assert found.keys() == {"evaluation", "forward", "restore"}
+    assert min(found.values()) >= 10
+    only = draw(IN_CI[0], run, count=60, seed="a", kinds=["evaluation"])
+    assert len(only) >= 30
+    assert all(kill.kind == "evaluation" and kill.step % 8 == 0 for kill in only)
+    assert draw(IN_CI[0], run, count=60, seed="a", kinds=["sleep"]) == []
 
 
 def test_the_table_of_loops_is_that_of_the_report() -> None:
