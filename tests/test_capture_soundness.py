@@ -9,6 +9,7 @@ each slot that is announced complete is compared with the copy, byte by byte. CI
 
 import argparse
 import ctypes
+import json
 import random
 import shutil
 import sys
@@ -382,6 +383,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", default="1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was counted here as well")
     options = parser.parse_args()
     started_s = time.monotonic()
     counts: Counter[str] = Counter()
@@ -391,7 +393,11 @@ def main() -> int:
                 seed = f"{options.seed}/{counts['cases']}"
                 more, wrong = drive(Path(directory), cases=min(2000, options.cases - counts["cases"]), seed=seed)
             counts += more
-            print(f"{time.monotonic() - started_s:.0f} s: {dict(counts)}", *wrong, sep="\n", flush=True)
+            seconds = round(time.monotonic() - started_s)
+            print(f"{seconds} s: {dict(counts)}", *wrong, sep="\n", flush=True)
+            if options.json is not None:
+                found = {"seed": options.seed, "seconds": seconds, **counts}
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if counts["wrong"] or counts["undisturbed"] else 0
 
 
