@@ -15,12 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .capture.capture import Capturer
 from .capture.injected import Injected
 from .capture.protection import Protection
-from .capture.slots import Pair
 from .capture.stats import CaptureStats
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
 from .foreign import foreign
-from .format.import_manifest import IMPORT_GENERATION
 from .format.manifest import parse
+from .format.pair import IMPORT_GENERATION, Pair, read_pair
 from .format.slot import Slot, SlotHeader
 from .format.wire import Message
 from .link.env import TrainerEnv
@@ -190,7 +189,7 @@ class Checkpointer:
         return self._step
 
     def step(self, n: int | None = None) -> None:
-        """Say that `n` steps are completed (default: one more than before), and begin to capture the state.
+        """Record that `n` steps are completed (default: one more than before), and begin to capture the state.
 
         Raises:
             TypeError: `n` is no integer.
@@ -232,7 +231,7 @@ class Checkpointer:
         self._capturer.stats.stall_s += time.monotonic() - started_s
 
     def _warn(self, text: str | None) -> None:
-        """Tell once what a recovery would not bring back."""
+        """Log once what a recovery would not bring back."""
         if text is not None and text not in self._told:
             self._told.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -333,7 +332,7 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
-        self._plan = _pair(answer.get("restore"))
+        self._plan = read_pair(answer.get("restore"))
         self._link = link
         self._pulse = Pulse(link)
         self._pulse.start()
@@ -376,9 +375,9 @@ class Checkpointer:
             self._pulse.attached()
 
     def _on_agreed(self, capturer: Capturer, message: Message) -> None:
-        next_ = _pair(message["next"])
+        next_ = read_pair(message["next"])
         assert next_ is not None
-        capturer.on_agreed(_pair(message["watermark"]), next_)
+        capturer.on_agreed(read_pair(message["watermark"]), next_)
         if self._pace is not None:
             self._pace.protection.committed()
 
@@ -474,7 +473,3 @@ class Checkpointer:
                 f"{header.topology:#x}, this run has {self._env.world_size} ranks with {self._topology:#x}: "
                 "start as many workers with the same mesh as before, or start a new run id"
             )
-
-
-def _pair(value: Message | None) -> Pair | None:
-    return None if value is None else (value["generation"], value["step"])

@@ -58,7 +58,7 @@ class MemoryTier:
         Raises:
             DaemonError: This process was not started by resilient-run, or the daemon is away or refused.
         """
-        self._rank = _Rank()
+        self._rank = _RankCheckpointer()
 
     @property
     def step(self) -> int:
@@ -283,7 +283,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         self._captured = True
 
 
-class _Rank(Checkpointer):
+class _RankCheckpointer(Checkpointer):
     """A Checkpointer whose state is given to it at each step, and returned by `restored` as data."""
 
     def __init__(self) -> None:

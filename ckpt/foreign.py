@@ -7,7 +7,7 @@ from typing import Final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
+class _ForeignClass:
     """A class whose instances hold such state.
 
     Attributes:
@@ -29,20 +29,20 @@ _MEGATRON: Final = (
     "and one of torch's optimizers"
 )
 _KINDS: Final = (
-    _Kind(
+    _ForeignClass(
         module="deepspeed.runtime.engine",
         name="DeepSpeedEngine",
         reason="keeps fp32 weights, optimizer states, loss scale and counters in partitions and attributes of its own",
         remedy=f"Leave the Checkpointer out and keep engine.save_checkpoint(): {_RESTARTS}. Or train with fully_shard "
         "(FSDP2) in place of deepspeed.initialize()",
     ),
-    _Kind(
+    _ForeignClass(
         module="megatron.core.optimizer.optimizer",
         name="MegatronOptimizer",
         reason="keeps fp32 weights, optimizer states and random states where no state_dict() has all of them",
         remedy=_MEGATRON,
     ),
-    _Kind(
+    _ForeignClass(
         module="megatron.core.tensor_parallel.random",
         name="CudaRNGStatesTracker",
         reason="keeps random states of its own",

@@ -37,7 +37,7 @@ class GradientRecorder:
         self._handles = [self._watch(name, parameter) for name, parameter in inner.named_parameters()]
 
     def step(self) -> None:
-        """Say that a step is done: writes what its backward passes have left in the gradients."""
+        """Record that a step is done: writes what its backward passes have left in the gradients."""
         if self._step == self._steps:
             return
         self._step += 1

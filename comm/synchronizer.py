@@ -123,7 +123,7 @@ class GradientSynchronizer:
         self.scheme.load_state_dict(state)
 
     def _arrived(self, index: int, _: nn.Parameter) -> None:
-        """Hear that a gradient of a group is there."""
+        """Record that a gradient of a group is there."""
         if not self._enabled:
             return
         with self._arriving:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
+from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
 from .base.spec import JobSpec
 from .base.supervise import Supervisor, leaves
@@ -25,7 +26,7 @@ from .peers.replication import Replicator
 from .run import keys
 from .run.leased import LeasedKeys
 from .run.records import Agreement
-from .run.rounds import Pair, Round, is_import, pair_value
+from .run.rounds import Round
 from .run.view import JobView
 from .slots.slots import JobSlots, SlotFile
 from .tier.fetch import TierSource
@@ -387,7 +388,7 @@ class Job:
             self._event("first_commit", rank=0, step=pair[1], **shown)
 
     async def _follow_pace(self) -> None:
-        """Tell the trainers of how many steps one is to be captured, whenever the hosts agree on another number."""
+        """Send the trainers of how many steps one is to be captured, whenever the hosts agree on another number."""
         told = 1
         while True:
             await self.view.wait_for(lambda: self.view.every != told)  # noqa: B023

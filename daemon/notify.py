@@ -34,11 +34,11 @@ class ServiceManager:
         return bool(self._address)
 
     def ready(self) -> None:
-        """Say that the daemon serves."""
+        """Notify systemd that the daemon serves."""
         self._send("READY=1")
 
     def stopping(self) -> None:
-        """Say that the daemon ends, and means to."""
+        """Notify systemd that the daemon ends on purpose."""
         self._send("STOPPING=1")
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 
+from resilient_run.ckpt.format.pair import Pair
+
 from .base.policy import DetectPolicy, Policy
 from .base.supervise import Supervisor
 from .health.gpu import open_gpus
@@ -19,7 +21,6 @@ from .run.hang import HangDetector
 from .run.leased import LeasedKeys
 from .run.life import cpu_seconds
 from .run.observation import Observation, report_observations
-from .run.rounds import Pair
 from .run.view import JobView
 
 log = logging.getLogger(__name__)

@@ -288,7 +288,7 @@ class ResilientAgent(LocalElasticAgent):
         self._rdzv.clear_changed()
 
     def _broadcast_exit(self, worker_group: WorkerGroup) -> None:
-        """Tell every host of a failed local worker before torch's agent takes its time to stop its siblings."""
+        """Announce a failed local worker to every host before torch's agent takes its time to stop its siblings."""
         if not isinstance(self._pcontext, SubprocessContext):
             return
         for local_rank, handler in self._pcontext.subprocess_handlers.items():

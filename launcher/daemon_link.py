@@ -164,7 +164,7 @@ class DaemonLink:
             self._on_event(message)
 
     def _mend(self, error: Exception) -> None:
-        """Say once what is in the way, and start a daemon where none listens."""
+        """Log once what is in the way, and start a daemon where none listens."""
         if self._closing:
             return
         if self._client.was_welcome and not self._trouble:

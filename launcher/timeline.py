@@ -165,7 +165,7 @@ class RecoveryTimeline:
                 self._recovery = None
 
     def _protect(self, hosts: Sequence[str], replicas: int, every: int) -> None:
-        """Say what protects the run from now on, unless that was said before."""
+        """Announce what protects the run from now on, unless that was announced before."""
         line = protected_line(hosts, replicas, every)
         with self._lock:
             told, self._protected = self._protected, line

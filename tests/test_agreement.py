@@ -17,9 +17,10 @@ from seats import seats
 from solo_daemon import SoloDaemon
 
 from resilient_run.ckpt.capture.slots import TwoSlots
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import Slot
 from resilient_run.daemon.run.commit import Agreed, Lead, Tally, advance
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 
 RANKS = 3
 ROUND = Round(generation=2, seats=seats("abc"), restore=(1, 4), revision=1)

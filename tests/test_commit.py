@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from seats import seats
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.run.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 
 
 def make_round(

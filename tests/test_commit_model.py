@@ -20,8 +20,9 @@ from functools import cache
 import pytest
 from seats import seats
 
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.run.commit import Agreed, Tally, advance, is_dead
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
 SLOTS = 2

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seats import member_value, seats
 
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.root.decide import (
@@ -28,7 +29,7 @@ from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run.observation import Observation
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Failure
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 
 NOW_S = 1_000_000.0
 POLICY = RootPolicy()

@@ -198,7 +198,7 @@ def test_a_search_that_would_take_long_is_left_to_pareto_fronts(monkeypatch: pyt
         SYSTEM, compress=affine(1e-6, 1e-10), communicate=affine(0.0, 1e-9), decompress=affine(1e-4, 1e-11)
     )
     problem = problem_of(sizes, backward_s, system)
-    looked, row = 0, fusion_exact._Search._row
+    looked, row = 0, fusion_exact._GroupSearch._row
 
     def counted(*arguments: Any) -> Any:
         nonlocal looked
@@ -208,7 +208,7 @@ def test_a_search_that_would_take_long_is_left_to_pareto_fronts(monkeypatch: pyt
 
     best_s = pareto(problem).finish_s
     assert not search(problem)[1]
-    monkeypatch.setattr(fusion_exact._Search, "_row", counted)
+    monkeypatch.setattr(fusion_exact._GroupSearch, "_row", counted)
     assert fused(problem).finish_s == best_s
 
 

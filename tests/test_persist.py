@@ -12,9 +12,9 @@ from etcd_process import EtcdProcess
 from hosts import Hosts, payload, restored_bytes
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.policy import PersistPolicy
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.daemon.run.rounds import Pair
 from resilient_run.daemon.tier.manifest import RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, is_due, merged
 from resilient_run.daemon.tier.tier import Tier

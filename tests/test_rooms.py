@@ -35,7 +35,8 @@ EDGES = {
     "daemon.peers": "daemon.trust daemon.tier daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.trainers": "daemon.peers daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.comparison": "daemon.peers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
-    "daemon.root": "daemon.comparison daemon.tier daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors",
+    "daemon.root": "daemon.comparison daemon.tier daemon.slots daemon.run daemon.base daemon.etcd"
+    " ckpt.errors ckpt.format",
     "daemon.health": "daemon.peers daemon.run daemon.base",
     "daemon.inject": "daemon.trainers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon": "daemon.* ckpt.errors ckpt.format",
@@ -43,10 +44,10 @@ EDGES = {
     "daemon.exporter": "ckpt.errors",
     "daemon.ctl": "daemon daemon.doctor daemon.exporter daemon.trust daemon.tier daemon.slots daemon.run daemon.base"
     " daemon.etcd ckpt.convert ckpt.errors ckpt.format",
-    "launcher.rendezvous": "daemon.trust daemon.run daemon.base daemon.etcd ckpt.errors",
+    "launcher.rendezvous": "daemon.trust daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "launcher.workers": "",
     "launcher.lab": "",
-    "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors",
+    "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.trust daemon.run daemon.base daemon.tier"
     " ckpt ckpt.convert ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
@@ -261,3 +262,12 @@ def test_documented_files_exist() -> None:
     }
     assert len(named) > 10
     assert {(text, name) for text, name in named if not (ROOT / name).is_file()} == set()
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from seats import member_value
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
 from resilient_run.daemon.root import state as root_state
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run.commit import parse_held
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
-from resilient_run.daemon.run.rounds import Pair
 from resilient_run.daemon.tier import files
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.tier import FRAME_BYTES, Tier, TierError, superfluous

@@ -14,12 +14,13 @@ from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_wat
 from seats import seats
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
 from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.jobs import Jobs
 from resilient_run.daemon.run.commit import Agreed
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.slots.memory import MemoryBudget, default_limit_bytes
 from resilient_run.daemon.slots.slots import Geometry, JobSlots, SlotFile
 from resilient_run.daemon.slots.vault import Vault

@@ -19,13 +19,14 @@ import torch
 from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
 from ..format.digests import Digester
 from ..format.manifest import Node, encode, object_name
+from ..format.pair import Pair
 from ..format.slot import plan_layout
 from ..format.wire import Message
 from ..link.env import TrainerEnv
 from ..link.link import Link
 from ..state.state import TrainingState
 from .copying import CapturePlan, Copier, Staged
-from .slots import MappedSlot, Pair, TwoSlots
+from .slots import MappedSlot, TwoSlots
 from .stats import CaptureStats
 
 _ALLOCATE_S: Final = 300.0

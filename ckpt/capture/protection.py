@@ -97,7 +97,7 @@ class ProtectionWatch:
             return self._protection(self._clock())
 
     def stepped(self, step: int) -> None:
-        """Hear that `step` is completed."""
+        """Record that `step` is completed."""
         with self._lock:
             now_s = self._clock()
             self._first_s = now_s if self._first_s is None else self._first_s
@@ -107,7 +107,7 @@ class ProtectionWatch:
             self._judge(now_s)
 
     def committed(self) -> None:
-        """Hear that the capturer may have heard of a commit."""
+        """Look whether the capturer knows of a newer commit."""
         watermark = self._capturer.watermark
         with self._lock:
             if watermark is None or watermark[1] <= self._committed:
@@ -124,13 +124,13 @@ class ProtectionWatch:
             self._judge(now_s)
 
     def attached(self) -> None:
-        """Tell a daemon that may have been started anew how it stands."""
+        """Report the state of protection to a daemon that may be a new one."""
         with self._lock:
             if self._told:
                 self._notify(self._told, self._reason(self._clock()))
 
     def close(self) -> None:
-        """Say how long the run was not protected, if that was long."""
+        """Log how long the run was not protected, if that was long."""
         with self._lock:
             now_s = self._clock()
             total_s = now_s - (now_s if self._first_s is None else self._first_s)

@@ -9,12 +9,10 @@ import torch
 
 from ..errors import SlotError
 from ..format.manifest import Layout, TensorSpec
+from ..format.pair import Pair
 from ..format.slot import HEADER_BYTES, Slot, chunk_count
 from ..format.wire import Message
 from ..link.env import TrainerEnv
-
-Pair = tuple[int, int]
-"""Generation and step; ordered."""
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: page-locked for every device."""

@@ -90,7 +90,7 @@ def merge(trees: Mapping[int, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shard:
+class _HeldShard:
     spec: ShardSpec
     local: torch.Tensor = field(compare=False)
 
@@ -127,7 +127,7 @@ def _leaf(spec: TensorSpec, data: torch.Tensor) -> Any:
         return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy()).copy()
     dtype = getattr(torch, spec.dtype)
     tensor = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
-    return tensor if spec.shard is None else _Shard(spec=spec.shard, local=tensor)
+    return tensor if spec.shard is None else _HeldShard(spec=spec.shard, local=tensor)
 
 
 def _merge(path: str, values: Mapping[int, Any], differences: dict[int, dict[str, Any]]) -> Any:
@@ -150,7 +150,7 @@ def _merge(path: str, values: Mapping[int, Any], differences: dict[int, dict[str
             for index in range(len(first))
         )
         return type(first)(items)
-    if kinds == {_Shard}:
+    if kinds == {_HeldShard}:
         return _place(path, values)
     for rank, value in values.items():
         if not same(first, value):
@@ -158,7 +158,7 @@ def _merge(path: str, values: Mapping[int, Any], differences: dict[int, dict[str
     return first
 
 
-def _place(path: str, shards: Mapping[int, _Shard]) -> TensorPieces:
+def _place(path: str, shards: Mapping[int, _HeldShard]) -> TensorPieces:
     """Return where in the whole tensor the shards belong."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 

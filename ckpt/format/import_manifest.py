@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from ..errors import SlotError
+from .pair import IMPORT_GENERATION, Pair
 from .slot import chunk_count
-
-IMPORT_GENERATION: Final = 0
-"""Generation of the pair that an import is: before everything that the run makes itself."""
 
 MANIFEST: Final = "manifest.json"
 INDEX: Final = "index.json"
@@ -49,7 +47,7 @@ class ImportManifest:
     data_bytes: int
 
     @property
-    def pair(self) -> tuple[int, int]:
+    def pair(self) -> Pair:
         """Generation and step under which the run knows it."""
         return IMPORT_GENERATION, self.step
 

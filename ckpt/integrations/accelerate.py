@@ -90,7 +90,7 @@ class AcceleratorCheckpointer(Checkpointer):
             self._in_epochs = False
 
     def step(self, n: int | None = None) -> None:
-        """Say that a step of the optimizer is completed; does nothing where gradients were accumulated only.
+        """Record that a step of the optimizer is completed; does nothing where gradients were accumulated only.
 
         Raises:
             StateError: This is not in a loop over `epochs()`, or the second step of an epoch whose place in the data
@@ -149,7 +149,7 @@ class PreparedLoader:
                 raise StateError(
                     f"the position in a {made.__qualname__} is not known: let Accelerate prepare a DataLoader"
                 )
-            kind = _Dispatched if made is kinds.DataLoaderDispatcher else _Shard
+            kind = _Dispatched if made is kinds.DataLoaderDispatcher else _ShardedLoader
             prepared.base_dataloader = kind(prepared, prepared.base_dataloader)
             # It says that it is of the class of the DataLoader inside, which nobody can set.
             vars(object)["__class__"].__set__(prepared, type(made.__name__, (_Asked, made), {}))
@@ -190,7 +190,7 @@ class _Asked:
         return super().__iter__()  # type: ignore[misc,no-any-return]
 
 
-class _Shard(PositionedLoader):
+class _ShardedLoader(PositionedLoader):
     """What a `DataLoaderShard` iterates, one batch ahead."""
 
     def __init__(self, prepared: Any, loader: Any) -> None:

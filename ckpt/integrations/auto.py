@@ -50,10 +50,10 @@ class Hook(Protocol):
         """Log a line, once."""
 
     def protects_nothing(self, reason: str) -> None:
-        """Say why not."""
+        """Report why not."""
 
     def leaves_alone(self) -> None:
-        """Say that the script protects itself."""
+        """Report that the script protects itself."""
 
 
 def watch(module: ModuleType, hook: Hook) -> None:
@@ -145,7 +145,7 @@ class UnaskedCheckpointer(Checkpointer):
         excuses.hear = lambda error: self._doubt(str(error))
 
     def begin(self) -> None:
-        """Say that this training is protected from now on."""
+        """Report that this training is protected from now on."""
         self._hook.say(f"--rr-auto protects {self._what}: every step, with its place in the data and its random states")
 
     def step(self, n: int | None = None) -> None:

@@ -20,7 +20,7 @@ def protected(trainer: Any, hook: Hook, args: tuple[Any, ...], kwargs: Mapping[s
     if not may_begin(hook, protects_itself=has_one):
         yield
         return
-    callback = _Unasked(hook)
+    callback = _UnaskedCallback(hook)
     trainer.callbacks.append(callback)
     try:
         yield
@@ -29,7 +29,7 @@ def protected(trainer: Any, hook: Hook, args: tuple[Any, ...], kwargs: Mapping[s
         trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
-class _Unasked(ResilientCallback):
+class _UnaskedCallback(ResilientCallback):
     """The callback of one `fit`."""
 
     def __init__(self, hook: Hook) -> None:

@@ -16,7 +16,7 @@ _MAY_OVERRIDE: Final = frozenset({"_evaluate", "_save_checkpoint"})
 @contextmanager
 def protected(trainer: Any, hook: Hook, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Protect the `train()` that is called in the block with these arguments, or say why not."""
-    if not isinstance(trainer, _Unasked) and may_begin(hook, protects_itself=isinstance(trainer, ResilientMixin)):
+    if not isinstance(trainer, _UnaskedMixin) and may_begin(hook, protects_itself=isinstance(trainer, ResilientMixin)):
         refusal = _take(trainer, hook, kwargs.get("trial", args[1] if len(args) > 1 else None))
         if refusal is not None:
             hook.protects_nothing(f"{_WHAT}: {refusal}")
@@ -24,7 +24,7 @@ def protected(trainer: Any, hook: Hook, args: tuple[Any, ...], kwargs: Mapping[s
             try:
                 yield
             finally:
-                if isinstance(trainer, _Unasked):
+                if isinstance(trainer, _UnaskedMixin):
                     _give_back(trainer)
             return
     yield
@@ -38,7 +38,7 @@ def _take(trainer: Any, hook: Hook, trial: Any) -> str | None:
         made = type(trainer)
         # The name is the same: some write it into what they save.
         names = {"__module__": made.__module__, "__qualname__": made.__qualname__, "__doc__": made.__doc__}
-        trainer.__class__ = type(made.__name__, (_Unasked, made), names)
+        trainer.__class__ = type(made.__name__, (_UnaskedMixin, made), names)
     except Exception as error:  # noqa: BLE001 - a class of the script's may forbid it
         return short(error)
     trainer._hook = hook
@@ -57,7 +57,7 @@ def _give_back(trainer: Any) -> UnaskedCheckpointer | None:
     return unasked
 
 
-class _Unasked(ResilientMixin):
+class _UnaskedMixin(ResilientMixin):
     """A Trainer while it trains."""
 
     _hook: Hook

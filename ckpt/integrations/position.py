@@ -94,7 +94,7 @@ class PositionedLoader:
         return draws
 
     def _warn_of_peek(self) -> None:
-        """Tell that the iterator that went on after a restore came to nothing, so that this epoch begins anew."""
+        """Record that the iterator that went on after a restore came to nothing, so that this epoch begins anew."""
         resumed, self._resumed = self._resumed, None
         if resumed == (due_rng.steps, _Draws.ended):
             warnings.warn(
@@ -132,7 +132,7 @@ class PositionedLoader:
             due_rng.states = self._pending["now"]
 
     def ask(self) -> None:
-        """Tell that an iterator will be made by whoever was asked for one now: only the first one goes on."""
+        """Record that an iterator will be made by whoever was asked for one now: only the first one goes on."""
         if self._is_asked:
             self._pending = None
         self._is_asked = True

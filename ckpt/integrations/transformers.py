@@ -224,7 +224,7 @@ class Run:
             self._restored = AfterRestore([trainer.model], [trainer.optimizer], [trainer.lr_scheduler, *stateful])
 
     def follow(self, loader: Any, *, skipped: int) -> None:
-        """Say what is iterated: the loader of an epoch, of which Trainer itself has skipped so many batches."""
+        """Record what is iterated: the loader of an epoch, of which Trainer itself has skipped so many batches."""
         self.loader = PreparedLoader(loader)
         self._skipped = skipped
 
@@ -243,7 +243,7 @@ class Run:
         return resumed
 
     def step(self) -> None:
-        """Say that a step is completed, if one is."""
+        """Record that a step is completed, if one is."""
         if self._trainer.state.global_step > self._completed:
             self._completed = self._trainer.state.global_step
             model = self._trainer.model_wrapped

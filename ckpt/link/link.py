@@ -128,7 +128,7 @@ class Link:
                 self._on_message(message)
 
     def _note(self, trouble: Exception) -> None:
-        """Say once, until the next attachment, that the daemon is not there, and once why it refuses."""
+        """Log once, until the next attachment, that the daemon is not there, and once why it refuses."""
         self._trouble = trouble
         if not self._client.was_welcome:
             if time.monotonic() > self._began_s + _WARN_S:

@@ -32,7 +32,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def pause(self, limit_s: float | None) -> Iterator[None]:
-        """Say that something long is done, which takes at most `limit_s`; inside of another pause, that one counts."""
+        """Announce something long, which takes at most `limit_s`; inside of another pause, that one counts."""
         with self._lock:
             self._pauses += 1
             if self._pauses == 1:
@@ -48,7 +48,7 @@ class Pulse:
                     self._link.notify("resume")
 
     def attached(self) -> None:
-        """Tell a daemon that does not know it of a pause under way."""
+        """Announce a pause under way to a daemon that does not know it."""
         with self._lock:
             if self._pauses:
                 self._tell()

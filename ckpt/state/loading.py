@@ -27,7 +27,7 @@ from .verify import Comparison, Difference
 def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> list[str]:
     """Do what `TrainingState.load` says."""
     current = state.flatten()
-    loader = _Loader(manifest, payload, current)
+    loader = _LeafLoader(manifest, payload, current)
     saved = entries(manifest.tree)
     if saved.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
         raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
@@ -241,7 +241,7 @@ def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Modul
     ]
 
 
-def _module_state(module: torch.nn.Module, node: Node, loader: "_Loader") -> Any:
+def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader") -> Any:
     current = module.state_dict()
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
     state = OrderedDict((key, unflatten(child, loader.own_copy)) for key, child in entries(node).items())
@@ -249,7 +249,7 @@ def _module_state(module: torch.nn.Module, node: Node, loader: "_Loader") -> Any
     return state
 
 
-class _Loader:
+class _LeafLoader:
     """Makes tensors of the leaves of one manifest, on the meshes of the current state."""
 
     def __init__(self, manifest: Manifest, payload: torch.Tensor, current: Flattener) -> None:

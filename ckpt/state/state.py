@@ -342,7 +342,7 @@ class DueRng:
     steps: int = 0
 
     def completed(self) -> None:
-        """Tell that a step is completed."""
+        """Record that a step is completed."""
         self.states = None
         self.steps += 1
 

@@ -33,7 +33,7 @@ class Difference:
     plain: bool
 
     def __str__(self) -> str:
-        """Say all of it."""
+        """Return all of it as text."""
         return f"{self.path}: {self.text}"
 
 

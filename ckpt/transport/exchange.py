@@ -16,8 +16,9 @@ from typing import Final
 
 import torch
 
-from ..capture.slots import MappedSlot, Pair
+from ..capture.slots import MappedSlot
 from ..errors import CheckpointError, SlotError
+from ..format.pair import Pair
 from ..format.slot import HEADER_BYTES, SlotHeader, parse_header
 from ..format.wire import Message
 from ..link.env import TrainerEnv
@@ -111,7 +112,7 @@ class Exchange:
                 thread.start()
 
     def begins(self, step: int) -> None:
-        """Say that the iteration after `step` steps begins now."""
+        """Record that the iteration after `step` steps begins now."""
         self._gate.begins(step)
 
     def offer(self, path: str, version: Pair) -> None:
@@ -122,7 +123,7 @@ class Exchange:
             self._changed.notify_all()
 
     def attached(self) -> None:
-        """Tell the daemon, which may be another one now, to which trainers there are connections."""
+        """Report to the daemon, which may be a new one, to which trainers there are connections."""
         self._link.notify("connected", ranks=[end.receiver for end in self._outlets if end.edge is not None])
 
     def close(self) -> None:

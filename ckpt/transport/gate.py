@@ -76,7 +76,7 @@ class Gate:
         return self._plan is None and self._quiet_until_s <= self._clock()
 
     def begins(self, step: int) -> None:
-        """Say that the iteration after `step` steps begins now."""
+        """Record that the iteration after `step` steps begins now."""
         with self._changed:
             self._step, self._began_s = step, self._clock()
             self._quiet_until_s = self._began_s + (self._known.quiet_s or 0.0)
@@ -93,7 +93,7 @@ class Gate:
         return min(self._buffer_bytes, remaining_bytes)
 
     def sent(self, size_bytes: int, seconds: float) -> None:
-        """Hear that `size_bytes` left in `seconds` while everything might; too few of them say nothing."""
+        """Record that `size_bytes` left in `seconds` while everything might; too few of them tell nothing."""
         if self._paced and size_bytes >= _SAMPLE_BYTES and seconds > 0:
             with self._changed:
                 self._rates.append(size_bytes / seconds)

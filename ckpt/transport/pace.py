@@ -13,8 +13,8 @@ from typing import Final
 
 from ..capture.capture import Capturer
 from ..capture.protection import ProtectionWatch
-from ..capture.slots import Pair
 from ..format.idle import IdleProfile
+from ..format.pair import Pair
 from ..format.schedule import SHORTEST_ITERATION_S, STALL, STALL_S
 from ..format.wire import Message
 from ..link.link import Link
@@ -85,7 +85,7 @@ class TrainerPace:
         return self._scheme != "none"
 
     def enter(self) -> None:
-        """Say that `step()` begins."""
+        """Record that `step()` begins."""
         if self._profiler is None:
             return
         if self._profiler.has_begun:
@@ -101,7 +101,7 @@ class TrainerPace:
             self._profiler = None
 
     def leave(self, step: int) -> None:
-        """Say that `step()` ends; wait for the replicas first with the scheme `blocking`."""
+        """Record that `step()` ends; wait for the replicas first with the scheme `blocking`."""
         if self._scheme == "blocking":
             self._wait()
         self._began_s = time.monotonic()

@@ -66,7 +66,7 @@ class Profiler:
         return self._thread == threading.get_ident() and len(self._bounds) >= WARM_UP
 
     def iteration_begins(self) -> None:
-        """Say that the training thread leaves `Checkpointer.step()`."""
+        """Record that the training thread leaves `Checkpointer.step()`."""
         if self.done:
             return
         if self._thread is None and not _profiler_enabled():
@@ -74,7 +74,7 @@ class Profiler:
         self._began_s = time.monotonic()
 
     def iteration_ends(self, *, counts: bool = True) -> None:
-        """Say that the training thread enters `Checkpointer.step()`.
+        """Record that the training thread enters `Checkpointer.step()`.
 
         Args:
             counts: Whether the iteration had the traffic of training alone.

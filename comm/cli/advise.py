@@ -32,7 +32,7 @@ from .job import from_environment
 def advise(
     module: bool, seconds: float, ranks_per_host: int | None, as_json: bool, script: str, args: tuple[str, ...]
 ) -> None:
-    """Say whether another sum of gradients pays in a training job, how much, and what to write for it.
+    """Report whether another sum of gradients pays in a training job, how much, and what to write for it.
 
     Run it as the job is run: `resilient-run … --no-python resilient-comm advise train.py --its-own args`. The script
     runs on every rank as it is, but the gradients of its DistributedDataParallel are summed in one way after the

@@ -35,10 +35,10 @@ def search(problem: FusionProblem, *, patience: float = PATIENCE) -> tuple[Strat
     Raises:
         ValueError: A cost is not affine.
     """
-    return _Search(problem, patience * len(problem)).best()
+    return _GroupSearch(problem, patience * len(problem)).best()
 
 
-class _Search:
+class _GroupSearch:
     def __init__(self, problem: FusionProblem, counts: float) -> None:
         system = problem.system
         self._problem, self._count, self._counts_left = problem, len(problem), counts

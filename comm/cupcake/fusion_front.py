@@ -48,7 +48,7 @@ def pareto(
         known: Strategies of these kinds to begin with; the result is no worse.
         most: Give up after looking at about so many groupings.
     """
-    return _Search(problem, kinds, known).run(most)
+    return _FrontSearch(problem, kinds, known).run(most)
 
 
 class _Branch:
@@ -99,7 +99,7 @@ class _Branch:
         return {weights.strategy for weights in self._climb.found}
 
 
-class _Search:
+class _FrontSearch:
     """Labels are groupings of prefixes.
 
     A label has four times: encoding so far, end of communication, end of decoding (with an idle device), decoding so

@@ -56,10 +56,10 @@ def search(problem: Problem, fronts: Fronts, incumbent: Strategy) -> Found:
         fronts: The choices of each kind.
         incumbent: A strategy to begin with; the result is no worse.
     """
-    return _Search(problem, fronts).run(incumbent)
+    return _LegSearch(problem, fronts).run(incumbent)
 
 
-class _Search:
+class _LegSearch:
     """The passes over all legs."""
 
     def __init__(self, problem: Problem, fronts: Fronts) -> None:

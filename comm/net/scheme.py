@@ -134,5 +134,5 @@ class Dense(Scheme):
         return contiguous.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else contiguous
 
     def fuses(self, key: str) -> bool:
-        """Tell that any gradient may be all-reduced together with others."""
+        """Return whether a gradient may be all-reduced together with others."""
         return True

@@ -144,7 +144,7 @@ class Transport:
             self._relay(list(together))
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
-        """Tell other ranks the sizes of the messages for them, and return those that these senders announce.
+        """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
 
         Raises:
             MessageError: A size is not possible.

@@ -43,7 +43,7 @@ class TwoLevel(Scheme):
         return whole.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else whole
 
     def fuses(self, key: str) -> bool:
-        """Tell what the scheme between hosts says."""
+        """Return what the scheme between hosts does."""
         return self.between.fuses(key)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 
 T = TypeVar("T")
 MAX_INTEGER = 2**63 - 1
@@ -148,11 +149,11 @@ class Fields:
             raise self._wrong(name, f"at most {max_bytes} bytes as base64")
         return value
 
-    def pair(self) -> tuple[int, int]:
+    def pair(self) -> Pair:
         """Return the fields `generation` (0 is an import) and `step`."""
         return self.integer("generation"), self.integer("step")
 
-    def optional_pair(self, name: str) -> tuple[int, int] | None:
+    def optional_pair(self, name: str) -> Pair | None:
         """Return the object `name` of a generation and a step, None when it is null or missing."""
         if self._values.get(name) is None:
             return None
@@ -173,14 +174,3 @@ def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Return `text` as `Fields.text` takes it: "?" for what is not printable, cut off at `max_bytes`."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in text[:max_bytes])
     return shown.encode()[:max_bytes].decode(errors="ignore")
-
-
-def natural(value: Any) -> int:
-    """Return `value`, the number of a rank, generation or step.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:80]!r} is not a number of a rank, generation or step")
-    return value

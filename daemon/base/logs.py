@@ -51,7 +51,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Kind:
+class _Repeats:
     since_s: float
     passed: int = 0
     left_out: int = 0
@@ -71,7 +71,7 @@ class RepeatFilter(logging.Filter):
         super().__init__()
         self._clock = clock
         self._lock = threading.Lock()
-        self._kinds: dict[tuple[str, int, str], _Kind] = {}
+        self._kinds: dict[tuple[str, int, str], _Repeats] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether `record` is logged."""
@@ -84,7 +84,7 @@ class RepeatFilter(logging.Filter):
             if kind is None:
                 if len(self._kinds) >= _MAX_KINDS:
                     return False
-                kind = self._kinds[name] = _Kind(since_s=self._clock())
+                kind = self._kinds[name] = _Repeats(since_s=self._clock())
             kind.passed += 1
             if kind.passed <= _PER_WINDOW:
                 return True

@@ -12,11 +12,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
+from resilient_run.ckpt.format.pair import Pair
+
 from ..etcd.client import Etcd, EtcdUnavailable
 from ..peers.fetch import PeerError
 from ..run import keys
 from ..run.observation import Observation
-from ..run.rounds import Pair
 from ..run.view import JobView
 from .digests import Claims, DigestClaim, EqualLeaves, HostDigests, parse_claims
 from .lesson import NAMED, Lesson, RankDifference
@@ -273,7 +274,7 @@ class Comparer:
         return True
 
     async def _publish(self, structure: str, lesson: Lesson) -> None:
-        """Tell all hosts which leaves must be equal, when that is news."""
+        """Publish which leaves must be equal, when that is news."""
         equal = EqualLeaves.of(self._generation, lesson.mask)
         round_ = self._view.round
         news = equal.name != self._masks.get(structure) if structure in self._masks else bool(lesson.mask.any())

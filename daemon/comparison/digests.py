@@ -11,11 +11,11 @@ import xxhash
 from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format import digests
 from resilient_run.ckpt.format.digests import MAX_DIGESTS, U64
+from resilient_run.ckpt.format.pair import Pair, natural, pair_of
 
-from ..base.fields import Fields, natural
+from ..base.fields import Fields
 from ..peers.fetch import Peer, PeerError
 from ..run import keys
-from ..run.rounds import Pair
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .lesson import Mask
@@ -51,7 +51,7 @@ def parse_claims(value: Mapping[str, Any]) -> dict[Pair, dict[int, dict[str, Dig
     try:
         for rank, rows in value.get("digests", {}).items():
             for generation, step, structure, mask, digest in rows:
-                found = claims.setdefault((natural(generation), natural(step)), {}).setdefault(natural(int(rank)), {})
+                found = claims.setdefault(pair_of((generation, step)), {}).setdefault(natural(int(rank)), {})
                 found[str(structure)] = DigestClaim(mask=str(mask), digest=str(digest))
     except (AttributeError, TypeError, ValueError) as error:
         raise DaemonError(f"{keys.HELD}: field 'digests' is malformed: {error!r}") from error

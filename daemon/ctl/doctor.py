@@ -88,7 +88,7 @@ def doctor(
     run_id: str | None,
     as_json: bool,
 ) -> None:
-    """Say what is wrong on this host and with its runs, and what to do about it; exits with 1 if something failed.
+    """Report what is wrong on this host and with its runs, and what to do about it; exits with 1 if something failed.
 
     Before a run, say what it will be (--etcd-endpoint, --state-gb, --nproc, --peer); while it runs, nothing is needed.
     It changes nothing, needs no root, and ends within 10 seconds.

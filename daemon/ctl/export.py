@@ -8,10 +8,10 @@ from typing import Any, Literal
 import click
 
 from resilient_run.ckpt.errors import CheckpointError, SlotError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
 from ..base.settings import Settings
-from ..run.rounds import Pair
 from ..tier.slots import fetch_slots
 from ..tier.tier import Tier
 from ..trust.secret import check_url

@@ -55,7 +55,7 @@ class ExporterServer(http.server.ThreadingHTTPServer):
         self._room = threading.BoundedSemaphore(_CROWD)
         self._health_lock = threading.Lock()
         self._health, self._health_until_s = (HTTPStatus.OK, b""), -math.inf
-        super().__init__(address, _Handler)
+        super().__init__(address, _RequestHandler)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
@@ -116,7 +116,7 @@ def _hang_up(request: socket.socket) -> None:
         socket.socket.shutdown(request, socket.SHUT_RDWR)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _RequestHandler(http.server.BaseHTTPRequestHandler):
     server: ExporterServer
     timeout = _PATIENCE_S
     protocol_version = "HTTP/1.0"
@@ -146,7 +146,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there are /, /metrics, /healthz and /status.json\n")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of requests."""
+        """Log no requests."""
 
     def _is_meant(self) -> bool:
         """Tell whether no web page made a browser ask here, by a name of its own that leads to the loopback address."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
+from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.fields import Fields
 from ..run.commit import Agreed
-from ..run.rounds import Pair, pair_value
 from ..run.view import JobView
 from ..slots.slots import Geometry, JobSlots, SlotFile
 from .fetch import OfferPace, PeerError

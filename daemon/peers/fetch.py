@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.ckpt.format.version import FORMATS
 
 from ..base.fields import Fields
-from ..run.rounds import Pair, pair_value
 from ..slots.slots import Geometry
 from ..trust.identity import Identity
 from ..trust.secure import SecureSocket
@@ -60,7 +60,7 @@ class Peer:
         self._paced = _Channel(host, address, identity)
 
     async def offer(self, offer: wire.Message) -> None:
-        """Tell the peer that it may fetch something; nothing is answered.
+        """Announce to the peer what it may fetch; there is no answer.
 
         Raises:
             PeerError: It cannot be told.

@@ -4,7 +4,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ..run.rounds import Pair
+from resilient_run.ckpt.format.pair import Pair
+
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .fetch import Peer, PeerError

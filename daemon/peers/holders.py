@@ -5,9 +5,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from resilient_run.ckpt.errors import SlotError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import Slot
 
-from ..run.rounds import Pair
 from ..slots.slots import Geometry
 from .download import Download
 from .fetch import OfferPace, Peer, PeerError

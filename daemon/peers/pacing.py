@@ -45,7 +45,7 @@ _MIN_RTT: Final = slice(148, 152)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Rank:
+class _PacedRank:
     topology: int
     profile: IdleProfile | None
     step: int = -1
@@ -79,7 +79,7 @@ class Pacer:
         self._told = changed
         self._clock = clock
         self._profiles: dict[tuple[int, int], IdleProfile] = {}
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _PacedRank] = {}
         self._plan: Schedule | None = None
         self._profile: IdleProfile | None = None
         self._meter = LinkMeter(policy.bandwidth_mbit_s * 1e6 / 8)
@@ -112,7 +112,7 @@ class Pacer:
     def attach(self, rank: int, topology: int) -> IdleProfile | None:
         """Begin with a trainer, and return the typical iteration that one of this rank and topology has found."""
         profile = self._profiles.get((rank, topology))
-        self._ranks[rank] = _Rank(topology=topology, profile=profile)
+        self._ranks[rank] = _PacedRank(topology=topology, profile=profile)
         self._wake()
         return profile
 
@@ -122,7 +122,7 @@ class Pacer:
         self._wake()
 
     def profiled(self, rank: int, profile: IdleProfile) -> None:
-        """Hear when the network of an attached trainer is idle."""
+        """Record when the network of an attached trainer is idle."""
         known = self._ranks.get(rank)
         if known is None:
             return
@@ -130,7 +130,7 @@ class Pacer:
         self._wake()
 
     def iteration(self, rank: int, step: int, started_s: float, quiet_s: float = 0.0) -> None:
-        """Hear that the iteration after `step` steps began at `started_s`; no replica may leave for `quiet_s` of it."""
+        """Record that the iteration after `step` steps began at `started_s`; no replica may leave for `quiet_s`."""
         known = self._ranks.get(rank)
         if known is None:
             return
@@ -142,7 +142,7 @@ class Pacer:
         self._wake()
 
     def captured(self, rank: int, step: int, *, checkpoint_bytes: int, copies: int) -> None:
-        """Hear that a capture of `step` is there to be sent, and plan anew with what is known by now."""
+        """Record that a capture of `step` is there to be sent, and plan anew with what is known by now."""
         known = self._ranks.get(rank)
         if known is None:
             return
@@ -153,7 +153,7 @@ class Pacer:
         self._replan()
 
     def measured(self, rank: int, bytes_per_s: float) -> None:
-        """Hear what an attached trainer that sends by itself makes of the link, besides the others of this host."""
+        """Record what an attached trainer that sends by itself measures of the link, beside others of this host."""
         known = self._ranks.get(rank)
         if known is not None and self._policy.transport == "trainer":
             known.bytes_per_s = bytes_per_s

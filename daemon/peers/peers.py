@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.digests import MAX_DIGESTS
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import SlotHeader
 from resilient_run.ckpt.format.version import FORMATS
 
 from ..base.crowd import Crowd
 from ..base.door import Door, Manners, room_for
 from ..base.fields import Fields
-from ..run.rounds import Pair
 from ..slots.slots import SlotFile
 from ..trust.identity import Identity
 from ..trust.secure import TURN_BYTES, SecureSocket

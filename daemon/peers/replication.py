@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import RestoreError, SlotError, TopologyError
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.supervise import Supervisor
-from ..run.rounds import Pair, is_import
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource

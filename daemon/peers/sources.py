@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import parse_header
 
 from ..run.commit import Agreed
-from ..run.rounds import Pair
 from ..run.view import JobView
 from ..slots.slots import Geometry, JobSlots
 from ..tier.fetch import TierSource

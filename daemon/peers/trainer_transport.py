@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import SlotHeader, parse_header
 
-from ..run.rounds import Pair, Round
+from ..run.rounds import Round
 from ..run.view import JobView
 from ..slots.slots import MAX_SLOT_BYTES, Geometry, JobSlots, SlotFile
 

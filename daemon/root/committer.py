@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from resilient_run.ckpt.format.pair import Pair, pair_value
+
 from ..etcd.client import Etcd, EtcdUnavailable
 from ..run import keys
 from ..run.commit import Lead, advance
-from ..run.rounds import Pair, pair_value
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .state import RootState

@@ -8,11 +8,12 @@ that memory no longer holds what it would restore, that a generation hangs, that
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from resilient_run.ckpt.format.pair import Pair
+
 from ..base.policy import RootPolicy
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
-from ..run.rounds import Pair
 from .view import RootView
 
 HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu"})

@@ -41,7 +41,7 @@ class NoOperator:
     """Provides nothing: somebody else has to start another launcher."""
 
     async def replace(self, request: HostRequest) -> str:
-        """Say what the run is waiting for."""
+        """Log what the run is waiting for."""
         return f"waiting for a standby for host {request.host}: start a launcher with --rdzv-id {request.run_id} on it"
 
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
 from ..base.policy import RootPolicy
 from ..base.supervise import Supervisor
@@ -18,7 +19,6 @@ from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..run import keys
 from ..run.observation import Observation
 from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
-from ..run.rounds import Pair, is_import, pair_value
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .committer import Committer

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 
 from ..base.fields import Fields
 from ..comparison.comparison import ClaimTally
@@ -15,7 +16,7 @@ from ..run.hang import ALIVE
 from ..run.observation import parse_observations
 from ..run.quarantine import Quarantine
 from ..run.records import Failure, parse_decisions
-from ..run.rounds import Member, Pair, Round
+from ..run.rounds import Member, Round
 from ..tier.persist_plan import parse_published
 from .view import RootView
 

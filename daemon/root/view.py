@@ -4,11 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from resilient_run.ckpt.format.pair import Pair
+
 from ..run.commit import Held
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
-from ..run.rounds import Pair, Round
+from ..run.rounds import Round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair, natural, pair_of, pair_value
 
-from ..base.fields import Fields, natural
+from ..base.fields import Fields
 from . import keys
-from .rounds import Pair, Round, pair_value
+from .rounds import Round
 
 _FIRST_PATIENCE = 4
 _MOST_PATIENCE = 64
@@ -26,10 +27,7 @@ def parse_held(value: Mapping[str, Any]) -> dict[int, frozenset[Pair]]:
         DaemonError: The value is not such a report.
     """
     try:
-        return {
-            natural(int(rank)): frozenset((natural(generation), natural(step)) for generation, step in pairs)
-            for rank, pairs in value["held"].items()
-        }
+        return {natural(int(rank)): frozenset(map(pair_of, pairs)) for rank, pairs in value["held"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DaemonError(f"{keys.HELD}: {str(value)[:200]} is not a report of replicas: {error!r}") from error
 
@@ -143,14 +141,14 @@ class Lead:
         self._kept = 0
 
     def kept(self, commit_steps: int) -> None:
-        """Hear that all ranks captured in time, and that so many steps passed until the commit."""
+        """Record that all ranks captured in time, and that so many steps passed until the commit."""
         self._kept += 1
         self._steps = min(self._steps, 2 * commit_steps + 1)
         if self._kept >= self._patience and self._steps > 1:
             self._steps, self._kept = self._steps // 2, 0
 
     def missed(self) -> None:
-        """Hear that a rank did not."""
+        """Record that a rank did not."""
         again = self._kept < self._patience
         self._patience = min(2 * self._patience, _MOST_PATIENCE) if again else _FIRST_PATIENCE
         self._steps, self._kept = 2 * self._steps, 0

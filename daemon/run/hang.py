@@ -34,7 +34,7 @@ _SHARED_AFTER_S = 5.0
 
 
 @dataclass(kw_only=True, slots=True)
-class _Rank:
+class _WatchedRank:
     """One attached rank.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Generation:
     """What is known of the generation under way; nothing of it outlives it."""
 
     number: int
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    ranks: dict[int, _WatchedRank] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     intervals: int = 0
     longest_s: float = 0.0
@@ -144,7 +144,7 @@ class HangDetector:
             self._now = _Generation(number=generation)
         self._now.finished.discard(rank)
         now_s = self._clock()
-        self._now.ranks[rank] = _Rank(pid=pid, since_s=now_s, life_s=now_s, still_s=now_s)
+        self._now.ranks[rank] = _WatchedRank(pid=pid, since_s=now_s, life_s=now_s, still_s=now_s)
 
     def restoring(self, rank: int) -> None:
         """Do not watch `rank` while it waits for its state."""
@@ -159,19 +159,19 @@ class HangDetector:
             watched.live(watched.since_s)
 
     def paused(self, rank: int, limit_s: float | None) -> None:
-        """Hear that `rank` does something long, which may take `limit_s`."""
+        """Record that `rank` begins something long, which may take `limit_s`."""
         if (watched := self._now.ranks.get(rank)) is not None:
             watched.paused_s, watched.pause_limit_s = self._clock(), limit_s
             watched.live(watched.paused_s)
 
     def resumed(self, rank: int) -> None:
-        """Hear that this is over."""
+        """Record that this is over."""
         if (watched := self._now.ranks.get(rank)) is not None:
             watched.paused_s = None
             watched.live(self._clock())
 
     def communicated(self, rank: int) -> None:
-        """Hear that `rank` has begun collectives since it was last heard to."""
+        """Record that `rank` has begun collectives since its last report."""
         if (watched := self._now.ranks.get(rank)) is not None:
             watched.heard_s = self._clock()
             watched.live(watched.heard_s)
@@ -187,14 +187,14 @@ class HangDetector:
         }
 
     def measured(self, cpu_s: Mapping[int, float]) -> None:
-        """Hear rank → the CPU time that its processes have taken in all."""
+        """Record rank → the CPU time that its processes have taken in all."""
         now_s = self._clock()
         for rank, taken_s in cpu_s.items():
             if (watched := self._now.ranks.get(rank)) is not None:
                 watched.cpu.hear(now_s, taken_s, self._limit_of(watched) / 4)
 
     def progressed(self, rank: int, step: int) -> None:
-        """Hear that `rank` has done `step`; the time that it took teaches the limit, unless it passed for a hang."""
+        """Record that `rank` has done `step`; the time that it took teaches the limit, unless it passed for a hang."""
         watched, now_s = self._now.ranks.get(rank), self._clock()
         if watched is None:
             return
@@ -208,7 +208,7 @@ class HangDetector:
         self._now.newest_step = max(self._now.newest_step, step)
 
     def detached(self, rank: int) -> None:
-        """Hear that the trainer of `rank` is done, or gone."""
+        """Forget `rank`: its trainer is done, or gone."""
         if self._now.ranks.pop(rank, None) is not None:
             self._now.finished.add(rank)
 
@@ -272,10 +272,10 @@ class HangDetector:
             return ALIVE
         return BUSY if any(watched.cpu.busy for watched in self._now.ranks.values()) else SILENT
 
-    def _limit_of(self, watched: _Rank) -> float:
+    def _limit_of(self, watched: _WatchedRank) -> float:
         return self._policy.hang_start_s if watched.step is None else self.limit_s
 
-    def _is_late(self, watched: _Rank, now_s: float, times: float = 1.0) -> bool:
+    def _is_late(self, watched: _WatchedRank, now_s: float, times: float = 1.0) -> bool:
         if watched.is_overdue(now_s):
             return True
         return not watched.restoring and now_s - watched.life_s > times * self._limit_of(watched)

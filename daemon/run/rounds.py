@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.import_manifest import IMPORT_GENERATION
+from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.ckpt.format.placement import replica_hosts
 
 from ..base.fields import Fields
@@ -18,23 +18,10 @@ MAX_NPROC = 1 << 10
 MAX_WORLD_SIZE = 1 << 17
 """A round with more ranks is nobody's, and would only keep daemons busy."""
 
-Pair = tuple[int, int]
-"""(generation, step) of a capture. Pairs of one run are ordered: a later generation starts behind what it restored."""
-
 
 def machine_of(host: str) -> str:
     """Return the machine of `host`: further launchers of a run on one machine are the hosts `<machine>#1`, `#2`, …."""
     return host.partition("#")[0]
-
-
-def is_import(pair: Pair | None) -> bool:
-    """Tell whether `pair` was imported: it lies in the persistent tier, and no memory ever holds it."""
-    return pair is not None and pair[0] == IMPORT_GENERATION
-
-
-def pair_value(pair: Pair | None) -> Any:
-    """Return `pair` as messages and etcd values have it, which `Fields.pair` and `Fields.optional_pair` read."""
-    return None if pair is None else {"generation": pair[0], "step": pair[1]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from resilient_run.ckpt.format.pair import Pair
+
 from .commit import Agreed, Missed
 from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .recoveries import Recoveries
-from .rounds import Pair, Round
+from .rounds import Round
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

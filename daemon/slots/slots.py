@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotError, SlotSizeError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
 
 from ..base.fields import Fields
 from ..base.record import JobRecord
 from ..run.commit import Agreed, is_dead
-from ..run.rounds import Pair, Round
+from ..run.rounds import Round
 from .keeping import is_kept, version_of
 from .memory import SLOTS_PER_RANK, MemoryBudget
 

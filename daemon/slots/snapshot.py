@@ -3,9 +3,9 @@
 import numpy as np
 
 from resilient_run.ckpt.errors import SlotError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, SlotHeader
 
-from ..run.rounds import Pair
 from .slots import JobSlots, in_thread
 
 _PIECE_BYTES = 64 << 20

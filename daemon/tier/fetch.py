@@ -3,9 +3,9 @@
 from collections.abc import Awaitable, Callable
 
 from resilient_run.ckpt.errors import SlotError, TopologyError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
-from ..run.rounds import Pair
 from ..run.view import JobView
 from ..slots.slots import Geometry
 from .tier import Tier, call

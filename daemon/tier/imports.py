@@ -7,10 +7,10 @@ import numpy as np
 import xxhash
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.import_manifest import CHECKSUMS, DATA, IMPORT_GENERATION, INDEX, ImportManifest
+from resilient_run.ckpt.format.import_manifest import CHECKSUMS, DATA, INDEX, ImportManifest
+from resilient_run.ckpt.format.pair import IMPORT_GENERATION, Pair, is_import
 from resilient_run.ckpt.format.slot import CHUNK_BYTES
 
-from ..run.rounds import Pair, is_import
 from .tier import Tier, TierError
 
 

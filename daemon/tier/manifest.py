@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
+from resilient_run.ckpt.format.pair import Pair, pair_value
 
 from ..base.fields import Fields
-from ..run.rounds import MAX_WORLD_SIZE, Pair, pair_value
+from ..run.rounds import MAX_WORLD_SIZE
 from ..slots.slots import MAX_SLOT_BYTES, Geometry
 
 

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, MemoryBudgetError, SlotError
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import HEADER_BYTES, parse_header
 
 from ..base.policy import PersistPolicy
 from ..base.supervise import Supervisor
 from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..run import keys
-from ..run.rounds import Pair, is_import
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..slots.snapshot import Snapshot

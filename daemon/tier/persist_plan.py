@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair, pair_of, pair_value
 
-from ..base.fields import Fields, natural
+from ..base.fields import Fields
 from ..base.policy import PersistPolicy
 from ..run import keys
-from ..run.rounds import Pair, pair_value
 from .manifest import Persisted, RankFile
 
 _PATIENCE_S = 600.0
@@ -121,6 +121,6 @@ def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
         DaemonError: The value is malformed.
     """
     try:
-        return tuple((natural(generation), natural(step)) for generation, step in value["pairs"])
+        return tuple(map(pair_of, value["pairs"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DaemonError(f"{keys.PERSISTED}: {str(value)[:200]} does not list pairs: {error!r}") from error

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 
 from ..base.policy import PersistPolicy
 from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..run import keys
-from ..run.rounds import Pair
 from ..run.view import JobView
 from .manifest import Persisted
 from .persist_plan import PersistAnswer, PersistRequest, is_due, merged, parse_published

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from resilient_run.ckpt.errors import SlotError
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
-from ..run.rounds import Pair, is_import
 from .tier import Tier
 
 

@@ -19,8 +19,8 @@ import zstandard
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
 from resilient_run.ckpt.format.import_manifest import MANIFEST, ImportManifest
+from resilient_run.ckpt.format.pair import Pair
 
-from ..run.rounds import Pair
 from .files import FileWriter, fsync_directory, is_local, make_directories, planted_by, write_small
 from .manifest import Persisted
 from .offload import offload

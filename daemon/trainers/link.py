@@ -62,7 +62,7 @@ class Service(Protocol):
         """Return the fields of the answer to `op`; a notification's are dropped."""
 
     def gone(self, connection: Connection) -> None:
-        """Hear that the connection is closed."""
+        """Handle the end of the connection."""
 
     def is_guest(self, connection: Connection) -> bool:
         """Tell whether the connection holds nothing open, neither a job nor a trainer's session."""

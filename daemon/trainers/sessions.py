@@ -10,6 +10,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
+from resilient_run.ckpt.format.pair import pair_value
 
 from ..base.fields import Fields
 from ..base.spec import JobSpec
@@ -20,7 +21,6 @@ from ..run import keys
 from ..run.commit import Missed
 from ..run.hang import HangDetector
 from ..run.leased import LeasedKeys
-from ..run.rounds import pair_value
 from ..run.view import JobView
 from ..slots.memory import SLOTS_PER_RANK, host_bytes
 from ..slots.slots import Geometry, JobSlots

@@ -76,12 +76,12 @@ class Trainer:
         return {"path": restored.path, "source": restored.source}
 
     def restored(self, step: int, seconds: float) -> None:
-        """Hear that the trainer has its state back."""
+        """Record that the trainer has its state back."""
         self.hang.restored(self.rank, step)
         self.event("restored", rank=self.rank, step=step, source=self._source, seconds=seconds)
 
     def connected(self, ranks: Collection[int]) -> None:
-        """Hear that the trainer can bring its captures to the trainers of `ranks` now."""
+        """Record that the trainer can bring its captures to the trainers of `ranks` now."""
         round_ = self.view.round
         if round_ is not None and round_.generation == self.generation:
             hosts = [host for host in round_.hosts if not set(ranks).isdisjoint(round_.ranks(host))]
@@ -98,7 +98,7 @@ class Trainer:
         return await self.replicator.trainers.lend(self.rank, page)
 
     def progress(self, step: int) -> None:
-        """Hear that an optimizer step is done."""
+        """Record that an optimizer step is done."""
         self.replicator.trainers.stepped(self.rank)
         if not self._stepped:
             self._stepped = True

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.faults import Order
 from resilient_run.daemon.run.observation import parse_observations
-from resilient_run.daemon.run.rounds import Pair, Round
+from resilient_run.daemon.run.rounds import Round
 
 
 class InjectionError(Exception):

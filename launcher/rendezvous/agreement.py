@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import is_import, pair_value
 from resilient_run.daemon.etcd.client import Etcd
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.records import Agreement, Fingerprint
-from resilient_run.daemon.run.rounds import is_import, pair_value
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,12 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import is_import
 from resilient_run.daemon.base.fields import Fields, printable
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Closed, Failure
-from resilient_run.daemon.run.rounds import Member, Round, Seat, is_import
+from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .agreement import Terms, agree
 from .rounds import View, broken, newcomers
@@ -164,7 +165,7 @@ class Membership:
         return formed_in > 0
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
-        """Tell the other members where the generation's store is."""
+        """Publish the address of the generation's store."""
         await self._etcd.put(self._prefix + keys.STORES(generation), {"addr": addr, "port": port})
 
     async def fail(self, failure: Failure) -> None:
@@ -268,7 +269,7 @@ class Membership:
             self._start(self.fail(replace(failure, unix_s=time.time())), self._tasks)
 
     def _note_standbys(self, view: View) -> None:
-        """Say of each host that would make the run larger, once, that it cannot."""
+        """Log, once for each host that would make the run larger, that it cannot."""
         if not self._seated or view.job is None or view.round is None or view.bound is None:
             return
         free = replace(view, committed=None, round=replace(view.round, restore=None))

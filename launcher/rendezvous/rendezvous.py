@@ -163,7 +163,7 @@ class EtcdRendezvous(RendezvousHandler):
     # What our agent needs beyond that.
 
     def describe(self, nproc: int, role: str, **terms: Any) -> None:
-        """Say what this host runs, and what more it asks of the run (`Terms`); call it before the first rendezvous."""
+        """Set what this host runs, and what more it asks of the run (`Terms`); call it before the first rendezvous."""
         self._nproc, self._role = nproc, role
         self._terms = Terms(min_nodes=self._min_nodes, max_nodes=self._max_nodes, **terms)
 
@@ -239,7 +239,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._link.report(self._link.membership.fail(failure), _REPORT_S)
 
     def report_done(self) -> None:
-        """Tell all hosts that all workers of this one succeeded; goes on trying while etcd is away."""
+        """Announce to all hosts that all workers of this one succeeded; retries while etcd is away."""
         self._link.report(self._link.membership.done(self._generation), _REPORT_S)
 
     def report_recovery(self, event: dict[str, Any]) -> None:

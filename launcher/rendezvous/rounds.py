@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import is_import
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import MAX_REASON_BYTES, Agreement, Closed, Failure
-from resilient_run.daemon.run.rounds import Member, Round, Seat, is_import
+from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

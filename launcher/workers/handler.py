@@ -36,7 +36,7 @@ def warm_workers(*, enabled: bool = True, preload: Sequence[str] | None = ()) ->
         preload: Modules that the zygote imports besides torch; None learns them from the first workers.
     """
     starter = early.take(enabled=enabled, preload=preload) or WorkerStarter(warm=enabled, preload=preload)
-    handler = partial(_Handler, starter)
+    handler = partial(_WorkerHandler, starter)
     with rebound(torch_multiprocessing, "get_subprocess_handler", get_subprocess_handler, handler):
         try:
             yield starter
@@ -44,7 +44,7 @@ def warm_workers(*, enabled: bool = True, preload: Sequence[str] | None = ()) ->
             starter.close()
 
 
-class _Handler(SubprocessHandler):
+class _WorkerHandler(SubprocessHandler):
     """torch's handle of one worker, with our way to start it."""
 
     def __init__(self, starter: WorkerStarter, **kwargs: Any) -> None:

@@ -69,7 +69,7 @@ class ImportHook:
             find = None if finder is self else getattr(finder, "find_spec", None)
             if find is not None and (spec := find(name, path, target)) is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
+                    spec.loader = _ReportingLoader(spec.loader, self)
                 return spec
         return None
 
@@ -106,11 +106,11 @@ class ImportHook:
             logging.getLogger("resilient_run.auto").warning("%s", text)
 
     def protects_nothing(self, reason: str) -> None:
-        """Say why not."""
+        """Report why not."""
         self.say(f"--rr-auto protects nothing here: {reason}")
 
     def leaves_alone(self) -> None:
-        """Say that the script protects itself."""
+        """Report that the script protects itself."""
         self.say("--rr-auto leaves this script alone: it protects itself")
 
     def _after_step(self, *_: Any) -> None:
@@ -128,7 +128,7 @@ class ImportHook:
             self.protects_nothing("nothing was trained")
 
 
-class _Loader:
+class _ReportingLoader:
     """A module's loader that tells `ImportHook` of it, and which the module does not see."""
 
     def __init__(self, loader: Any, hook: ImportHook) -> None:

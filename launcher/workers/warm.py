@@ -236,7 +236,7 @@ class SiteHook:
         return {**env, "PYTHONPATH": os.pathsep.join(path)}
 
     def is_reached(self, program: str, hooked: Mapping[str, str]) -> bool:
-        """Tell, by a harmless start, whether `program` is an interpreter that reaches it; asked once."""
+        """Return whether `program` is an interpreter that reaches it, found by one harmless start."""
         if program not in self._reached:
             probe = [program, "-u", "-c", ""]
             code = subprocess.run(probe, env={**hooked, import_hook.PROBE: "1"}, check=False).returncode
@@ -385,7 +385,7 @@ def _receive(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
 def _difference(
     args: Sequence[str], env: Mapping[str, str], other_args: Sequence[str], other_env: Mapping[str, str]
 ) -> str | None:
-    """Say why a zygote made for `args` in `env` cannot fork the other workers, None when it can."""
+    """Return why a zygote made for `args` in `env` cannot fork the other workers, None when it can."""
     if tuple(args) != tuple(other_args):
         return "the command line differs from the one that the zygote was started with"
     for name in sorted(env.keys() | other_env.keys()):

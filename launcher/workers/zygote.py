@@ -233,7 +233,7 @@ def _tell(launcher: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _changed_variable() -> str | None:
-    """Say which variable the start of the interpreter has changed: it may have gone by what differs by worker."""
+    """Return which variable the start of the interpreter has changed: it may depend on what differs by worker."""
     with open("/proc/self/environ", "rb") as file:
         before = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0") if entry)
     now = dict(os.environb)
@@ -309,7 +309,7 @@ def _refusal(modules: Iterable[str] | None = None) -> str | None:
 
 
 def _hidden_module(places: list[str], modules: Iterable[str]) -> str | None:
-    """Say which of `modules` the worker would find in `places`, the head of its ``sys.path``, and not where we did."""
+    """Return which of `modules` the worker would find in `places`, the head of its ``sys.path``, not where we did."""
     for name in modules:
         if name in _unfound.names and name not in sys.modules:
             if (beside := PathFinder.find_spec(name, places)) is not None:

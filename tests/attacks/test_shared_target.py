@@ -10,7 +10,7 @@ import pytest
 from second_user import MALLORY, as_mallory, make_public
 
 from resilient_run.ckpt.errors import SlotError
-from resilient_run.daemon.run.rounds import Pair
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.tier import files
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.tier import Tier, TierError
