@@ -83,7 +83,10 @@ class Tables(HostDigests):
         for step, values in self.steps.items():
             for rank, value in enumerate(values):
                 known = self.equal.get("s")
-                rows[str(rank)].append([1, step, "s", known.name if known else "", str(value) if known else ""])
+                known = known if known and known.generation == self.view.generation else None
+                rows[str(rank)].append(
+                    [self.view.generation, step, "s", known.name if known else "", str(value) if known else ""]
+                )
         return rows
 
     async def ask(self, rank: int, pair: tuple[int, int], structure: str, wanted: Any = ()) -> Any:
@@ -98,6 +101,57 @@ class GatedEtcd(Etcd):
     async def commit(self, *arguments: Any, **options: Any) -> int:
         await self.gate.wait()
         return await super().commit(*arguments, **options)
+
+
+def test_what_was_learned_holds_in_the_next_generation(etcd_config: EtcdConfig, tmp_path: Any) -> None:
+    """The first step after a recovery is compared, and a rank that differs in it is found."""
+
+    async def scenario() -> None:
+        etcd = await Etcd.connect(etcd_config)
+        prefix = f"/resilient-run/{tmp_path.name}/"
+        revision = await etcd.commit({}, {f"{prefix}rdzv/round": {}})
+        view = JobView(host="a", replicas=1)
+        view.round = Round(generation=1, seats=seats("a", [2]), restore=None, revision=revision)
+        tables, seen = Tables(view), list[Observation]()
+        comparer = Comparer(
+            etcd,
+            prefix,
+            view=view,
+            tally=ClaimTally(),
+            digests=tables,
+            action="rollback",
+            observe=lambda found: seen.extend(found.values()),
+        )
+        running = asyncio.create_task(comparer.run())
+
+        async def until(condition: Any) -> None:
+            async with asyncio.timeout(20):
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+        try:
+            for step in range(1, 5):
+                tables.steps[step] = (step, step)
+                await until(lambda step=step: comparer.agrees((1, step)))
+                view.watermark = (1, step)
+                comparer.wake()
+                await until(lambda step=step: ((1, step), "s") in comparer._studied)
+            await until(lambda: "s" in comparer._masks)
+            tables.steps = {5: (5, 6)}
+            view.round = Round(generation=2, seats=seats("a", [2]), restore=(1, 4), revision=revision)
+            await until(lambda: not comparer.agrees((2, 5)) and comparer._generation == 2 and "s" in comparer._masks)
+            tables.equal = {"s": EqualLeaves.of(2, np.array([True]))}
+            assert not comparer.agrees((2, 5))
+            comparer.wake()
+            await until(lambda: seen)
+            assert (seen[-1].severity, seen[-1].generation) == ("fail", 2)
+            assert "step 5: rank 0 and rank 1 differ" in seen[-1].message
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await etcd.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -34,8 +34,8 @@ class Job:
         self.run_id = root.name
         self.hosts: list[Host] = []
 
-    def launch(self, script: Sequence[str], *, hosts: int, nproc: int, corruption: str) -> None:
-        self.config.write_text(f'[detect]\ncorruption = "{corruption}"\n')
+    def launch(self, script: Sequence[str], *, hosts: int, nproc: int, corruption: str = "", config: str = "") -> None:
+        self.config.write_text(config or f'[detect]\ncorruption = "{corruption}"\n')
         arguments = ["--nnodes", str(hosts), "--nproc-per-node", str(nproc), "--rdzv-backend", "etcd-v3"]
         arguments += ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id, "--local-addr", "127.0.0.1"]
         arguments += ["--rr-config", str(self.config), "--rr-allow-injection"]

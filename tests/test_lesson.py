@@ -81,6 +81,19 @@ def test_a_frozen_leaf_is_compared_and_may_be_thawed() -> None:
     assert lesson.mask.tolist() == [True]
 
 
+def test_replicas_that_were_not_blamed_are_known_in_the_next_generation() -> None:
+    """Leaves: two replicas, one that differs, one that never changes, and one that was reported."""
+    lesson = Lesson(5)
+    for look in range(12):
+        digests = {rank: np.array([look, look, look + rank, 7, look], dtype=np.uint64) for rank in range(2)}
+        assert lesson.study(digests) is None
+    assert lesson.mask.tolist() == [True, True, False, True, True]
+    mask = lesson.carried([4])
+    assert mask is not None
+    assert mask.tolist() == [True, True, False, False, False]
+    assert Lesson(2).carried([]) is None
+
+
 @pytest.mark.parametrize("mask", [[True, False]])
 def test_a_new_root_goes_on_with_what_is_learned(mask: list[bool]) -> None:
     lesson = Lesson(2, np.array(mask))

@@ -1,8 +1,8 @@
 """Comparing ranks that must hold the same bytes: in every pair by one digest per rank, by all digests when they differ.
 
-Runs on the root, beside its commits. What is equal at all is learned anew in each generation (`lesson.py`) and told to
-all hosts in etcd. A host reports one digest of those leaves of each structure with each capture that its
-ranks make, in the report of replicas that is written anyway.
+Runs on the root, beside its commits. What is equal at all is learned in each generation (`lesson.py`), beginning with
+the replicas that this root knows of the one before, and told to all hosts in etcd. A host reports one digest of those
+leaves of each structure with each capture that its ranks make, in the report of replicas that is written anyway.
 """
 
 import asyncio
@@ -125,6 +125,8 @@ class Comparer:
         self._complete: Pair = (0, 0)
         self._passed: Pair = (0, 0)  # committed, or about to be
         self._found: dict[tuple[str, int], Observation] = {}  # by structure and step
+        self._lessons: dict[str, Lesson] = {}
+        self._blamed: dict[str, set[int]] = {}
         self._begin(0, None)
 
     def wake(self) -> None:
@@ -147,7 +149,7 @@ class Comparer:
             self.wake()
             return False
         self._see_own()
-        if self._untold & self._tally.ranks.get(pair, {}).keys():
+        if (self._untold | self._carried.keys()) & self._tally.ranks.get(pair, {}).keys():
             # It is known what must be equal, and not told yet: claims say nothing of it so far.
             self.wake()
             return False
@@ -184,10 +186,14 @@ class Comparer:
         # What was committed all the same, with action "warn", differs in what is restored, too.
         restored_step = 0 if restored is None else restored[1]
         self._found = {place: seen for place, seen in self._found.items() if place[1] <= restored_step}
-        self._lessons: dict[str, Lesson] = {}
+        carried = {name: lesson.carried(self._blamed.get(name, ())) for name, lesson in self._lessons.items()}
+        self._lessons, self._blamed = {}, {}
         # What an earlier root of this generation has learned.
         known = (self._digests.equal or {}).items()
         self._masks = {structure: equal.name for structure, equal in known if equal.generation == generation}
+        self._carried = {
+            structure: mask for structure, mask in carried.items() if mask is not None and structure not in self._masks
+        }
         self._looks: Counter[str] = Counter()
         self._learned: Pair | None = None
         self._studied: set[tuple[Pair, str]] = set()
@@ -208,6 +214,10 @@ class Comparer:
             del self._lessons[structure], self._looks[structure]
             self._masks.pop(structure, None)
             self._untold.discard(structure)
+        for structure in self._carried.keys() & claimed:
+            mask = self._carried.pop(structure)
+            self._lessons[structure] = Lesson(len(mask), mask)
+            self._untold.add(structure)
         for structure in self._untold & self._lessons.keys():
             await self._publish(structure, self._lessons[structure])
         for pair, structure in self._tally.differing(self._masks):
@@ -270,6 +280,8 @@ class Comparer:
             await self._report(pair, structure, ranks, difference, is_late=is_late)
             if self._action == "warn" or is_late:
                 lesson.drop(difference)
+            else:
+                self._blamed.setdefault(structure, set()).update(difference.leaves)
         await self._publish(structure, lesson)
         return True
 
