@@ -538,7 +538,26 @@ BENCHMARKS: Final = (
         script="tests/zoo",
         output="--out",
         depends=("ckpt", "daemon", "launcher"),
-        results=(Result(name="zoo-seed-24", arguments="--kills 2000 --seed 24", minutes=180),),
+        results=(
+            Result(name="zoo-seed-24", arguments="--kills 2000 --seed 24", minutes=180),
+            Result(
+                name="evaluations",
+                arguments="--kills 300 --seed 51 --kinds evaluation --kills-per-job 14 --loops ema-evaluation "
+                "averaged-model schedule-free numpy-evaluation ddp-ema collective-evaluation fsdp2-evaluation "
+                "early-stopping",
+                minutes=25,
+            ),
+        ),
+    ),
+    Benchmark(
+        script="tests/test_capture_soundness.py",
+        depends=("ckpt",),
+        results=(Result(name="capture-soundness", arguments="--cases 100000 --seed 25", minutes=45),),
+    ),
+    Benchmark(
+        script="tests/flips.py",
+        depends=("ckpt", "daemon", "launcher"),
+        results=(Result(name="flips", arguments="--flips 80 --seed 3", minutes=10),),
     ),
     Benchmark(
         script="tests/fuzz.py",
@@ -572,7 +591,6 @@ KEPT: Final = {
     "2026-11-23-chaos-seed-31.json": "a campaign of earlier code",
     "2026-11-21-compressor-convergence.json": "1000 steps of one seed; the script takes the example since",
     "2026-11-21-replication-rate-200.json": "half of the state, on a busier machine",
-    "2026-11-22-capture-soundness.json": "written by hand from what tests/test_capture_soundness.py printed",
     "2026-11-22-zoo.json": "a campaign of earlier code",
     "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
     "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",

@@ -20,6 +20,7 @@ from torch import Tensor
 from resilient_run.comm.compress.compressors import NAMES, RandomK, named
 from resilient_run.comm.net.transport import from_bytes, to_bytes
 from resilient_run.comm.ops.bitmap import bitmap_bytes
+from resilient_run.comm.ops.quantize import BLOCK, DTYPES, dequantize, quantize, scale_count
 from resilient_run.comm.ops.random import random_place, random_select
 from resilient_run.comm.ops.signs import signs_decode, signs_encode
 
@@ -69,6 +70,18 @@ def torch_coders(name: str, dense: Tensor, k: int) -> tuple[Callable[[], Tensor]
     if name in ("efsignsgd", "onebit"):
         levels, count = (slice(2, 3), 1) if name == "efsignsgd" else (slice(2), 2)
         return lambda: signs(levels), lambda message: unpack(message, count)
+    if name in ("int8", "fp8"):
+        kind: Any = name
+
+        def widen(message: Tensor) -> Tensor:
+            scales, codes = from_bytes(message, (torch.float32, scale_count(numel, BLOCK)), (DTYPES[kind], numel))
+            return dequantize.reference(codes, scales, numel).to(dtype)
+
+        def narrow() -> Tensor:
+            codes, scales = quantize.reference(dense, kind)
+            return to_bytes(scales, codes)
+
+        return narrow, widen
     half = torch.float16 if name == "fp16" else torch.bfloat16
     return lambda: to_bytes(dense.to(half)), lambda message: from_bytes(message, (half, numel))[0].to(dtype)
 

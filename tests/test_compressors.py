@@ -14,6 +14,7 @@ from resilient_run.comm.compress.compressors import NAMES, SampledTopK, TopK, na
 from resilient_run.comm.compress.feedback import ErrorFeedback, Memory, MomentumCorrection
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.ops.quantize import dequantize, quantize
 
 SPARSE = ("topk", "dgc", "randomk")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -39,6 +40,9 @@ def test_message_decodes_to_what_was_chosen(name: str, numel: int, dtype: torch.
         assert expected / 1.25 <= int(sent.sum()) <= expected * 1.25
     elif name in ("fp16", "bf16"):
         assert torch.equal(decoded, dense.to(torch.float16 if name == "fp16" else torch.bfloat16).to(dtype))
+    elif name in ("int8", "fp8"):
+        codes, scales = quantize(dense, name)  # type: ignore[arg-type]
+        assert torch.equal(decoded, dequantize(codes, scales, numel).to(dtype))
     else:
         assert torch.equal(decoded < 0, dense < 0)
         means = {

@@ -22,7 +22,8 @@ from resilient_run.comm.net.transport import Transport
 pytestmark = pytest.mark.jobs
 
 TRAINER = str(Path(__file__).parent / "feedback_trainer.py")
-VARIANTS = (*(name for name in NAMES if name != "dgc"), "topk+sparse", "onebit+sparse")
+# To a hook int8 and fp8 are the schemes in two steps, which sum in 8 bits, too.
+VARIANTS = (*(name for name in NAMES if name not in ("dgc", "int8", "fp8")), "topk+sparse", "onebit+sparse")
 PARAMETERS = ["out.bias", "out.weight", "table.weight"]
 
 

@@ -1,4 +1,4 @@
-"""The compressors: by magnitude, at random, by sign, and in half precision."""
+"""The compressors: by magnitude, at random, by sign, in half precision, and in 8 bits."""
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..ops.random import random_place, random_select
 from ..ops.signs import signs_decode, signs_encode
 from ..ops.topk import sampled_topk, topk
 from .compressor import Compressor, Sparsifier
+from .quantized import EightBits
 
 
 class TopK(Sparsifier):
@@ -156,7 +157,7 @@ class Half(Compressor):
         return self.dtype
 
 
-NAMES = ("topk", "dgc", "randomk", "efsignsgd", "onebit", "fp16", "bf16")
+NAMES = ("topk", "dgc", "randomk", "efsignsgd", "onebit", "fp16", "bf16", "int8", "fp8")
 
 
 def named(name: str, *, density: float = 0.01) -> Compressor:
@@ -180,4 +181,6 @@ def named(name: str, *, density: float = 0.01) -> Compressor:
             return Half(torch.float16)
         case "bf16":
             return Half(torch.bfloat16)
+        case "int8" | "fp8":
+            return EightBits(name)
     raise CommError(f"there is no compressor {name!r}; take one of {', '.join(NAMES)}")
