@@ -81,17 +81,14 @@ def test_a_frozen_leaf_is_compared_and_may_be_thawed() -> None:
     assert lesson.mask.tolist() == [True]
 
 
-def test_replicas_that_were_not_blamed_are_known_in_the_next_generation() -> None:
-    """Leaves: two replicas, one that differs, one that never changes, and one that was reported."""
-    lesson = Lesson(5)
+def test_replicas_are_known_in_the_next_generation_and_constants_are_not() -> None:
+    """Leaves: a replica, one that differs, and one that never changes."""
+    lesson = Lesson(3)
     for look in range(12):
-        digests = {rank: np.array([look, look, look + rank, 7, look], dtype=np.uint64) for rank in range(2)}
+        digests = {rank: np.array([look, look + rank, 7], dtype=np.uint64) for rank in range(2)}
         assert lesson.study(digests) is None
-    assert lesson.mask.tolist() == [True, True, False, True, True]
-    mask = lesson.carried([4])
-    assert mask is not None
-    assert mask.tolist() == [True, True, False, False, False]
-    assert Lesson(2).carried([]) is None
+    assert lesson.mask.tolist() == [True, False, True]
+    assert lesson.replicated.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("mask", [[True, False]])

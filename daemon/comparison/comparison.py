@@ -126,7 +126,7 @@ class Comparer:
         self._passed: Pair = (0, 0)  # committed, or about to be
         self._found: dict[tuple[str, int], Observation] = {}  # by structure and step
         self._lessons: dict[str, Lesson] = {}
-        self._blamed: dict[str, set[int]] = {}
+        self._reported: dict[tuple[str, int], set[int]] = {}  # by structure and step: the leaves
         self._begin(0, None)
 
     def wake(self) -> None:
@@ -186,13 +186,13 @@ class Comparer:
         # What was committed all the same, with action "warn", differs in what is restored, too.
         restored_step = 0 if restored is None else restored[1]
         self._found = {place: seen for place, seen in self._found.items() if place[1] <= restored_step}
-        carried = {name: lesson.carried(self._blamed.get(name, ())) for name, lesson in self._lessons.items()}
-        self._lessons, self._blamed = {}, {}
+        replicated = {structure: lesson.replicated for structure, lesson in self._lessons.items()}
+        self._lessons = {}
         # What an earlier root of this generation has learned.
         known = (self._digests.equal or {}).items()
         self._masks = {structure: equal.name for structure, equal in known if equal.generation == generation}
         self._carried = {
-            structure: mask for structure, mask in carried.items() if mask is not None and structure not in self._masks
+            structure: mask for structure, mask in replicated.items() if mask.any() and structure not in self._masks
         }
         self._looks: Counter[str] = Counter()
         self._learned: Pair | None = None
@@ -275,13 +275,17 @@ class Comparer:
         difference = lesson.study(tables)
         self._untold.add(structure)
         if difference is not None:
-            # Let through before it was known that they must be equal: there is nothing to go back to.
-            is_late = pair <= max(self._passed, self._view.watermark or (0, 0))
-            await self._report(pair, structure, ranks, difference, is_late=is_late)
-            if self._action == "warn" or is_late:
+            before = self._reported.setdefault((structure, pair[1]), set())
+            excuse = ""
+            if pair <= max(self._passed, self._view.watermark or (0, 0)):
+                # There is nothing to go back to.
+                excuse = "the step was committed before that was known"
+            elif before.issuperset(difference.leaves):
+                excuse = "they did so before the run went back to the step before, so it is on purpose, or lasting"
+            before.update(difference.leaves)
+            await self._report(pair, structure, ranks, difference, excuse)
+            if self._action == "warn" or excuse:
                 lesson.drop(difference)
-            else:
-                self._blamed.setdefault(structure, set()).update(difference.leaves)
         await self._publish(structure, lesson)
         return True
 
@@ -301,7 +305,7 @@ class Comparer:
             raise _NotYet("there is another round")
 
     async def _report(
-        self, pair: Pair, structure: str, ranks: list[int], difference: RankDifference, *, is_late: bool
+        self, pair: Pair, structure: str, ranks: list[int], difference: RankDifference, excuse: str
     ) -> None:
         answer = None
         with contextlib.suppress(PeerError):
@@ -309,9 +313,9 @@ class Comparer:
         culprits, names = difference.culprits, [] if answer is None else answer[1]
         rank = culprits[0] if len(culprits) == 1 else None
         message = difference.describe(names)
-        if is_late and self._action != "warn":
-            message += "; the step was committed before that was known, so training goes on"
-        severity = "warn" if is_late else self._severity
+        if excuse and self._action != "warn":
+            message += f"; {excuse}, and training goes on"
+        severity = "warn" if excuse else self._severity
         self._say(pair, structure, message, rank=rank, value=len(difference.leaves), severity=severity)
 
     def _tell(self) -> None:

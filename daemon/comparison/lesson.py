@@ -8,7 +8,7 @@ replica, but when it changes on some only, it was corrupted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -80,15 +80,13 @@ class Lesson:
         """The leaves that must be equal."""
         return ~self._apart & ((self._alike >= ALIKE) | (self._still >= STILL))
 
-    def carried(self, blamed: Iterable[int]) -> Mask | None:
-        """Return the leaves that must be equal in the next generation, too; None if there are none.
+    @property
+    def replicated(self) -> Mask:
+        """Those of them that have changed alike, and so must be equal in the next generation, too.
 
-        Those are replicas that have changed alike and are not `blamed`: what differed once may do so on purpose. What
-        never changed is learned again, because it may begin to.
+        What never changed is learned again there, because it may begin to.
         """
-        mask = ~self._apart & (self._alike >= ALIKE)
-        mask[list(blamed)] = False
-        return mask if mask.any() else None
+        return ~self._apart & (self._alike >= ALIKE)
 
     def study(self, digests: Mapping[int, U64]) -> RankDifference | None:
         """Learn from the digests of one step, by rank, and return what must not differ and does.
