@@ -19,13 +19,13 @@ REQUEST = HostRequest(run_id="run", host="b", generation=3, reason="host b is lo
 
 
 def ask(operator: Operator) -> str:
-    return asyncio.run(operator.replace(REQUEST))
+    return asyncio.run(operator.provide(REQUEST))
 
 
 def command(tmp_path: Path, text: str, timeout_s: float = 30.0) -> Command:
     script = tmp_path / "asks.py"
     script.write_text(text)
-    return Command(f"{sys.executable} {script} 'two words'", timeout_s)
+    return Command(f"{sys.executable} {script} 'two words'", f"{sys.executable} {script} back", timeout_s)
 
 
 def test_standby_says_what_to_do() -> None:
@@ -49,6 +49,20 @@ def test_command_gets_the_request_and_its_exit_code_is_told(tmp_path: Path, capl
     assert arguments == ["two words"]
     assert from_stdin == json.loads(from_environ) == asdict(REQUEST)
     assert "no machine left" in caplog.text
+    given_back = command(tmp_path, text).release(REQUEST)
+    assert asyncio.run(given_back) == "release command for host b exited with code 4"
+    assert json.loads(seen.read_text()) == [["back"], asdict(REQUEST), json.dumps(asdict(REQUEST))]
+
+
+def test_request_for_a_standby_names_no_host() -> None:
+    request = HostRequest(run_id="run", host="", generation=3, reason="1 of 1 standby(s) missing")
+    said = asyncio.run(NoOperator().provide(request))
+    assert said == "waiting for another standby: start a launcher with --rdzv-id run on it"
+    missing = Command("/no/such/program", "/nor/this", 5.0)
+    assert "operator command for a standby cannot be started" in asyncio.run(missing.provide(request))
+    said = asyncio.run(missing.release(REQUEST))
+    assert said.startswith("release command for host b cannot be started")
+    assert said.endswith("see root.release_command")
 
 
 def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -73,4 +87,4 @@ def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -
 
 @pytest.mark.parametrize("words", ["/no/such/program", "'unbalanced"])
 def test_command_that_cannot_be_started_is_named(words: str) -> None:
-    assert "operator command for host b cannot be started" in ask(Command(words, 5.0))
+    assert "operator command for host b cannot be started" in ask(Command(words, "", 5.0))
