@@ -463,7 +463,7 @@ def _surplus(
     A host that the operator provided goes before one that it replaced, and that before any other one.
     """
     answered = [request for request in view.requests if request.answer]
-    if not policy.release_command.strip() or view.failure is not None or not answered:
+    if not (policy.release_command.strip() or policy.slurm_script) or view.failure is not None or not answered:
         return None
     if len(spare) <= policy.standbys + len(_in_need(view, avoided)):
         return None
