@@ -40,6 +40,7 @@ from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.etcd.config import EtcdConfig
 from resilient_run.daemon.peers.daemon_transport import Offer
 from resilient_run.daemon.root.decide import decide
+from resilient_run.daemon.root.requests import Request
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.run import keys
@@ -196,6 +197,7 @@ def run_targets() -> list[Target]:
     host = {"addr": "a", "port": 1, "every": 1, "sign": "alive", "injection": True}
     mark = Fingerprint(user="ann", script="t.py", content="1" * 64, arguments="2" * 64, torch="2", formats="wire 2")
     job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t", key_proof="p", fingerprint=mark)
+    request = Request(host="b", generation=2, unix_s=1.0, known=("a", "c"))
     document: dict[str, Any] = {
         keys.JOB: job.to_value(),
         keys.MEMBERS: {"a": member.to_value(), "c": {**member.to_value(), "ready": 3}},
@@ -208,6 +210,7 @@ def run_targets() -> list[Target]:
         keys.QUARANTINES: {"b": asdict(Quarantine(since_unix_s=1.0, until_unix_s=2e9, reason="r"))},
         keys.LEADER: {"host": "a"},
         keys.DECISIONS: {"decisions": [{"kind": "quarantine", "generation": 1, "host": "b"}, {"kind": "replace"}]},
+        keys.REQUESTS: {"requests": [request.to_item(), {**request.to_item(), "host": "", "answer": "d"}]},
         keys.HISTORY: {"failures": [failure.to_item()] * 3},
         keys.HOSTS: {"a": host, "b": {**host, "sign": ""}},
         keys.HELD: {"b": {"held": {"0": [[1, 4], [1, 5]], "1": [], "2": [[1, 5]]}, "digests": claims}},

@@ -13,16 +13,21 @@ from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.root.decide import (
+    AddStandbys,
+    Answered,
     Break,
     Decision,
     FallBack,
     Note,
     Overlook,
     PutInQuarantine,
+    Release,
     Replace,
     Stop,
     decide,
+    shortage,
 )
+from resilient_run.daemon.root.requests import Request
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
@@ -54,6 +59,11 @@ def noted(kind: str = "worker_exit", host: str = "a", generation: int = 4, **cha
 def seen(kind: str, host: str = "a", severity: str = "fail", **changes: Any) -> dict[str, tuple[Observation]]:
     values = {"message": f"{kind} of {host}", "value": 9.0, "limit": 5.0, "unix_s": NOW_S, **changes}
     return {host: (Observation(kind=kind, severity=severity, **values),)}
+
+
+def request(host: str = "", generation: int = 4, *, age_s: float = 5.0, answer: str = "") -> Request:
+    """A request that was made when the three hosts were there, and "s", which is no more."""
+    return Request(host=host, generation=generation, unix_s=NOW_S - age_s, known=("a", "b", "c", "s"), answer=answer)
 
 
 def whole(**changes: Any) -> RootView:
@@ -98,7 +108,7 @@ QUIET: dict[str, tuple[RootView, str]] = {
         whole(
             observations=seen("gpu"),
             quarantines={"a": SOON},
-            decisions=({"kind": "replace", "hosts": ["a"], "unix_s": NOW_S - 5, "generation": 3},),
+            requests=(request("a", 3),),
         ),
         "whole",
     ),
@@ -135,7 +145,7 @@ QUIET: dict[str, tuple[RootView, str]] = {
     "a launcher is away for a moment": (broken(failure(), members={"a": 5, "c": 5}, absent_s={"b": 3.0}), "broken"),
     "all launchers are gone": (lost(members={}), "broken"),
     "a lost host was asked for": (
-        lost(decisions=({"kind": "replace", "hosts": ["b"], "unix_s": NOW_S - 5, "generation": 4},)),
+        lost(requests=(request("b"),)),
         "broken",
     ),
     "memory lost and nothing is persisted": (whole(held={"a": {}, "b": {}, "c": {}}), "whole"),
@@ -287,9 +297,9 @@ def test_unhealthy_host_without_a_standby_trains_on_and_the_operator_is_asked() 
         observations=seen("gpu", "c"),
         quarantines={"c": SOON},
         members={**dict.fromkeys("abc", 0), "d": 5},
-        decisions=({"kind": "replace", "hosts": ["c"], "unix_s": NOW_S - 5, "generation": 4},),
+        requests=(request("c"),),
     )
-    assert kinds(decide(later, POLICY, NOW_S)) == [Break]
+    assert kinds(decide(later, POLICY, NOW_S)) == [Break, Answered]
 
 
 def test_unhealthy_standby_is_not_used() -> None:
@@ -350,7 +360,7 @@ def test_hang_breaks_the_generation() -> None:
         (lost("b", members={"a": 5, "c": 5, "d": 5}, quarantines={"d": SOON}), ("b",)),
         (broken(failure(), members={"a": 5, "c": 5}, absent_s={"b": 20.0}), ("b",)),
         (
-            lost("b", decisions=({"kind": "replace", "hosts": ["b"], "unix_s": NOW_S - 500, "generation": 2},)),
+            lost("b", requests=(request("b", 2, age_s=500),)),
             ("b",),
         ),
         (whole(quarantines={"b": SOON}), ("b",)),
@@ -359,6 +369,104 @@ def test_hang_breaks_the_generation() -> None:
 def test_operator_is_asked_when_no_standby_is_ready(view: RootView, wanted: tuple[str, ...]) -> None:
     decision = decide(view, POLICY, NOW_S)
     assert decision.actions == (Replace(hosts=wanted, reason=decision.reason),)
+
+
+def standing(names: str = "", **changes: Any) -> RootView:
+    """The whole run with these hosts beside it, all ready, as it has been for a while."""
+    return whole(members={**dict.fromkeys("abc", 0), **dict.fromkeys(names, 5)}, short_s=20.0, **changes)
+
+
+TWO = RootPolicy(standbys=2, operator_command="order", release_command="give-back")
+
+
+@pytest.mark.parametrize(
+    ("view", "missing"),
+    [
+        (standing(), 2),
+        (standing("d"), 1),
+        (standing("de"), 0),
+        (standing("def"), 0),
+        (standing("de", quarantines={"e": SOON}), 1),
+        (standing("de", quarantines={"e": OVER}), 0),
+        (whole(members={**dict.fromkeys("abc", 0), "d": 3}, short_s=20.0), 1),
+        (standing(requests=(request(),)), 1),
+        (standing(requests=(request(), request("b"))), 0),
+        (standing(requests=(request(), request(age_s=TWO.standby_timeout_s + 1))), 1),
+        (standing(requests=(request(answer="s"), request(answer="b"))), 2),
+        (standing("s", quarantines={"b": SOON}, requests=(request("b"),)), 1),
+        (standing("de", quarantines={"b": SOON}), 1),
+        (lost("b", members={"a": 5, "c": 5, "d": 5, "e": 5}, short_s=20.0), 1),
+        (lost("b", requests=(request("b"),), short_s=20.0), 2),
+        (lost("abc", absent_s=dict.fromkeys("abc", 20.0), short_s=20.0), 0),
+        (standing(closed=True), 0),
+        (RootView(host="a", short_s=20.0), 0),
+    ],
+)
+def test_standbys_are_asked_for_until_the_target_is_reached(view: RootView, missing: int) -> None:
+    """Hosts that are on their way count, hosts in quarantine do not, and hosts in need take one each."""
+    assert shortage(view, TWO, NOW_S) == missing
+    added = [action.count for action in decide(view, TWO, NOW_S).actions if isinstance(action, AddStandbys)]
+    assert added == ([missing] if missing else [])
+    assert shortage(view, POLICY, NOW_S) == 0
+    assert AddStandbys not in kinds(decide(view, POLICY, NOW_S))
+    assert AddStandbys not in kinds(decide(replace(view, short_s=5.0), TWO, NOW_S)), "etcd may have been away"
+
+
+def test_newcomers_answer_the_oldest_requests() -> None:
+    late = request("b", age_s=9999)
+    view = standing("de", requests=(late, request(answer="s"), request()))
+    came = decide(view, TWO, NOW_S)
+    assert came.actions == (
+        Answered(request=late, host="d", reason="host d came upon the request for another host in place of b"),
+        Answered(request=request(), host="e", reason="host e came upon that for a standby"),
+    )
+    _, puts = transaction(view, came, NOW_S)
+    assert [item["answer"] for item in puts["root/requests"]["requests"]] == ["d", "s", "e"]
+    assert not decide(standing("s", requests=(request(),)), RootPolicy(standbys=1), NOW_S - 1).actions, "it was known"
+
+
+@pytest.mark.parametrize(
+    ("view", "host", "kept"),
+    [
+        (standing("def", requests=(request("x", answer="a"), request("y", answer="e"))), "e", 0),
+        (standing("def", requests=(request("d", answer="a"),)), "d", None),
+        (standing("def", requests=(request("x", answer="a"),)), "f", None),
+    ],
+)
+def test_standby_too_many_is_given_back(view: RootView, host: str, kept: int | None) -> None:
+    """What the operator provided, else what it replaced, else any other one; once for each host that came."""
+    (action,) = decide(view, TWO, NOW_S).actions
+    assert isinstance(action, Release)
+    assert action.host == host
+    assert action.reason == f"3 standby(s) are ready and 2 wanted: host {host} is given back"
+    guards, puts = transaction(view, Decision(actions=(action,), reason=""), NOW_S)
+    left = [] if kept is None else [view.requests[kept].to_item()]
+    assert puts["root/requests"] == {"requests": left}
+    assert {"root/requests", f"rdzv/quarantine/{host}"} <= guards.keys()
+    quarantine = Quarantine.parse(puts[f"rdzv/quarantine/{host}"])
+    assert 0 < quarantine.left_s(NOW_S) <= 60
+    after = replace(view, requests=view.requests[:0] if kept is None else (view.requests[kept],))
+    assert not decide(replace(after, quarantines={host: quarantine}), TWO, NOW_S).actions
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        standing("de", requests=(request("d", answer="a"),)),
+        standing("def"),
+        standing("def", quarantines={"f": SOON}, requests=(request("d", answer="a"),)),
+        standing("def", quarantines={"b": SOON}, requests=(request("d", answer="a"),)),
+        broken(failure(), members=dict.fromkeys("abcdef", 5), requests=(request("d", answer="a"),)),
+    ],
+)
+def test_no_host_is_given_back_that_is_needed_or_was_not_asked_for(view: RootView) -> None:
+    assert Release not in kinds(decide(view, TWO, NOW_S))
+
+
+def test_no_host_is_given_back_without_a_way_to() -> None:
+    view = standing("def", requests=(request("d", answer="a"),))
+    assert kinds(decide(view, TWO, NOW_S)) == [Release]
+    assert not decide(view, replace(TWO, release_command=" "), NOW_S).actions
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -428,10 +536,10 @@ class Keys:
         state = RootState(host, 2)
         state.apply(self.entries)
         assert state.ignored == {}
-        return state.view.with_absent(dict.fromkeys("abcde", 99.0))
+        return state.view.with_absent(dict.fromkeys("abcde", 99.0)).with_shortage(99.0)
 
-    def apply(self, decision: Decision, now_unix_s: float) -> bool:
-        guards, puts = transaction(self.view(), decision, now_unix_s)
+    def apply(self, decision: Decision, now_unix_s: float, seen: RootView) -> bool:
+        guards, puts = transaction(seen, decision, now_unix_s)
         if any(isinstance(action, Stop) for action in decision.actions):
             puts["rdzv/closed"] = {"reason": decision.reason, "failed": True}
         current = {key: entry.revision for key, entry in self.entries.items()}
@@ -485,14 +593,29 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
             "unix_s": NOW_S,
             "message": "something",
         }
+    values["root/requests"] = {
+        "requests": [
+            request(draw(st.sampled_from(["", "a", "d"])), 3, answer=answer).to_item()
+            for answer in draw(st.lists(st.sampled_from(["", "a", "d"]), max_size=3))
+        ]
+    }
     return values
 
 
 @settings(max_examples=100, deadline=None)
-@given(values=runs(), policy=st.builds(RootPolicy, quarantine_failures=st.integers(1, 3)))
+@given(
+    values=runs(),
+    policy=st.builds(
+        RootPolicy,
+        quarantine_failures=st.integers(1, 3),
+        standbys=st.integers(0, 2),
+        release_command=st.sampled_from(["", "give-back"]),
+    ),
+)
 def test_deciding_ends_and_keeps_its_promises(values: dict[str, Any], policy: RootPolicy) -> None:
     """Whatever the keys say: what is decided applies, soon there is nothing left, nothing is done twice."""
     keys = Keys(values)
+    asked_before = len(values["root/requests"]["requests"])
     done: list[Any] = []
     for turn in range(6):
         before = keys.view()
@@ -500,15 +623,18 @@ def test_deciding_ends_and_keeps_its_promises(values: dict[str, Any], policy: Ro
         assert decision.reason
         if not decision.actions:
             break
-        assert keys.apply(decision, NOW_S + turn)
+        assert keys.apply(decision, NOW_S + turn, before)
         done += decision.actions
-        assert not keys.apply(decision, NOW_S + turn) or keys.view() != before
+        assert not keys.apply(decision, NOW_S + turn, before)
     else:
         raise AssertionError(f"no end: {done}")
     assert sum(isinstance(action, Break | FallBack) for action in done) <= 2
     assert all("rdzv/failure/4" not in values for action in done if isinstance(action, Break))
     asked = [host for action in done if isinstance(action, Replace) for host in action.hosts]
     assert len(asked) == len(set(asked))
+    assert sum(isinstance(action, AddStandbys) for action in done) <= 1
+    assert shortage(keys.view(), policy, NOW_S + 6) == 0
+    assert sum(isinstance(action, Release) for action in done) <= asked_before
     after = keys.view()
     assert {failure.generation for failure in after.history} >= set(after.failures)
     for action in done:
@@ -524,7 +650,7 @@ def test_of_two_roots_only_one_acts(values: dict[str, Any]) -> None:
     decision = decide(keys.view("a"), POLICY, NOW_S)
     if decision.actions:
         guards, _ = transaction(keys.view("b"), decide(keys.view("b"), POLICY, NOW_S), NOW_S)
-        assert keys.apply(decision, NOW_S)
+        assert keys.apply(decision, NOW_S, keys.view("a"))
         current = {key: entry.revision for key, entry in keys.entries.items()}
         assert any(current.get(key, 0) != revision for key, revision in guards.items())
 
@@ -540,6 +666,7 @@ def test_what_is_malformed_counts_as_nothing_and_is_named() -> None:
         "obs/a": {"observations": [{"kind": "gpu"}]},
         "root/failures": {"failures": [3]},
         "root/decisions": {},
+        "root/requests": {"requests": [{"host": "a"}]},
     }
     state = RootState("a", 2)
     state.apply({key: Entry(value=value, revision=1) for key, value in values.items()})

@@ -300,6 +300,36 @@ def test_quarantine_and_the_operator(hosts: Hosts, tmp_path: Path) -> None:
     assert list(status["quarantines"]) == ["b"]
 
 
+def test_standbys_are_ordered_and_given_back(hosts: Hosts, tmp_path: Path) -> None:
+    """One is ordered when none stands by; of two that came, the operator gets back the one that it provided."""
+    script, asked = tmp_path / "asks.py", tmp_path / "asked"
+    script.write_text(
+        "import json, sys\n"
+        f"print(json.dumps([sys.argv[1], json.load(sys.stdin)['host']]), file=open({str(asked)!r}, 'a'))\n"
+    )
+    command = f"{sys.executable} {script}"
+    policy = {"root": {"standbys": 1, "operator_command": f"{command} order", "release_command": f"{command} back"}}
+    for name in "ab":
+        hosts[name].start()
+        hosts[name].open(policy=policy)
+    hosts.run("ab")
+    members(hosts, "ab")
+    assert decided(hosts, "add_standbys")["reason"] == "1 of 1 standby(s) missing"
+    assert decided(hosts, "operator")["reason"] == "operator command for a standby exited with code 0"
+    members(hosts, "c", ready=2)
+    assert decided(hosts, "answered")["hosts"] == ["c"]
+    members(hosts, "d", ready=2)
+    assert decided(hosts, "release")["hosts"] == ["c"]
+    wait_until(
+        lambda: decisions(hosts)[-1]["reason"] == "release command for host c exited with code 0",
+        timeout_s=WAIT_S,
+        what=lambda: f"the end of the command: {decisions(hosts)}",
+    )
+    assert [json.loads(line) for line in asked.read_text().splitlines()] == [["order", ""], ["back", "c"]]
+    assert list(keys(hosts, "rdzv/quarantine/")) == ["rdzv/quarantine/c"]
+    assert keys(hosts, "root/requests")["root/requests"].value == {"requests": []}
+
+
 def test_survivor_is_not_blamed_for_a_lost_host(hosts: Hosts) -> None:
     """The worker on b exits at once, a counts as lost when its lease expires: again and again."""
     policy = {"root": {"quarantine_failures": 3}}

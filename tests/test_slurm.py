@@ -232,9 +232,10 @@ class Job:
 
 
 @pytest.fixture
-def slurm(netlab: Callable[..., NetLab], tmp_path: Path) -> Iterator[Slurm]:
+def slurm(netlab: Callable[..., NetLab], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
     # Control groups are named after nodes, and belong to the machine.
-    made = Slurm(netlab, tmp_path, [f"n{number}p{os.getpid()}" for number in range(3)])
+    nodes = getattr(request, "param", 3)
+    made = Slurm(netlab, tmp_path, [f"n{number}p{os.getpid()}" for number in range(nodes)])
     try:
         made.start()
         yield made
@@ -282,6 +283,56 @@ def test_job_outlives_a_worker_and_a_node(slurm: Slurm, etcd: EtcdMember) -> Non
     job.wait("COMPLETED", "FAILED", "NODE_FAIL", timeout_s=200)
     assert_one_training(job, 200)
     assert job.text.count("all 2 host(s) recovered") == 2, job.describe()
+
+
+@pytest.mark.parametrize("slurm", [4], indirect=True)
+def test_slurm_provides_a_host_and_takes_one_back(slurm: Slurm, etcd: EtcdMember) -> None:
+    """When a host is lost, the root submits the script, and cancels the job of a host that is one too many."""
+    first, lost, *others = slurm.names
+    shared = slurm.root / "shared"
+    launch, key, config = shared / "launch", shared / "key", shared / "config.toml"
+    slurm.run("resilientctl", "keygen", str(key))
+    config.write_text(f'[root]\nslurm_script = "{launch}"\n')
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-endpoint", etcd.endpoint]
+    words += ["--rr-key-file", str(key), "--rr-config", str(config), str(EXAMPLE), "--steps", "100000", "--json", *TINY]
+    launch.write_text(
+        f"#!/bin/bash\n#SBATCH --no-requeue\n#SBATCH --output={shared}/%N.log\n"
+        f'exec resilient-run --rr-host-id "$SLURMD_NODENAME" --rdzv-id "$RUN_ID" {" ".join(words)}\n'
+    )
+    launch.chmod(0o600)
+
+    def submit(node: str, name: str) -> None:
+        env = {"RUN_ID": "given", "GLOO_SOCKET_IFNAME": "eth0", "RESILIENT_RUN_DIR": "/dev/shm/run"}
+        slurm.run("sbatch", f"--job-name={name}", f"--nodelist={node}", str(launch), **env)
+
+    def provided() -> list[str]:
+        """Return the nodes of running jobs that have the name which the root gives them."""
+        running = slurm.run("squeue", "--noheader", "--states=RUNNING", "--name=resilient-given", "--format=%N")
+        return running.split()
+
+    def text(node: str) -> str:
+        path = shared / f"{node}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def logs() -> str:
+        shown = [f"{name}:\n{text(name)[-4000:]}" for name in slurm.names]
+        return "\n".join([slurm.run("squeue"), str(slurm.states()), *shown])
+
+    for name in (first, lost):
+        submit(name, "mine")
+    wait_until(lambda: all('"step": 5,' in text(name) for name in (first, lost)), timeout_s=120, what=logs, pause_s=0.2)
+    slurm.net.host(lost).lose()
+    wait_until(provided, timeout_s=120, what=logs, pause_s=0.5)
+    (newcomer,) = provided()
+    assert newcomer in others
+    wait_until(lambda: '"loss"' in text(newcomer), timeout_s=120, what=logs, pause_s=0.5)
+    (surplus,) = set(others) - {newcomer}
+    submit(surplus, "resilient-given")
+    wait_until(lambda: "CANCELLED" in text(surplus), timeout_s=120, what=logs, pause_s=0.2)
+    assert "it is given back" in text(surplus)
+    wait_until(lambda: provided() == [newcomer], timeout_s=120, what=logs, pause_s=0.5)
+    done = text(newcomer).count('"loss"')
+    wait_until(lambda: text(newcomer).count('"loss"') > done, timeout_s=60, what=logs, pause_s=0.2)
 
 
 def test_job_goes_on_after_its_time_limit(slurm: Slurm) -> None:

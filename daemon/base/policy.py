@@ -28,7 +28,11 @@ class RootPolicy:
         quarantine_window_s: How long a failure counts, seconds.
         quarantine_cooldown_s: How long a quarantine lasts, seconds.
         operator_command: Runs once per host that needs a replacement; "" waits for a standby.
-        operator_timeout_s: How long that command may take, seconds.
+        release_command: Runs once per host that is given back; "" gives none back.
+        slurm_script: Submitted to Slurm once per host that is asked for, in the place of both commands.
+        operator_timeout_s: How long one of these commands may take, seconds.
+        standbys: Hosts to be held ready beside those that train; the operator is asked for those that are missing.
+        standby_timeout_s: How long a host may take to come before the operator is asked for another one, seconds.
     """
 
     stalled_recoveries: int = setting(5, low=1)
@@ -37,7 +41,11 @@ class RootPolicy:
     quarantine_window_s: float = setting(1800.0, low=1)
     quarantine_cooldown_s: float = setting(1800.0, low=1)
     operator_command: str = setting("")
+    release_command: str = setting("")
+    slurm_script: str = setting("")
     operator_timeout_s: float = setting(600.0, low=1)
+    standbys: int = setting(0, low=0, high=1000)
+    standby_timeout_s: float = setting(1800.0, low=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ that memory no longer holds what it would restore, that a generation hangs, that
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from resilient_run.ckpt.format.pair import Pair
@@ -14,6 +15,7 @@ from ..base.policy import RootPolicy
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
+from .requests import Request
 from .view import RootView
 
 HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu"})
@@ -25,6 +27,9 @@ _BLAMED = frozenset({"worker_exit", "hang", "host_lost", "unhealthy", "corruptio
 _LOOPING = frozenset({"worker_exit", "hang", "corruption"})
 _ABSENT_S = 10.0
 """How long a launcher may be away before it is replaced, unless others found it lost: etcd may have been away."""
+_LEAVING_S = 60.0
+"""How long a host that is given back is avoided: it must not get a seat while the operator takes it away."""
+_KEPT_REQUESTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +55,33 @@ class Replace:
     """Ask the operator for hosts in the place of `hosts`."""
 
     hosts: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddStandbys:
+    """Ask the operator for `count` more standbys."""
+
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """Remember that `host` is what came for `request`."""
+
+    request: Request
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """Give `host` back to the operator, who was asked for one with `request`, and avoid it until it is gone."""
+
+    request: Request
+    host: str
+    quarantine: Quarantine
     reason: str
 
 
@@ -86,7 +118,7 @@ class Stop:
     reason: str
 
 
-Action = Note | PutInQuarantine | Replace | FallBack | Break | Overlook | Stop
+Action = Note | PutInQuarantine | Replace | AddStandbys | Answered | Release | FallBack | Break | Overlook | Stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +162,15 @@ def decide(view: RootView, policy: RootPolicy, now_unix_s: float, *, corruption:
             actions.append(Break(kind="memory_lost", host="", rank=None, reason=fall_back.reason))
         elif (breaking := corrupted or _unhealthy(view, spare) or _hang(view)) is not None:
             actions.append(breaking)
+    answers = _answers(view)
+    actions += answers
+    view = replace(view, requests=remembered(view, answers, now_unix_s))
     if (request := _replacement(view, avoided, spare)) is not None:
         actions.append(request)
+    elif (standbys := _standbys(view, policy, now_unix_s)) is not None:
+        actions.append(standbys)
+    elif (release := _surplus(view, policy, avoided, spare, now_unix_s)) is not None:
+        actions.append(release)
     if actions:
         return _decision(tuple(actions))
     state = f"broken: {view.failure.message}" if view.failure else f"whole on {len(round_.hosts)} host(s)"
@@ -322,12 +361,12 @@ def _hang(view: RootView) -> Break | Overlook | None:
     )
 
 
-def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Replace | None:
-    """Return the request for as many hosts as are lost or avoided beyond the standbys, each asked for once."""
+def _in_need(view: RootView, avoided: set[str]) -> dict[str, bool]:
+    """Return the hosts of the round that need another one in their place, and whether each is lost: else avoided."""
     assert view.round is not None
     if not any(host in view.members for host in view.round.hosts):
         # Nobody is left who could go on with a replacement: the run has ended or is being started again.
-        return None
+        return {}
     lost = [
         host
         for host in view.round.hosts
@@ -335,8 +374,15 @@ def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Replace
         and host not in view.members
         and ((view.failure.kind, view.failure.host) == ("host_lost", host) or view.absent_s.get(host, 0.0) > _ABSENT_S)
     ]
-    wanted = [*lost, *(host for host in view.round.hosts if host in avoided and host not in lost)]
-    wanted = [host for host in wanted[len(spare) :] if not _asked(view, host, lost=host in lost)]
+    return dict.fromkeys(lost, True) | {
+        host: False for host in view.round.hosts if host in avoided and host not in lost
+    }
+
+
+def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Replace | None:
+    """Return the request for as many hosts as are lost or avoided beyond the standbys, each asked for once."""
+    need = _in_need(view, avoided)
+    wanted = [host for host in list(need)[len(spare) :] if not _asked(view, host, lost=need[host])]
     if not wanted:
         return None
     return Replace(hosts=tuple(wanted), reason=f"no standby is ready for host(s) {', '.join(wanted)}")
@@ -345,11 +391,88 @@ def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Replace
 def _asked(view: RootView, host: str, *, lost: bool) -> bool:
     since_unix_s = view.quarantines[host].since_unix_s if host in view.quarantines else 0.0
     return any(
-        entry.get("kind") == "replace"
-        and host in entry.get("hosts", ())
-        and (entry.get("generation") == view.generation if lost else entry.get("unix_s", 0.0) >= since_unix_s)
-        for entry in view.decisions
+        request.host == host and (request.generation == view.generation if lost else request.unix_s >= since_unix_s)
+        for request in view.requests
     )
+
+
+def remembered(view: RootView, actions: Iterable[Action], now_unix_s: float) -> tuple[Request, ...]:
+    """Return the requests to the operator as they are once `actions`, decided on `view`, are carried out."""
+    requests = list(view.requests)
+    for action in actions:
+        match action:
+            case Replace(hosts=hosts):
+                requests += _requests(view, hosts, now_unix_s)
+            case AddStandbys(count=count):
+                requests += _requests(view, [""] * count, now_unix_s)
+            case Answered(request=request, host=host):
+                requests[requests.index(request)] = replace(request, answer=host)
+            case Release(request=request):
+                requests.remove(request)
+    return tuple(requests[-_KEPT_REQUESTS:])
+
+
+def _requests(view: RootView, hosts: Iterable[str], now_unix_s: float) -> list[Request]:
+    known = tuple(sorted(view.members))
+    return [Request(host=host, generation=view.generation, unix_s=now_unix_s, known=known) for host in hosts]
+
+
+def _answers(view: RootView) -> list[Answered]:
+    """Return what came for requests: each newcomer answers the oldest one that it can, also one that came too late."""
+    came = {request.answer for request in view.requests}
+    found = []
+    for request in view.requests:
+        new = sorted(view.members.keys() - {*request.known, *came})
+        if not request.answer and new:
+            came.add(new[0])
+            what = f"the request for another host in place of {request.host}" if request.host else "that for a standby"
+            found.append(Answered(request=request, host=new[0], reason=f"host {new[0]} came upon {what}"))
+    return found
+
+
+def shortage(view: RootView, policy: RootPolicy, now_unix_s: float) -> int:
+    """Return how many standbys have to be asked for: those that are missing and not on their way, 0 without a target.
+
+    A launcher that is not ready yet is on its way, too. Hosts in need of another one take a standby each.
+    """
+    if not policy.standbys or view.closed or view.round is None:
+        return 0
+    avoided = view.quarantined(now_unix_s)
+    if not any(host in view.members for host in view.round.hosts):
+        return 0
+    there = sum(host not in view.round and host not in avoided for host in view.members)
+    coming = sum(
+        not request.answer and request.unix_s > now_unix_s - policy.standby_timeout_s for request in view.requests
+    )
+    return max(0, policy.standbys + len(_in_need(view, avoided)) - there - coming)
+
+
+def _standbys(view: RootView, policy: RootPolicy, now_unix_s: float) -> AddStandbys | None:
+    """Return the request for the standbys that are missing, once they have been for a while."""
+    missing = shortage(view, policy, now_unix_s)
+    if not missing or view.short_s <= _ABSENT_S:
+        return None
+    return AddStandbys(count=missing, reason=f"{missing} of {policy.standbys} standby(s) missing")
+
+
+def _surplus(
+    view: RootView, policy: RootPolicy, avoided: set[str], spare: list[str], now_unix_s: float
+) -> Release | None:
+    """Return the standby that is one too many because the operator was asked for a host, and what it replaced is back.
+
+    A host that the operator provided goes before one that it replaced, and that before any other one.
+    """
+    answered = [request for request in view.requests if request.answer]
+    if not (policy.release_command.strip() or policy.slurm_script) or view.failure is not None or not answered:
+        return None
+    if len(spare) <= policy.standbys + len(_in_need(view, avoided)):
+        return None
+    provided = [(request, request.answer) for request in reversed(answered) if request.answer in spare]
+    mended = [(request, request.host) for request in answered if request.host in spare]
+    request, host = (*provided, *mended, (answered[0], spare[-1]))[0]
+    reason = f"{len(spare)} standby(s) are ready and {policy.standbys} wanted: host {host} is given back"
+    quarantine = Quarantine(since_unix_s=now_unix_s, until_unix_s=now_unix_s + _LEAVING_S, reason="it is given back")
+    return Release(request=request, host=host, quarantine=quarantine, reason=reason)
 
 
 def _disables(observation: Observation) -> bool:

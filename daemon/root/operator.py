@@ -1,16 +1,19 @@
-"""Who is asked for another host when one is lost and no standby is ready (the cloud operator of Gemini, 6.6.2)."""
+"""Who is asked for hosts, to replace one or to stand by, and takes them back (the cloud operator of Gemini, 6.6.2)."""
 
 import asyncio
 import json
 import logging
 import os
+import re
 import shlex
 import signal
+import stat
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ..base.files import restore_file_limit
 from ..base.policy import RootPolicy
+from ..run.rounds import machine_of
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,14 @@ _OUTPUT_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRequest:
-    """One host that needs a replacement; as JSON it is what an operator command is given."""
+    """One host that is asked for or given back; as JSON it is what a command of the operator is given.
+
+    Attributes:
+        run_id: The run.
+        host: The host that needs a replacement, "" where a standby is asked for; or the one that is given back.
+        generation: In which it was decided.
+        reason: What a person wants to know.
+    """
 
     run_id: str
     host: str
@@ -32,62 +42,159 @@ class HostRequest:
 class Operator(Protocol):
     """Provides hosts; a new one takes part by starting a launcher with the run's `--rdzv-id`."""
 
-    async def replace(self, request: HostRequest) -> str:
+    async def provide(self, request: HostRequest) -> str:
         """Ask for one host and return, for people, what was done; takes as long as it needs and raises nothing."""
+        ...
+
+    async def release(self, request: HostRequest) -> str:
+        """Give a host back, as `provide` asks for one; its launcher is to be ended."""
         ...
 
 
 class NoOperator:
-    """Provides nothing: somebody else has to start another launcher."""
+    """Provides nothing: somebody else has to start another launcher, or end one."""
 
-    async def replace(self, request: HostRequest) -> str:
-        """Log what the run is waiting for."""
-        return f"waiting for a standby for host {request.host}: start a launcher with --rdzv-id {request.run_id} on it"
+    async def provide(self, request: HostRequest) -> str:
+        """Return what the run is waiting for."""
+        what = f"a standby for host {request.host}" if request.host else "another standby"
+        return f"waiting for {what}: start a launcher with --rdzv-id {request.run_id} on it"
+
+    async def release(self, request: HostRequest) -> str:
+        """Return what is not needed any more."""
+        return f"host {request.host} is not needed any more: end its launcher"
 
 
 class Command:
     """Runs a command for every request, which finds it as JSON on its standard input and in REQUEST_VARIABLE.
 
     Args:
-        command: Words as in a shell; no shell interprets them.
-        timeout_s: When the command and its children are killed, seconds.
+        command: Asks for a host. Words as in a shell; no shell interprets them.
+        release_command: Gives one back, likewise.
+        timeout_s: When a command and its children are killed, seconds.
     """
 
-    def __init__(self, command: str, timeout_s: float) -> None:
+    def __init__(self, command: str, release_command: str, timeout_s: float) -> None:
         self._command = command
+        self._release_command = release_command
         self._timeout_s = timeout_s
 
-    async def replace(self, request: HostRequest) -> str:
+    async def provide(self, request: HostRequest) -> str:
         """Run the command, log what it prints, and return how it ended."""
+        return await self._run("operator_command", self._command, request)
+
+    async def release(self, request: HostRequest) -> str:
+        """Do the same with the command that gives a host back."""
+        return await self._run("release_command", self._release_command, request)
+
+    async def _run(self, setting: str, command: str, request: HostRequest) -> str:
         body = json.dumps(asdict(request)).encode()
-        who = f"operator command for host {request.host}"
+        who = f"{setting.replace('_', ' ')} for {_what(request)}"
         try:
-            process = await asyncio.create_subprocess_exec(
-                *shlex.split(self._command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, REQUEST_VARIABLE: body.decode()},
-                start_new_session=True,
+            words = shlex.split(command)
+        except ValueError as error:
+            return f"{who} cannot be started: {error}; see root.{setting}"
+        return await _outcome(
+            words, body, {REQUEST_VARIABLE: body.decode()}, who=who, setting=setting, timeout_s=self._timeout_s
+        )
+
+
+class Slurm:
+    """Provides a host as a job of Slurm: `sbatch` submits a script, and `scancel` ends the job that runs on a host.
+
+    The script, which finds the run id in RUN_ID, starts a launcher that names its host as Slurm does.
+
+    Args:
+        script: The file, which nobody but this user and root may be able to change.
+        timeout_s: When one of these commands is killed, seconds.
+    """
+
+    def __init__(self, script: str, timeout_s: float) -> None:
+        self._script = script
+        self._timeout_s = timeout_s
+
+    async def provide(self, request: HostRequest) -> str:
+        """Submit the script, and return how that ended."""
+        try:
+            script = _own(self._script)
+        except (OSError, ValueError) as error:
+            return f"no job for {_what(request)}: {error}; see root.slurm_script"
+        words = ["sbatch", f"--job-name={_job(request)}"]
+        return await self._outcome(words, script, {"RUN_ID": request.run_id}, request)
+
+    async def release(self, request: HostRequest) -> str:
+        """Cancel the job on that host, if it is one of this run's, and return how that ended."""
+        node = machine_of(request.host)
+        # To Slurm, "n[1-9]" or "a,b" would be several.
+        if not all(re.fullmatch(r"[A-Za-z0-9._:-]+", name) for name in (node, _job(request))):
+            return f"no job is cancelled for {_what(request)}: Slurm may read its name or the run id as a list"
+        words = ["scancel", "--verbose", f"--user={os.geteuid()}", f"--name={_job(request)}", f"--nodelist={node}"]
+        return await self._outcome(words, b"", {}, request)
+
+    async def _outcome(self, words: list[str], body: bytes, env: dict[str, str], request: HostRequest) -> str:
+        who = f"{words[0]} for {_what(request)}"
+        return await _outcome(words, body, env, who=who, setting="slurm_script", timeout_s=self._timeout_s)
+
+
+def _what(request: HostRequest) -> str:
+    return f"host {request.host}" if request.host else "a standby"
+
+
+def _job(request: HostRequest) -> str:
+    return f"resilient-{request.run_id}"
+
+
+def _own(path: str) -> bytes:
+    """Return what is in a file that only this user and root can change.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no such file.
+    """
+    if not os.path.isabs(path):
+        raise ValueError(f"{path} must be an absolute path")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_uid not in {0, os.geteuid()} or about.st_mode & 0o022:
+            raise ValueError(
+                f"others may change {path} (uid {about.st_uid}, mode {stat.filemode(about.st_mode)}): it must be a "
+                f"regular file that belongs to you; chmod go-w {path}"
             )
-        except (OSError, ValueError, KeyError) as error:
-            return f"{who} cannot be started: {error}; see root.operator_command"
-        restore_file_limit(process.pid)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                output, _ = await process.communicate(body)
-        except TimeoutError:
-            return f"{who} was killed after {self._timeout_s:g} s; see root.operator_timeout_s"
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        log.info("%s printed: %s", who, output[-_OUTPUT_BYTES:].decode(errors="replace").strip() or "nothing")
-        return f"{who} exited with code {process.returncode}"
+        return file.read()
+
+
+async def _outcome(
+    words: list[str], body: bytes, env: dict[str, str], *, who: str, setting: str, timeout_s: float
+) -> str:
+    """Run a command with `body` on its standard input, log what it prints, and return how it ended."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return f"{who} cannot be started: {error}; see root.{setting}"
+    restore_file_limit(process.pid)
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, _ = await process.communicate(body)
+    except TimeoutError:
+        return f"{who} was killed after {timeout_s:g} s; see root.operator_timeout_s"
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    log.info("%s printed: %s", who, output[-_OUTPUT_BYTES:].decode(errors="replace").strip() or "nothing")
+    return f"{who} exited with code {process.returncode}"
 
 
 def make_operator(policy: RootPolicy) -> Operator:
     """Return the operator that `policy` names."""
+    if policy.slurm_script:
+        return Slurm(policy.slurm_script, policy.operator_timeout_s)
     if policy.operator_command.strip():
-        return Command(policy.operator_command, policy.operator_timeout_s)
+        return Command(policy.operator_command, policy.release_command, policy.operator_timeout_s)
     return NoOperator()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -22,7 +22,23 @@ from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .committer import Committer
-from .decide import Action, Break, Decision, FallBack, Note, Overlook, PutInQuarantine, Replace, Stop, decide
+from .decide import (
+    Action,
+    AddStandbys,
+    Answered,
+    Break,
+    Decision,
+    FallBack,
+    Note,
+    Overlook,
+    PutInQuarantine,
+    Release,
+    Replace,
+    Stop,
+    decide,
+    remembered,
+    shortage,
+)
 from .operator import HostRequest, Operator
 from .state import RootState
 from .view import RootView
@@ -51,7 +67,7 @@ class Root:
         corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
         digests: By which they are compared.
         observe: Takes in what way they differ.
-        operator: Asked for replacements.
+        operator: Asked for hosts, and given back those that are not needed.
         group: Runs the requests to it.
         supervisor: Of the job's tasks.
         also_commit: Returns what else is put when a pair is committed, by key.
@@ -85,6 +101,7 @@ class Root:
         self._news = asyncio.Event()
         self._over_in: int | None = None
         self._absent_since_s: dict[str, float] = {}
+        self._short_since_s: float | None = None
         self._corruption = corruption
         self._comparer = Comparer(
             etcd,
@@ -155,7 +172,9 @@ class Root:
             self._over_in = seen.generation
         if seen.generation == self._over_in:
             return Decision(actions=(), reason="the run is over")
-        return decide(seen.with_absent(self._absent_s(seen)), self._policy, now_unix_s, corruption=self._corruption)
+        seen = seen.with_absent(self._absent_s(seen))
+        seen = seen.with_shortage(self._short_s(shortage(seen, self._policy, now_unix_s)))
+        return decide(seen, self._policy, now_unix_s, corruption=self._corruption)
 
     def _absent_s(self, seen: RootView) -> dict[str, float]:
         now_s = time.monotonic()
@@ -163,6 +182,11 @@ class Root:
         since = self._absent_since_s
         self._absent_since_s = {host: since.get(host, now_s) for host in hosts if host not in seen.members}
         return {host: now_s - at_s for host, at_s in self._absent_since_s.items()}
+
+    def _short_s(self, missing: int) -> float:
+        now_s = time.monotonic()
+        self._short_since_s = (self._short_since_s or now_s) if missing else None
+        return 0.0 if self._short_since_s is None else now_s - self._short_since_s
 
     async def _carry_out(self, seen: RootView, decision: Decision, now_unix_s: float) -> bool:
         guards, puts = transaction(seen, decision, now_unix_s)
@@ -177,20 +201,25 @@ class Root:
     def _announce(self, seen: RootView, decision: Decision) -> None:
         for action in decision.actions:
             log.log(logging.ERROR if isinstance(action, Stop) else logging.WARNING, "%s", action.reason)
-            if isinstance(action, Replace):
-                for host in action.hosts:
-                    request = HostRequest(
-                        run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason
-                    )
-                    self._group.create_task(self._supervisor.once("operator", self._request(request)))
+            ask, hosts = self._operator.provide, tuple[str, ...]()
+            match action:
+                case Replace():
+                    hosts = action.hosts
+                case AddStandbys():
+                    hosts = ("",) * action.count
+                case Release():
+                    ask, hosts = self._operator.release, (action.host,)
+            for host in hosts:
+                request = HostRequest(run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason)
+                self._group.create_task(self._supervisor.once("operator", self._request(ask, request)))
 
-    async def _request(self, request: HostRequest) -> None:
+    async def _request(self, ask: Callable[[HostRequest], Awaitable[str]], request: HostRequest) -> None:
         """Let the operator answer, however long it takes, and remember what it said."""
-        outcome = await self._operator.replace(request)
+        outcome = await ask(request)
         log.warning("%s", outcome)
         key = self._prefix + keys.DECISIONS
         about = {"unix_s": time.time(), "root": self._view.host, "generation": request.generation}
-        entry = {**about, "kind": "operator", "hosts": [request.host], "reason": outcome}
+        entry = {**about, "kind": "operator", "hosts": _named(request.host), "reason": outcome}
         while True:
             try:
                 found = await self._etcd.get(key)
@@ -211,7 +240,7 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
     puts: dict[str, Any] = {}
     for action in decision.actions:
         match action:
-            case PutInQuarantine():
+            case PutInQuarantine() | Release():
                 puts[keys.QUARANTINES(action.host)] = action.quarantine.to_value()
             case FallBack():
                 puts[keys.WATERMARK] = pair_value(action.pair)
@@ -225,6 +254,8 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
     elif noted := [action.failure for action in decision.actions if isinstance(action, Note)]:
         kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
         puts[keys.HISTORY] = {"failures": [failure.to_item() for failure in kept]}
+    if (requests := remembered(seen, decision.actions, now_unix_s)) != seen.requests:
+        puts[keys.REQUESTS] = {"requests": [request.to_item() for request in requests]}
     guards = {key: seen.revisions.get(key, 0) for key in (keys.ROUND, keys.DECISIONS, *puts)}
     about = {"unix_s": now_unix_s, "root": seen.host, "generation": seen.generation}
     puts[keys.DECISIONS] = _kept(seen.decisions, *({**about, **_entry(action)} for action in decision.actions))
@@ -248,20 +279,30 @@ def _entry(action: Action) -> dict[str, Any]:
     hosts: list[str] = []
     match action:
         case Note(fault=kind, failure=failure):
-            hosts = [failure.host] if failure.host else []
+            hosts = _named(failure.host)
         case PutInQuarantine(host=host):
             kind, hosts = "quarantine", [host]
         case Replace():
             kind, hosts = "replace", list(action.hosts)
+        case AddStandbys():
+            kind = "add_standbys"
+        case Answered(host=host):
+            kind, hosts = "answered", [host]
+        case Release(host=host):
+            kind, hosts = "release", [host]
         case FallBack():
             kind = "fall_back"
         case Break(host=host):
-            kind, hosts = "break", [host] if host else []
+            kind, hosts = "break", _named(host)
         case Overlook():
             kind = "overlook"
         case Stop():
             kind = "stop"
     return {"kind": kind, "hosts": hosts, "reason": action.reason}
+
+
+def _named(host: str) -> list[str]:
+    return [host] if host else []
 
 
 def _decided(found: Entry) -> tuple[dict[str, Any], ...]:

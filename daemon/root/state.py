@@ -18,6 +18,7 @@ from ..run.quarantine import Quarantine
 from ..run.records import Failure, parse_decisions
 from ..run.rounds import Member, Round
 from ..tier.persist_plan import parse_published
+from .requests import parse_requests
 from .view import RootView
 
 
@@ -128,6 +129,7 @@ class RootState:
                 observations=dict(sorted(folders[keys.OBSERVATIONS].items())),
                 quarantines=dict(folders[keys.QUARANTINES]),
                 decisions=found.get(keys.DECISIONS, ()),
+                requests=found.get(keys.REQUESTS, ()),
                 closed=keys.CLOSED in found,
                 revisions=dict(self._revisions),
             )
@@ -189,6 +191,7 @@ _KEYS: Mapping[str, Callable[[str, Entry], Any]] = {
     keys.PERSISTED: lambda _, entry: parse_published(entry.value),
     keys.HISTORY: _history,
     keys.DECISIONS: lambda _, entry: parse_decisions(entry.value),
+    keys.REQUESTS: lambda _, entry: parse_requests(entry.value),
 }
 _FOLDERS: Mapping[str, Callable[[str, Entry], Any]] = {
     keys.MEMBERS: lambda key, entry: Member.parse(key.rpartition("/")[2], entry.value, entry.created),

@@ -11,6 +11,7 @@ from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
 from ..run.rounds import Round
+from .requests import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class RootView:
         gone: Generation → its hosts without the launcher that they had in it: of the current generation once it is
             broken, and of the one before as it was when the current one was formed, if this root saw that.
         absent_s: Hosts of the round without a live launcher → for how long the root has seen it so, seconds.
+        short_s: For how long the root has seen that a standby has to be asked for, seconds.
         daemons: Hosts whose daemon is registered.
         alive: Those of them whose sign of life is that a rank pauses or makes collectives.
         held: Host → rank → pairs that its daemon reported last; the host may be gone.
@@ -34,6 +36,7 @@ class RootView:
         observations: Host → what is wrong there now.
         quarantines: By host, also those that are over.
         decisions: What roots decided, oldest first.
+        requests: Hosts that the operator was asked for, oldest first; none that was given back.
         closed: The run is over.
         revisions: Key without the run's prefix → revision of its last change; guards what is decided on this view.
     """
@@ -43,6 +46,7 @@ class RootView:
     members: Mapping[str, int] = field(default_factory=dict)
     gone: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     absent_s: Mapping[str, float] = field(default_factory=dict)
+    short_s: float = 0.0
     daemons: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
     held: Mapping[str, Held] = field(default_factory=dict)
@@ -53,6 +57,7 @@ class RootView:
     observations: Mapping[str, tuple[Observation, ...]] = field(default_factory=dict)
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     decisions: tuple[dict[str, Any], ...] = ()
+    requests: tuple[Request, ...] = ()
     closed: bool = False
     revisions: Mapping[str, int] = field(default_factory=dict)
 
@@ -69,6 +74,10 @@ class RootView:
     def with_absent(self, absent_s: Mapping[str, float]) -> Self:
         """Return this view with how long launchers have been away."""
         return replace(self, absent_s=absent_s)
+
+    def with_shortage(self, short_s: float) -> Self:
+        """Return this view with how long standbys have been missing."""
+        return replace(self, short_s=short_s)
 
     def with_noted(self, failures: Iterable[Failure]) -> Self:
         """Return this view with `failures` in its history, in the place of what was noted of their generations."""

@@ -32,6 +32,7 @@ QUARANTINES = Folder("rdzv/quarantine")  # by host, root: a `Quarantine`
 ROOT = "root/"  # what says who is the root, and what roots did
 LEADER = "root/leader"  # leased, the daemon that was elected: its host
 DECISIONS = "root/decisions"  # root: what roots decided
+REQUESTS = "root/requests"  # root: hosts that the operator was asked for, `Request`
 HISTORY = "root/failures"  # root: the `Failure` of each generation, as roots noted it
 
 HOSTS = Folder("ckpt/hosts")  # by host, leased, its daemon: where peers fetch, and signs of life
