@@ -179,7 +179,8 @@ def settings() -> list[tuple[str, str, str]]:
 def test_settings_are_those_of_the_configuration() -> None:
     told = []
     for row in (line for line in (DOCS / "operations/configuration.md").read_text().splitlines() if "| `" in line):
-        names, defaults, values, _ = row.removeprefix("| ").removesuffix(" |").split(" | ", 3)
+        names, defaults, values, meaning = row.removeprefix("| ").removesuffix(" |").split(" | ", 3)
+        assert " | " not in meaning, row
         names_and_defaults = zip(names.split(", "), defaults.split(", "), strict=True)
         told += [(name, default, values) for name, default in names_and_defaults]
     assert sorted(told) == sorted(settings())
