@@ -53,8 +53,9 @@ def main(gate: Path, steps: int) -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
-        checkpointer.step(step)
+        # Before the step can be committed: a rank that is killed then does not say it any more.
         _say(rank=rank, step=step, loss=loss.item())
+        checkpointer.step(step)
     if rank == 0:
         _say(params_sha256=sha256_of(model))
     checkpointer.close()
