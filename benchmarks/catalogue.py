@@ -149,10 +149,9 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="capture-stall",
-                arguments="--mb 64 256 --loop plain wrapped closure fsdp2 "
-                "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save lm-resiliency "
-                f"--lm {LM}",
-                minutes=40,
+                arguments="--mb 256 --loop plain wrapped closure fsdp2 "
+                f"--contender resilient-run 'resilient-run, 2 hosts' async_save --lm {LM}",
+                minutes=20,
                 needs=(LM,),
             ),
             Result(
@@ -592,6 +591,7 @@ KEPT: Final = {
     "2026-11-21-compressor-convergence.json": "1000 steps of one seed; the script takes the example since",
     "2026-11-21-replication-rate-200.json": "half of the state, on a busier machine",
     "2026-11-22-zoo.json": "a campaign of earlier code",
+    "2026-11-23-capture-stall.json": "ratios to each contender's own memcpy; has 64 MiB and torch.save, too",
     "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
     "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
     "2026-11-25-predicted-213.json": "the worst sample, again",

@@ -170,12 +170,12 @@ def stall() -> str:
             continue
         seconds = contenders["resilient-run"]["memcpy_s"]
         copy = Bar(name="one memcpy", median=1e3 * seconds["median"], color=FLOOR)
-        order = ("resilient-run", "resilient-run, 2 hosts", "lm-resiliency", "async_save", "torch.save")
+        order = ("resilient-run", "resilient-run, 2 hosts", "lm-resiliency", "async_save")
         waited = [Bar.of(each, contenders[each]["stall_s"], scale=1e3) for each in order]
         groups.append(Group(title=loops[case.partition(",")[0]], bars=[copy, *waited]))
     return bars(
         "Milliseconds that training waits for one checkpoint of 256 MiB per rank",
-        "Two ranks on 2 cores; async_save and torch.save write to tmpfs.",
+        "Two ranks on 2 cores; async_save writes to tmpfs.",
         groups,
         unit="ms",
     )
