@@ -1,4 +1,4 @@
-"""Names that a writer of etcd makes up: what would steer a terminal, or look like another line of a log, is no name."""
+"""Names that a writer of etcd, or a host of the run, makes up: none steers a terminal or forges a line of a log."""
 
 import asyncio
 from contextlib import aclosing
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from test_identity import identity, meet
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdError
 from resilient_run.launcher.rendezvous.claim import machine_name
@@ -61,3 +63,11 @@ def test_nor_may_a_run_or_a_host_have_such_a_name(name: str, monkeypatch: pytest
     forgotten = CliRunner().invoke(resilientctl, ["forget", name])
     assert forgotten.exit_code == 2
     assert "it must be printable" in forgotten.output
+
+
+@pytest.mark.parametrize("name", [STEERS, FORGES])
+def test_a_certificate_with_such_a_name_proves_nothing(name: str) -> None:
+    """Whoever has the secret of a run can make any."""
+    for client, server in ((identity(name), identity("a")), (identity("a"), identity(name))):
+        with pytest.raises(DaemonError, match="the peer's certificate names no host"):
+            meet(client.client, server.server)
