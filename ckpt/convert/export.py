@@ -3,6 +3,8 @@
 Shards of DTensors become whole tensors, and state that is the same on every rank is kept once.
 """
 
+import os
+import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,19 +41,35 @@ def export(slots: Sequence[Slot], to: Path, format_: Format) -> None:
     Raises:
         SlotError: A slot does not hold a state of this version.
         StateError: A shard cannot be put together.
-        OSError: `to` cannot be written.
+        OSError: `to` cannot be written, or is not free (`is_free`).
     """
     state = gather(slots)
     state[STEP] = slots[0].header().step
     if format_ == "torch":
-        torch.save(_plain(state), to)
+        # Not through a link that another user has put there.
+        with open(to, "xb") as file:
+            torch.save(_plain(state), file)
         return
+    try:
+        to.mkdir(parents=True)
+    except FileExistsError:
+        if not is_free(to):
+            raise
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         # It warns that this is a single process; that is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(state, checkpoint_id=to, no_dist=True)
+
+
+def is_free(to: Path) -> bool:
+    """Tell whether nothing is at `to` but maybe an empty directory of this user."""
+    try:
+        about = to.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not any(to.iterdir())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

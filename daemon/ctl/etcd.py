@@ -56,5 +56,7 @@ def check_run_id(run_id: str, name: str) -> None:
     Raises:
         click.UsageError: It may not.
     """
-    if not run_id or "/" in run_id:
-        raise click.UsageError(f"{name} is {run_id!r}; it names keys in etcd: it must not be empty or contain '/'")
+    if not run_id.isprintable() or not run_id or "/" in run_id:
+        raise click.UsageError(
+            f"{name} is {run_id!r}; it names keys in etcd: it must be printable, and must not be empty or contain '/'"
+        )

@@ -54,9 +54,10 @@ def export(
     """Write a held step as a DCP checkpoint or one torch.save file."""
     # Only this command needs torch.
     from resilient_run.ckpt.convert.export import export as write
+    from resilient_run.ckpt.convert.export import is_free
 
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise click.ClickException(f"{to} exists already; choose another --to")
+    if not is_free(to):
+        raise click.ClickException(f"{to} exists already, and is no empty directory of yours; choose another --to")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resilient-export-")))
         try:

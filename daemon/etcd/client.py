@@ -188,7 +188,7 @@ class Etcd:
         return int(answer.kvs[0].mod_revision) if answer.kvs else 0
 
     async def list(self, prefix: str) -> dict[str, Entry]:
-        """Return every entry whose key starts with `prefix`, by full key, leaving out what is no JSON object."""
+        """Return every entry whose key starts with `prefix`, by full key, leaving out what `get` would not return."""
         entries, _ = await self._load(prefix)
         return entries
 
@@ -368,15 +368,19 @@ def _put(key: str, value: Mapping[str, Any], lease: Lease | None) -> Any:
 
 
 def _entry(kv: Any) -> Entry:
+    key = kv.key.decode(errors="replace")
+    # Names of hosts are in keys, and go to terminals from there.
+    if not key.isprintable():
+        raise EtcdError(f"etcd key {key!r} is not printable; delete it")
     try:
         value = wire.decode(kv.value)
     except WireError as error:
-        raise EtcdError(f"etcd key {kv.key.decode(errors='replace')}: {error}; delete it") from error
+        raise EtcdError(f"etcd key {key}: {error}; delete it") from error
     return Entry(value=value, revision=kv.mod_revision, created=kv.create_revision)
 
 
 def _change(event: Any) -> tuple[str, Entry | None]:
-    """Return the key that an event is about and what it holds now; what is no JSON object counts as gone."""
+    """Return the key that an event is about and what it holds now; what `get` would not return counts as gone."""
     key = event.kv.key.decode(errors="replace")
     if event.type == rpc.Event.PUT:
         try:

@@ -94,8 +94,8 @@ def make_directories(target: str, names: Sequence[str]) -> None:
 def planted_by(target: str, names: Sequence[str]) -> tuple[str, int] | None:
     """Return what another user has made among the directories `names`, one in the other below `target`, and who.
 
-    Where everybody may write, a stranger can make directories of a run before the run does, with links and pipes
-    in the place of its files. What the owner of `target` has made is trusted as `target` is.
+    Where everybody or a group may write, a stranger can make directories of a run before the run does, with links and
+    pipes in the place of its files. What the owner of `target` has made is trusted as `target` is.
 
     Raises:
         OSError: They cannot be looked at.
@@ -107,7 +107,7 @@ def planted_by(target: str, names: Sequence[str]) -> tuple[str, int] | None:
             above, found = os.stat(place), os.lstat(path)
         except FileNotFoundError:
             return None
-        if above.st_mode & stat.S_IWOTH and found.st_uid not in {0, os.geteuid(), above.st_uid}:
+        if above.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and found.st_uid not in {0, os.geteuid(), above.st_uid}:
             # Some servers of files know each user, or root, by another name.
             with tempfile.TemporaryFile(dir=place) as file:
                 ours = os.fstat(file.fileno()).st_uid

@@ -111,7 +111,7 @@ class Tier:
         run_id: The run.
         level: zstandard's compression level.
         of_others: Whether pairs may be another user's, for who reads what they have named. Else what a stranger has
-            made there, in a directory where everybody may write, is a TierError.
+            made there, in a directory where others may write, is a TierError.
     """
 
     def __init__(self, target: str, run_id: str, *, level: int = 1, of_others: bool = False) -> None:
@@ -315,7 +315,7 @@ class Tier:
         if (found := planted_by(self._place or "/", names)) is not None:
             path, uid = found
             raise TierError(
-                f"{path} belongs to uid {uid}, in a directory where everybody may write: remove it, or choose another "
+                f"{path} belongs to uid {uid}, in a directory where others may write: remove it, or choose another "
                 "target, of your own"
             )
 

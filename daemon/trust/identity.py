@@ -69,12 +69,14 @@ def host_of(sock: ssl.SSLSocket) -> str:
     """Return which host the verified certificate of the peer names.
 
     Raises:
-        DaemonError: It names none.
+        DaemonError: It names none, or one that would steer the terminal that shows the log.
     """
     certificate = sock.getpeercert() or {}
     match certificate.get("subjectAltName"):
-        case (("URI", str(name)),) if name.startswith(_HOST):
-            return unquote(name.removeprefix(_HOST))
+        case (("URI", str(name)),) if (
+            name.startswith(_HOST) and (host := unquote(name.removeprefix(_HOST))).isprintable()
+        ):
+            return host
     raise DaemonError("the peer's certificate names no host")
 
 

@@ -144,11 +144,12 @@ def open_to_append(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        linked, owner = True, path.lstat().st_uid
+        linked, (owner, leads_to) = True, _link(path)
         # Where others may change names, it may be another link by now.
         if not {owner, place.st_uid} <= trusted or place.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
             raise DaemonError(f"{path} is a link that uid {owner} has made, or others may change") from error
-        descriptor = os.open(path, flags, 0o644)
+        # Only where nobody else changes names may it be opened by its own: in /proc there are links to what has none.
+        descriptor = os.open(leads_to if place.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else path, flags, 0o644)
     about = os.fstat(descriptor)
     is_file, trouble = stat.S_ISREG(about.st_mode), ""
     if not (is_file or stat.S_ISFIFO(about.st_mode) or stat.S_ISCHR(about.st_mode)):
@@ -163,6 +164,15 @@ def open_to_append(path: Path) -> int:
         os.close(descriptor)
         raise DaemonError(f"{path} {trouble}")
     return descriptor
+
+
+def _link(path: Path) -> tuple[int, Path]:
+    """Return who has made the link `path`, and where that link leads, whatever takes its name meanwhile."""
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_uid, path.parent / os.readlink("", dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_secret(path: Path | str) -> str:

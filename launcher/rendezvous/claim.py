@@ -74,9 +74,12 @@ def machine_name(run_id: str) -> str:
     """
     machine = os.environ.get("RESILIENT_HOST_ID") or socket.gethostname()
     for name, value, wrong in (("--rdzv-id", run_id, "/"), ("RESILIENT_HOST_ID", machine, "/#")):
-        if not value or any(character in value for character in wrong):
+        if not value.isprintable() or not value or any(character in value for character in wrong):
             told = " or ".join(map(repr, wrong))
-            raise ValueError(f"{name} is {value!r}; it names a key in etcd: it must not be empty or contain {told}")
+            raise ValueError(
+                f"{name} is {value!r}; it names a key in etcd: it must be printable, and must not be empty or contain "
+                f"{told}"
+            )
     return machine
 
 

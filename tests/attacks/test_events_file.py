@@ -103,6 +103,36 @@ def test_a_second_name_of_a_file_is_not_written_to(public: Path, victim: Path) -
     assert victim.read_text() == OWN
 
 
+@needs_root
+def test_a_link_that_takes_the_place_of_ones_own_is_not_followed(
+    public: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory of a group its members may rename links at any moment, as after the look at who has made one."""
+    public.chmod(0o770)
+    os.chown(public, -1, MALLORY)
+    own, path = victim.with_name("events.jsonl"), public / "events.jsonl"
+    path.symlink_to(own)
+
+    def swap() -> None:
+        path.unlink()
+        path.symlink_to(victim)
+
+    def raced(file: Path | str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_APPEND and not flags & os.O_NOFOLLOW:
+            assert as_mallory(swap) == 0
+        return opened(file, flags, mode)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", raced)
+    descriptor = open_to_append(path)
+    os.write(descriptor, b"event")
+    os.close(descriptor)
+    assert path.readlink() == victim, "the attack was carried out"
+    assert (own.read_text(), victim.read_text()) == ("event", OWN)
+    with pytest.raises(DaemonError, match=f"{path} is a link that uid {MALLORY} has made"):
+        open_to_append(path)
+
+
 def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events"
     os.mkfifo(path)

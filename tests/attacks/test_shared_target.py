@@ -1,4 +1,4 @@
-"""What another user makes in a persistent tier's target where everybody may write, before the run or beside it."""
+"""What another user makes in a persistent tier's target where others may write, before the run or beside it."""
 
 import errno
 import os
@@ -18,13 +18,16 @@ from resilient_run.daemon.tier.tier import Tier, TierError
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
 
 OWN = "what only its owner may change\n"
-REFUSED = rf"belongs to uid {MALLORY}, in a directory where everybody may write: remove it, or choose another target"
+REFUSED = rf"belongs to uid {MALLORY}, in a directory where others may write: remove it, or choose another target"
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    """A directory as the scratch space of a cluster."""
-    return make_public(tmp_path / "scratch")
+@pytest.fixture(params=[0o1777, 0o770, 0o1775], ids=["everybody", "group", "sticky-group"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A directory as the scratch space of a cluster, or of a group that the attacker is in."""
+    made = make_public(tmp_path / "scratch")
+    os.chown(made, -1, MALLORY)
+    made.chmod(request.param)
+    return made
 
 
 @pytest.fixture
