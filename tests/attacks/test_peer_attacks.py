@@ -265,12 +265,20 @@ class Wire:
 @contextlib.contextmanager
 def in_the_middle(hosts: Hosts, name: str, **options: Any) -> Iterator[Wire]:
     """Lead to the daemon of a host through the attacker's hands: he writes another address into etcd."""
-    wire_ = Wire(peer_address(hosts, name), **options)
+    direct = peer_address(hosts, name)
+    wire_ = Wire(direct, **options)
     try:
         point(hosts, name, wire_.address)
+        wait_until(lambda: not connected(hosts, direct), timeout_s=30, what="the end of what leads past the attacker")
         yield wire_
     finally:
         wire_.close()
+
+
+def connected(hosts: Hosts, address: tuple[str, int]) -> bool:
+    """Tell whether a daemon is connected to `address`."""
+    processes = [psutil.Process(host.process.pid) for host in hosts.hosts.values() if host.process is not None]
+    return any(found.raddr == address for process in processes for found in process.net_connections("tcp"))
 
 
 def point(hosts: Hosts, name: str, address: tuple[str, int]) -> None:
