@@ -58,9 +58,10 @@ for step in range(checkpointer.restore() or load_files(), args.steps):
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    checkpointer.step(step + 1)
+    # Files first: a run that goes on from this step does not come here again.
     if (step + 1) % 4 == 0:
         dcp.save(state(), checkpoint_id=args.dump_folder / "checkpoint" / str(step + 1))
+    checkpointer.step(step + 1)
 
 digest = hashlib.sha256()
 for parameter in model.parameters():
