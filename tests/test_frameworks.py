@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from cluster import EXAMPLE, Cluster, wait_until
+
+from resilient_run.ckpt.errors import StateError
 
 pytestmark = pytest.mark.jobs
 
@@ -61,6 +64,31 @@ def test_killed_script_that_does_not_know_us_ends_like_one_that_was_not(
     output = ends_alike(cluster, tmp_path, library, [str(script)], ranks, "--rr-auto", f"--rr-{start}-workers")
     assert f"--rr-auto protects {library}.Trainer: every step" in output
     assert "--rr-auto protects nothing" not in output
+
+
+def test_killed_run_of_lightning_with_fsdp2_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
+    ends_alike(cluster, tmp_path, "lightning", [str(KILLED.with_name("sharded_lightning.py"))], 2)
+
+
+def test_lightning_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    if find_spec("lightning") is None:
+        pytest.skip("lightning is not installed (extra zoo)")
+    command = [sys.executable, *TORCHRUN, "2", str(KILLED.with_name("sharded_lightning.py"))]
+    environ = {**os.environ, **ENVIRON, "TENSOR_PARALLEL": "2"}
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    assert refused.returncode != 0
+    assert "tensor_parallel_size=2: only FSDP2 is supported" in refused.stderr
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command")  # Lightning's, where Slurm is installed
+def test_fsdp1_of_lightning_needs_a_gpu_and_is_refused() -> None:
+    lightning, strategies = pytest.importorskip("lightning"), pytest.importorskip("lightning.pytorch.strategies")
+    from resilient_run.ckpt.integrations.lightning import refuse
+
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):
+        lightning.Trainer(accelerator="cpu", strategy="fsdp")
+    with pytest.raises(StateError, match=r"FSDPStrategy is not supported.* FSDP2 by ModelParallelStrategy"):
+        refuse(SimpleNamespace(strategy=strategies.FSDPStrategy()))
 
 
 def ends_alike(cluster: Cluster, tmp_path: Path, library: str, script: list[str], ranks: int, *options: str) -> str:

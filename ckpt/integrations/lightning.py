@@ -309,10 +309,18 @@ def refuse(trainer: Any) -> None:
     """
     strategies = framework("lightning.pytorch.strategies", _REQUIREMENT)
     callback = framework("lightning.pytorch", _REQUIREMENT).Callback
-    if type(trainer.strategy) not in (strategies.SingleDeviceStrategy, strategies.DDPStrategy):
+    known = (strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy)
+    strategy = trainer.strategy
+    if type(strategy) not in known:
         raise StateError(
-            f"{type(trainer.strategy).__qualname__} is not supported: use one device or strategy='ddp'; shard by "
-            "fully_shard (FSDP2) with a Checkpointer and a loop of your own"
+            f"{type(strategy).__qualname__} is not supported: use one device, strategy='ddp', or FSDP2 by "
+            "ModelParallelStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1) and fully_shard() in "
+            "configure_model()"
+        )
+    if type(strategy) is strategies.ModelParallelStrategy and strategy.device_mesh["tensor_parallel"].size() > 1:
+        raise StateError(
+            f"tensor_parallel_size={strategy.device_mesh['tensor_parallel'].size()}: only FSDP2 is supported. Use "
+            "ModelParallelStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1)"
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise StateError("reload_dataloaders_every_n_epochs: the loaders of an epoch are not kept. Leave it out")
