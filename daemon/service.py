@@ -2,8 +2,9 @@
 
 import os
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.slot import MAX_RUN_ID_BYTES
@@ -26,6 +27,7 @@ from .trust.secret import checked_key
 _MAX_REPLICAS = 64
 _MAX_SETTLE_S = 3600.0
 _OPEN_TIMEOUT_S = 10.0
+_VERSION: Final = metadata.version("resilient-run")  # now: an upgrade changes it below a running daemon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +110,7 @@ class DaemonService:
             etcd = EtcdConfig.from_dict(fields.object("etcd"))
         except ValueError as error:
             raise DaemonError(f"open_job: field 'etcd': {error}") from error
-        policy = Policy.parse(fields.object("policy"))
+        policy = _policy(fields)
         if policy.persist.target is not None:
             Tier(policy.persist.target, run_id).check()
         run_key = fields.secret("run_key")
@@ -174,6 +176,23 @@ def _check_version(fields: Fields) -> None:
                 f"this daemon has version {ours} of the {name} format, resilient-run of the job has {theirs}: install "
                 f"the same resilient-run for both; what is kept of the run stays"
             )
+
+
+def _policy(fields: Fields) -> Policy:
+    """Return the settings that a launcher sends, which it has checked itself.
+
+    Raises:
+        DaemonError: This daemon refuses one, so the two are of different versions.
+    """
+    try:
+        return Policy.parse(fields.object("policy"))
+    except DaemonError as error:
+        theirs = fields.optional_text("version") or "an older version that does not tell its number"
+        raise DaemonError(
+            f"{error}. The launcher accepted it: its resilient-run is {theirs}, this daemon's (pid {os.getpid()}) was "
+            f"{_VERSION} when it started. Install the same on both sides and start the daemon again, if it is a "
+            "service by systemctl restart resilientd@USER; what is kept of the run stays"
+        ) from error
 
 
 def _check_process(fields: Fields, connection: Connection) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from resilient_run import __version__
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, WireError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.version import FORMATS
@@ -89,7 +90,7 @@ class DaemonLink:
             open_directory(self._settings.shm_dir)
         self._client = DaemonClient(
             self._settings.address(),
-            {"op": "open_job", "pid": os.getpid(), **FORMATS, **self._job.message()},
+            {"op": "open_job", "pid": os.getpid(), "version": __version__, **FORMATS, **self._job.message()},
             on_welcome=self._opened,
             on_message=self._hear,
             on_trouble=self._mend,

@@ -14,10 +14,13 @@ import pytest
 from cluster import wait_until
 from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_bytes, wait_for_watermark
 
+from resilient_run import __version__
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
 from resilient_run.ckpt.format.slot import Slot
+from resilient_run.daemon.base.settings import Settings
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.commit import parse_held
+from resilient_run.launcher.daemon_link import DaemonLink, JobRequest
 
 pytestmark = pytest.mark.jobs
 
@@ -358,6 +361,46 @@ def test_process_that_says_another_pid_is_refused(hosts: Hosts) -> None:
     with pytest.raises(DaemonError, match=rf"in another pid namespace: pid 1 is {os.getpid()} to it"):
         hosts["a"].trainer(0, world_size=1, generation=1).attach(pid=1)
     hosts.commit([trainer], [1])
+
+
+@pytest.mark.parametrize(("version", "told"), [("9.1.0", "9.1.0"), (None, "an older version that does not tell")])
+def test_setting_of_another_version_is_refused_with_both_versions_and_the_remedy(
+    hosts: Hosts, version: str | None, told: str
+) -> None:
+    (trainer,) = hosts.run("a")
+    request = {"host": "a", "replicas": 1, "nproc": 1, "etcd": hosts.config.to_dict(), "addr": "127.0.0.1"}
+    request |= {"pid": os.getpid(), "memory_limit_bytes": None, "policy": {"root": {"of_tomorrow": 1}}}
+    request |= {} if version is None else {"version": version}
+    with pytest.raises(DaemonError) as refused:
+        hosts["a"].client().request("open_job", run_id=f"{hosts.run_id}-newer", **request)
+    for words in ("no setting root.of_tomorrow", f"its resilient-run is {told}", f"was {__version__} when it started"):
+        assert words in str(refused.value)
+    assert "systemctl restart resilientd@USER" in str(refused.value)
+    hosts.commit([trainer], [1])
+
+
+def test_launcher_that_a_daemon_does_not_understand_tells_both_versions(hosts: Hosts) -> None:
+    hosts.run("a")
+    job = JobRequest(
+        run_id=f"{hosts.run_id}-newer",
+        host="a",
+        replicas=1,
+        nproc=1,
+        etcd=hosts.config.to_dict(),
+        addr="127.0.0.1",
+        memory_limit_bytes=None,
+        policy={"root": {"of_tomorrow": 1}, "persist": {"target": None}},
+        injection=False,
+    )
+    settings = Settings(run_dir=hosts["a"].run_dir, shm_dir=hosts["a"].shm_dir)
+    link = DaemonLink(settings=settings, job=job, on_event=lambda _: None)
+    link.start()
+    try:
+        both = rf"its resilient-run is {re.escape(__version__)}, this daemon's \(pid \d+\) was {re.escape(__version__)}"
+        with pytest.raises(DaemonError, match=rf"no setting root\.of_tomorrow.* {both}"):
+            link.wait_open()
+    finally:
+        link.close(discard=True)
 
 
 def test_new_incarnation_of_a_run_id_starts_from_nothing(hosts: Hosts) -> None:
