@@ -151,6 +151,14 @@ def test_picture_is_what_its_source_draws(picture: ModuleType) -> None:
     assert f"]({picture.PICTURE.name})" in DOCUMENT
 
 
+def test_pictures_of_the_concepts_are_what_their_source_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    pictures, page = import_module("concept_pictures").PICTURES, (ROOT / "docs" / "concepts.md").read_text()
+    for path, draw in pictures.items():
+        assert path.read_text() == draw(), "draw it anew: python docs/concept_pictures.py"
+        assert f"]({path.name})" in page
+
+
 def test_picture_has_the_numbers_of_the_walk(picture: ModuleType) -> None:
     drawn = {int(number) for number in re.findall(r'class="number">(\d+)<', picture.draw())}
     assert drawn == {step.number for block in walk("step") for step in block.steps}
