@@ -8,7 +8,7 @@ from pathlib import Path
 import nox
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCHES = ("2.13.0", "2.14.1", "2.15.0")
+TORCHES = ("2.12.0", "2.13.0", "2.14.1", "2.15.0")
 
 
 @nox.session(python=PYTHONS)
@@ -16,7 +16,10 @@ TORCHES = ("2.13.0", "2.14.1", "2.15.0")
 def tests(session: nox.Session, torch: str) -> None:
     """Install as the README does, but for the versions, and run the tests; arguments after ``--`` are pytest's."""
     pins = Path(session.create_tmp(), "constraints.txt").resolve()
+    # torch 2.12 needs an older setuptools than the one that is pinned.
     lines = Path("constraints.txt").read_text().splitlines()
-    pins.write_text("\n".join([*(line for line in lines if not line.startswith("torch==")), f"torch=={torch}"]))
+    pins.write_text(
+        "\n".join([*(line for line in lines if not line.startswith(("torch==", "setuptools=="))), f"torch=={torch}"])
+    )
     session.install("-c", str(pins), ".[test]")
     session.run("python", "-P", "-m", "pytest", *session.posargs)

@@ -50,8 +50,10 @@ def launch_agent(
         ChildFailedError: A worker failed, and restarting did not help.
         click.UsageError: A variable has a value that its option would not take, or everybody may read and write etcd.
     """
+    # torch 2.12 has no such parameter.
+    more = {} if health_check_server is None else {"health_check_server": health_check_server}
     with installed(RunConfig.from_environ()):
-        results: dict[int, Any] = torch_api.launch_agent(config, entrypoint, args, health_check_server)
+        results: dict[int, Any] = torch_api.launch_agent(config, entrypoint, args, **more)
     return results
 
 
@@ -60,4 +62,6 @@ class elastic_launch(torch_api.elastic_launch):
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         """Run the entrypoint with `args`; see `launch_agent`."""
-        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+        with installed(RunConfig.from_environ()):
+            results: dict[int, Any] = super().__call__(*args)
+        return results
