@@ -51,7 +51,7 @@ def launch_agent(
         click.UsageError: A variable has a value that its option would not take, or everybody may read and write etcd.
     """
     # torch 2.12 has no such parameter.
-    more = {} if health_check_server is None else {"health_check_server": health_check_server}
+    more: dict[str, Any] = {} if health_check_server is None else {"health_check_server": health_check_server}
     with installed(RunConfig.from_environ()):
         results: dict[int, Any] = torch_api.launch_agent(config, entrypoint, args, **more)
     return results
@@ -62,6 +62,6 @@ class elastic_launch(torch_api.elastic_launch):
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         """Run the entrypoint with `args`; see `launch_agent`."""
+        call: Callable[..., dict[int, Any]] = super().__call__
         with installed(RunConfig.from_environ()):
-            results: dict[int, Any] = super().__call__(*args)
-        return results
+            return call(*args)
