@@ -120,6 +120,10 @@ BENCHMARKS: Final = (
                 minutes=25,
             ),
             Result(name="chaos-seed-47", arguments="--seed 47 --steps 800 --faults 46 --mtbf-steps 4", minutes=25),
+            *(
+                Result(name=f"chaos-seed-{seed}", arguments=f"--seed {seed} --steps 260 --faults 14", minutes=4)
+                for seed in (71, 72, 73)
+            ),
         ),
     ),
     Benchmark(
