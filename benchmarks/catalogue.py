@@ -278,6 +278,54 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/zen_gradients.py",
+        depends=("comm/sparsity.py", "examples"),
+        results=(
+            Result(
+                name="zen-gradients",
+                arguments="--plot benchmarks/results/zen-gradients.svg",
+                minutes=1,
+                figures=("3.1", "3.2"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/zen_formats.py",
+        depends=("comm/measure", "comm/net", "comm/ops", "comm/zen", "benchmarks/sparse_workload.py", "tests/ranks.py"),
+        results=(
+            Result(
+                name="zen-formats",
+                arguments="--plot benchmarks/results/zen-formats.svg",
+                minutes=1,
+                figures=("3.17", "3.18"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/zen_hash.py",
+        depends=("comm/ops", "comm/zen"),
+        results=(Result(name="zen-hash", minutes=2, figures=("3.8", "3.16")),),
+    ),
+    Benchmark(
+        script="benchmarks/zen_convergence.py",
+        depends=(
+            *TRAINED,
+            "comm/local_steps.py",
+            "benchmarks/convergence.py",
+            "benchmarks/convergence_examples.py",
+            "benchmarks/slow_network_convergence.py",
+            "tests/ranks.py",
+        ),
+        results=(
+            Result(
+                name="zen-convergence",
+                arguments="--plot benchmarks/results/zen-convergence.png",
+                minutes=8,
+                figures=("3.14",),
+            ),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/spardl.py",
         root=True,
         depends=(*SUMS, *LAB, "benchmarks/spardl_worker.py", "benchmarks/workload.py"),

@@ -1,0 +1,102 @@
+"""What does the hierarchical hash cost by its memory and its tries, and one hash without them (Zen, Fig. 3.8, 3.16)?
+
+A tensor with non-zeros anywhere, in 16 partitions, on one thread (CPU time). r1 is the memory for parallel hashing over
+the non-zeros (the thesis: 2), k the tries before serial memory (the thesis: 3). The thesis measured GPUs, where a
+spilled index waits for others; on one thread it does not. The strawman has one hash and one try into a memory over
+|G|, the elements of the tensor: what collides is lost, and finding what is there reads the whole memory.
+
+    python benchmarks/zen_hash.py --json FILE.json
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from report import Summary, parser, table, write_json
+
+from resilient_run.comm.ops.coo import coo_encode
+from resilient_run.comm.ops.spread import Spread, murmur
+from resilient_run.comm.zen.hash import HashMemory, hierarchical_hash
+from resilient_run.comm.zen.histogram import partition
+
+PARTS: Final = 16
+DENSITIES: Final = (0.01, 0.05, 0.2)
+MEMORIES: Final = (1.0, 2.0, 4.0, 8.0)
+TRIES: Final = (1, 2, 3, 4)
+STRAWMAN: Final = (0.5, 2.0, 8.0)
+
+
+def thread_s(run: Callable[[], object]) -> float:
+    """Return the time that this thread computed."""
+    began_s = time.thread_time()
+    run()
+    return time.thread_time() - began_s
+
+
+def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, Summary]:
+    """Return name → seconds; the first turn, which compiles and allocates, does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, run in runs.items():
+            seconds = thread_s(run)
+            if turn:
+                taken[name].append(seconds)
+    return {name: Summary.of(each) for name, each in taken.items()}
+
+
+def measure(elements: int, density: float, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return what was hashed, by which memory → seconds, and the share of non-zeros that spilled or was lost."""
+    random = torch.Generator().manual_seed(0)
+    dense = torch.randn(elements, generator=random) * (torch.rand(elements, generator=random) < density)
+    indices, values = coo_encode(dense)
+    spread = Spread(numel=elements, parts=PARTS)
+    per_part = indices.numel() / PARTS
+    memories = {f"r1 {times:g}, k 3": (times, 3) for times in MEMORIES}
+    memories |= {f"r1 2, k {tries}": (2.0, tries) for tries in TRIES}
+    runs: dict[str, Callable[[], object]] = {"exact partition": lambda: partition(indices, values, spread)}
+    share = {"exact partition": 0.0}
+    for name, (times, tries) in memories.items():
+        slots = max(1, round(times * per_part))
+        # Serial memory for all, so that it is never doubled and each call costs the same.
+        memory = HashMemory(slots=slots, serial=max(slots // 10, round(per_part)), rounds=tries)
+        runs[name] = lambda memory=memory: hierarchical_hash(dense, indices, spread, memory)
+        share[name] = hierarchical_hash(dense, indices, spread, memory).spilled / indices.numel()
+    for times in STRAWMAN:
+        name = f"strawman, {times:g} |G|"
+        place = (murmur(indices, 0) % int(times * elements)).long()
+        memory_of = torch.zeros(int(times * elements), dtype=torch.int32)
+        memory_of[place] = indices + 1
+        share[name] = 1 - int(memory_of.count_nonzero()) / indices.numel()
+        runs[name] = lambda memory_of=memory_of: memory_of.nonzero()
+    found = in_turns(runs, repeats)
+    return {name: {"seconds": found[name], "spilled_or_lost": share[name]} for name in runs}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--elements", type=int, default=10_000_000)
+    arguments.add_argument("--repeats", type=int, default=9)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    results = {density: measure(options.elements, density, options.repeats) for density in DENSITIES}
+    for density, found in results.items():
+        table(
+            f"{options.elements:,} elements, density {density:.0%}, {PARTS} partitions, one thread",
+            ("hash", "ms", "spilled or lost"),
+            [
+                (name, f"{1e3 * each['seconds'].median:.1f}", f"{each['spilled_or_lost']:.2%}")
+                for name, each in found.items()
+            ],
+        )
+    write_json(
+        options.json,
+        question=(__doc__ or "").splitlines()[0],
+        parameters={"elements": options.elements, "parts": PARTS, "repeats": options.repeats},
+        results={str(density): each for density, each in results.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
