@@ -1,5 +1,6 @@
 """Puts a scheme under DistributedDataParallel: its communication hook, which sums while backward goes on."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
 from .net.scheme import Scheme
-from .net.transport import Transport
+from .net.transport import Transport, from_bytes, to_bytes
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.chosen import Choice, chosen
@@ -92,7 +93,7 @@ def register(
     model: DistributedDataParallel,
     scheme: Choice = "zen",
     *,
-    ranks_per_host: int = 1,
+    ranks_per_host: int | None = None,
     least_elements: int = LEAST_ELEMENTS,
     **options: Any,
 ) -> GradientHook:
@@ -103,7 +104,8 @@ def register(
         scheme: A name of `resilient_run.comm.schemes` or of a compressor, which then has error feedback, or what makes
             a scheme for these ranks, as `lambda ranks: Compressed(ranks, MomentumCorrection(…))`.
         ranks_per_host: Sum dense among so many consecutive ranks first, the ranks of a host, and between hosts by the
-            scheme; 1 uses the scheme among all ranks.
+            scheme (thesis 3.4.1); 1 uses the scheme among all ranks. By default that is torchrun's LOCAL_WORLD_SIZE
+            where there are several hosts and all have as many ranks, and 1 elsewhere.
         least_elements: Smaller gradients are all-reduced together.
         options: Of the scheme, if it is a name; of a compressor its `density`, if it has one.
 
@@ -123,16 +125,18 @@ def make_hook(
     model: DistributedDataParallel,
     scheme: Choice,
     *,
-    ranks_per_host: int = 1,
+    ranks_per_host: int | None = None,
     least_elements: int = LEAST_ELEMENTS,
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
     ranks = dist.get_process_group_ranks(model.process_group)
-    if ranks_per_host < 1 or len(ranks) % ranks_per_host:
+    if ranks_per_host is not None and (ranks_per_host < 1 or len(ranks) % ranks_per_host):
         raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
     device = next(model.module.parameters()).device
     world = Transport(dist.new_group(ranks), device)
+    if ranks_per_host is None:
+        ranks_per_host = _ranks_per_host(world)
     if ranks_per_host == 1:
         made = chosen(scheme, world, **options)
     else:
@@ -140,6 +144,24 @@ def make_hook(
         within = _own_group(hosts, device)
         made = TwoLevel(within, chosen(scheme, _own_group(list(zip(*hosts, strict=True)), device), **options))
     return GradientHook(model, scheme=made, world=world, least_elements=least_elements)
+
+
+def _ranks_per_host(world: Transport) -> int:
+    """Return what torchrun says, if it says the same to all ranks, in the order of the group, of several hosts; or 1.
+
+    All ranks return the same, whatever their environments are.
+    """
+    own = torch.tensor([_from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")], device=world.device)
+    messages = world.all_gather(to_bytes(own), sizes_bytes=[own.nbytes] * world.size)
+    told: list[list[int]] = torch.stack([from_bytes(message, (own.dtype, 2))[0] for message in messages]).tolist()
+    size = told[0][0]
+    alike = told == [[size, rank % size] for rank in range(world.size)] if size > 0 else False
+    return size if alike and size < world.size and world.size % size == 0 else 1
+
+
+def _from_torchrun(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _own_group(groups: Sequence[Sequence[int]], device: torch.device) -> Transport:

@@ -101,10 +101,15 @@ class RecoveryTimeline:
                 self._recovery.kind, self._recovery.cause = kind, cause
 
     def mark(self, phase: str) -> None:
-        """The launcher's `phase` (decide, stop, rendezvous) of the current recovery ends now."""
+        """The launcher's `phase` (decide, stop, rendezvous) of the current recovery ends now.
+
+        A phase that ends again, because workers had to be stopped again, takes in those that came after it.
+        """
         with self._lock:
             if self._recovery is not None:
                 self._recovery.ends_s[phase] = time.monotonic()
+                for later in PHASES[PHASES.index(phase) + 1 :]:
+                    self._recovery.ends_s.pop(later, None)
 
     def spawned(self, *, generation: int, ranks: set[int]) -> None:
         """Workers with these global ranks were started for `generation`; their own events end the later phases."""

@@ -1,6 +1,7 @@
 """The communication hook: the same training as plain DDP, in real processes, also after a kill."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register, synchronize
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.zen.zen import Zen
 
 pytestmark = pytest.mark.jobs
@@ -168,6 +170,45 @@ def test_state_is_that_of_the_scheme() -> None:
     with pytest.raises(CommError, match="name the same"):
         hook.load_state_dict({"scheme": "spardl"})
     hook.close()
+
+
+HOSTS = {
+    "two hosts": ([(2, 0), (2, 1), (2, 0), (2, 1)], 2),
+    "one host": ([(4, 0), (4, 1), (4, 2), (4, 3)], 1),
+    "hosts that differ": ([(1, 0), (3, 0), (3, 1), (3, 2)], 1),
+    "another order": ([(2, 0), (2, 0), (2, 1), (2, 1)], 1),
+    "one rank a host": ([(1, 0)] * 4, 1),
+    "no torchrun": ([(None, None)] * 4, 1),
+    "one that is told nothing": ([(2, 0), (2, 1), (2, 0), (None, None)], 1),
+}
+"""Of each rank LOCAL_WORLD_SIZE and LOCAL_RANK; and how many ranks are summed dense first."""
+
+
+def _summed(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    found = {}
+    for name, (told, _) in HOSTS.items():
+        for variable, value in zip(("LOCAL_WORLD_SIZE", "LOCAL_RANK"), told[rank], strict=True):
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = str(value)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(300, 100))
+        hook = register(model, "zen")
+        model(torch.full((1, 300), 1.0 + rank)).sum().backward()
+        gradient = model.module.weight.grad
+        assert torch.equal(gradient, torch.full_like(gradient, 2.5)), name
+        found[name] = hook.scheme.within.size if isinstance(hook.scheme, TwoLevel) else 1
+        hook.close()
+    Path(folder, f"rank{rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_host_are_summed_first_where_torchrun_says_who_they_are(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_summed, (str(tmp_path),), nprocs=4)
+    for rank in range(4):
+        found = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert found == {name: expected for name, (_, expected) in HOSTS.items()}
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from byte_model import train
 
@@ -9,6 +10,7 @@ from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.spardl.spardl import SparDL
 
 
+@pytest.mark.nightly
 def test_global_residuals_converge_and_local_ones_do_so_visibly_worse() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -88,6 +88,21 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
     assert "recovery interrupted" in caplog.messages[0]
 
 
+def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -> None:
+    """They die once they are formed, before anything of them is heard of."""
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    for phase in ("decide", "stop", "rendezvous", "stop"):
+        timeline.mark(phase)
+    timeline.close()
+    written = json.loads(path.read_text())
+    durations = {phase: written[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in written}
+    assert list(durations) == ["detect", "decide", "stop"]
+    assert min(durations.values()) >= 0
+    assert sum(durations.values()) == pytest.approx(written["total_s"], abs=1e-3)
+
+
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
