@@ -172,6 +172,9 @@ class Slurm:
             process.wait()
         for name in self.names:
             for group, _, _ in os.walk(_FREEZER / f"slurm_{name}", topdown=False):
+                # A killed process leaves its group a moment later.
+                tasks = Path(group, "tasks")
+                wait_until(lambda tasks=tasks: not tasks.read_text(), timeout_s=30, what=f"{group} to be empty")
                 os.rmdir(group)
 
 
