@@ -159,6 +159,14 @@ BENCHMARKS: Final = (
                 needs=(LM,),
             ),
             Result(
+                name="capture-stall-64",
+                arguments="--mb 64 --loop plain "
+                "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save lm-resiliency "
+                f"--lm {LM}",
+                minutes=4,
+                needs=(LM,),
+            ),
+            Result(
                 name="capture-stall-1024",
                 arguments="--mb 1024 --rounds 5 "
                 "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save lm-resiliency "
