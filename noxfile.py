@@ -8,7 +8,7 @@ from pathlib import Path
 import nox
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCHES = ("2.12.0", "2.13.0", "2.14.1", "2.15.0")
+TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 
 
 @nox.session(python=PYTHONS)

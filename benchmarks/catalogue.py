@@ -128,8 +128,22 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/framework_start.py",
-        depends=(*JOB, "benchmarks/framework_worker.py"),
-        results=(Result(name="framework-start", minutes=15, needs=("lightning", "transformers")),),
+        depends=(
+            *JOB,
+            "benchmarks/framework_worker.py",
+            "benchmarks/peers",
+            "benchmarks/recovery_time.py",
+            "benchmarks/recovery_worker.py",
+        ),
+        results=(
+            Result(name="framework-start", minutes=15, needs=("lightning", "transformers")),
+            Result(
+                name="framework-start-peers",
+                arguments=f"--peer nvidia_resiliency_ext={NVRX}",
+                minutes=20,
+                needs=("lightning", "transformers", NVRX),
+            ),
+        ),
     ),
     Benchmark(
         script="benchmarks/launch_overhead.py",
@@ -298,6 +312,38 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/zen_scaling.py",
+        depends=(
+            "comm/measure",
+            "comm/ops",
+            "comm/sparsity.py",
+            "comm/zen",
+            "benchmarks/sparse_workload.py",
+            "benchmarks/zen_gradients.py",
+            "examples",
+        ),
+        results=(
+            Result(
+                name="zen-scaling",
+                arguments="--plot benchmarks/results/zen-scaling.svg",
+                minutes=2,
+                figures=("3.7", "ZEN 8"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/zen_thresholds.py",
+        depends=(
+            "comm/measure",
+            "comm/ops",
+            "comm/sparsity.py",
+            "comm/zen",
+            "benchmarks/sparse_workload.py",
+            "examples",
+        ),
+        results=(Result(name="zen-thresholds", minutes=2),),
+    ),
+    Benchmark(
         script="benchmarks/zen_formats.py",
         depends=("comm/measure", "comm/net", "comm/ops", "comm/zen", "benchmarks/sparse_workload.py", "tests/ranks.py"),
         results=(
@@ -368,26 +414,46 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/spardl_accuracy.py",
+        root=True,
+        depends=(
+            *SUMS,
+            *LAB,
+            "benchmarks/spardl_accuracy_worker.py",
+            "benchmarks/workload.py",
+            "tests/byte_model.py",
+            "tests/ranks.py",
+        ),
+        results=(
+            Result(name="spardl-accuracy", minutes=30),
+            Result(
+                name="spardl-accuracy-4",
+                arguments="--hosts 4 --schemes spardl topk-a topk-dsa gtopk ok-topk",
+                minutes=15,
+            ),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/sparse_training.py",
         root=True,
         depends=(*TRAINED, *LAB),
         results=(
             Result(
                 name="sparse-training",
-                arguments="--rates 100mbit --steps 5",
+                arguments="--rates 100mbit --steps 5 --rounds 5",
                 minutes=20,
                 figures=("3.11", "ZEN 13", "ZEN 14"),
             ),
             Result(
                 name="sparse-training-1000",
-                arguments="--rates 1000mbit --examples lstm_lm.py --rounds 1",
-                minutes=6,
+                arguments="--rates 1000mbit --examples lstm_lm.py --rounds 5",
+                minutes=7,
                 figures=("3.12",),
             ),
             Result(
                 name="sparse-training-1000-gpt",
-                arguments="--rates 1000mbit --examples train_gpt.py --steps 6 --rounds 1",
-                minutes=6,
+                arguments="--rates 1000mbit --examples train_gpt.py --steps 6 --rounds 5",
+                minutes=7,
                 figures=("ZEN 13", "ZEN 14"),
             ),
         ),
@@ -428,8 +494,9 @@ BENCHMARKS: Final = (
             ),
             Result(
                 name="spardl-unions",
-                arguments="--ranks 6 --steps 600 --seeds 0 1 --schemes 'spardl, 1 teams, R-SAG' "
-                "'spardl, 2 teams, R-SAG' 'spardl, 2 teams, B-SAG' 'spardl, 3 teams, B-SAG'",
+                arguments="--ranks 6 --steps 600 --every 10 --seeds 0 1 --schemes 'spardl, 1 teams, R-SAG' "
+                "'spardl, 2 teams, R-SAG' 'spardl, 2 teams, B-SAG' 'spardl, 3 teams, B-SAG' "
+                "--plot-unions benchmarks/results/spardl-unions.svg",
                 minutes=5,
                 figures=("SparDL 5",),
             ),
@@ -487,7 +554,27 @@ BENCHMARKS: Final = (
                 arguments="--variants 'local 10, averaged' 'local 50, averaged'",
                 minutes=10,
             ),
-            Result(name="slow-network-convergence-lstm", arguments="--example lstm", minutes=45),
+            Result(
+                name="slow-network-convergence-streaming",
+                arguments="--variants 'local 50' 'streaming 50' 'streaming 50, int8'",
+                minutes=3,
+            ),
+            Result(
+                name="slow-network-convergence-streaming-lstm",
+                arguments="--example lstm --variants 'local 50' 'streaming 50' 'streaming 50, int8'",
+                minutes=6,
+            ),
+            Result(
+                name="slow-network-convergence-streaming-3000",
+                arguments="--steps 3000 --every 250 --variants 'streaming 50'",
+                minutes=7,
+            ),
+            Result(
+                name="slow-network-convergence-lstm",
+                arguments="--example lstm --variants dense int8 'int8, stochastic' fp8 powersgd 'dense, AdamW' "
+                "'local 10' 'local 50' 'local 10, int8' 'local 10, averaged' 'local 50, averaged'",
+                minutes=45,
+            ),
             Result(
                 name="slow-network-convergence-3000",
                 arguments="--steps 3000 --every 250 --variants 'local 50' 'local 50, averaged'",
@@ -519,6 +606,36 @@ BENCHMARKS: Final = (
         results=(Result(name="espresso-upper-bound", minutes=2, figures=("4.14",)),),
     ),
     Benchmark(
+        script="benchmarks/tensor_sizes.py",
+        depends=(*PLANNED, "comm/espresso", "benchmarks/espresso_planning.py"),
+        results=(
+            Result(
+                name="tensor-sizes",
+                arguments="--plot benchmarks/results/tensor-sizes.svg",
+                minutes=1,
+                figures=("4.10", "4.11", "Table 4.6"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/planned_scaling.py",
+        depends=(
+            *PLANNED,
+            "comm/cupcake",
+            "comm/espresso",
+            "benchmarks/espresso_planning.py",
+            "benchmarks/espresso_upper_bound.py",
+        ),
+        results=(
+            Result(
+                name="planned-scaling",
+                arguments="--plot benchmarks/results/planned-scaling.svg",
+                minutes=5,
+                figures=("4.12", "4.13", "5.6", "5.7", "Table 4.1"),
+            ),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/plans.py",
         root=True,
         depends=(
@@ -537,13 +654,13 @@ BENCHMARKS: Final = (
             Result(
                 name="plans-lstm",
                 arguments="--models lstm --rounds 2 --plot benchmarks/results/plans-lstm.svg",
-                minutes=15,
+                minutes=20,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),
             Result(
                 name="plans-resnet50",
                 arguments="--models resnet50 --rounds 1 --plot benchmarks/results/plans-resnet50.svg",
-                minutes=20,
+                minutes=26,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),
         ),

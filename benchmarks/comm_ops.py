@@ -16,14 +16,14 @@ import report
 import torch
 from torch import Tensor
 
-from resilient_run.comm.ops.bitmap import bitmap_decode, bitmap_encode
+from resilient_run.comm.ops.bitmap import bitmap_indices
 from resilient_run.comm.ops.block import block_encode
 from resilient_run.comm.ops.coo import coo_decode, coo_encode
 from resilient_run.comm.ops.scatter import coo_add, scatter_add
 from resilient_run.comm.ops.spread import Spread
 from resilient_run.comm.ops.topk import sampled_topk, topk
 from resilient_run.comm.zen.hash import HashMemory, hierarchical_hash
-from resilient_run.comm.zen.hash_bitmap import hash_bitmap_decode, hash_bitmap_encode
+from resilient_run.comm.zen.hash_bitmap import hash_bitmap_encode
 from resilient_run.comm.zen.histogram import partition
 
 Run = Callable[[], Any]
@@ -58,20 +58,13 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
     wide = indices.long()
     spread = Spread(numel=numel, parts=parts)
     own = partition(indices, values, spread).split()[0]
-    hashed = hash_bitmap_encode(own.indices, spread, 0)
-    bitmap = bitmap_encode(gradient)
+    bitmap, length = hash_bitmap_encode(own.indices, spread, 0), spread.size(0)
     memory = HashMemory.of(spread, density)
     k = int(numel * density)
     sums = [
         torch.sparse_coo_tensor(i[None], v, (numel,), check_invariants=False).coalesce()
         for i, v in ((indices, values), theirs)
     ]
-
-    def both(implementation: str) -> Run:
-        return lambda: (
-            getattr(hash_bitmap_encode, implementation)(own.indices, spread, 0),
-            getattr(hash_bitmap_decode, implementation)(hashed, spread, 0),
-        )
 
     def torch_coo() -> tuple[Tensor, Tensor]:
         found = gradient.nonzero().view(-1)
@@ -85,9 +78,11 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
         ),
         "scatter_add": (lambda: scatter_add(other, indices, values), lambda: other.index_add_(0, wide, values)),
         "coo_add": (lambda: coo_add(indices, values, *theirs), lambda: (sums[0] + sums[1]).coalesce()),
-        "bitmap_encode": (lambda: bitmap_encode(gradient), lambda: bitmap_encode.reference(gradient)),
-        "bitmap_decode": (lambda: bitmap_decode(*bitmap, numel), lambda: bitmap_decode.reference(*bitmap, numel)),
-        "hash_bitmap": (both("cpu"), both("reference")),
+        "hash_bitmap_encode": (
+            lambda: hash_bitmap_encode(own.indices, spread, 0),
+            lambda: hash_bitmap_encode.reference(own.indices, spread, 0),
+        ),
+        "bitmap_indices": (lambda: bitmap_indices(bitmap, length), lambda: bitmap_indices.reference(bitmap, length)),
         "block_encode": (lambda: block_encode(gradient), lambda: block_encode.reference(gradient)),
         "topk": (lambda: topk(full, k), lambda: torch_topk(full, k)),
         "sampled_topk": (lambda: sampled_topk(full, k, seed=1), lambda: torch_sampled(full, k)),

@@ -1,17 +1,21 @@
 """The training of `framework_start.py`: as people write it in each framework, with a checkpoint of every step."""
 
 import argparse
+import importlib
 import json
 import os
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from recovery_worker import make_keeper
 from torch import nn
 from torch.nn import functional as F
 from workload import emit
 
 PAUSE_S = 0.02
+OURS, FILES = "checkpointer", "files"
 
 
 def completed(step: int, directory: Path) -> None:
@@ -24,38 +28,26 @@ def completed(step: int, directory: Path) -> None:
     time.sleep(PAUSE_S)
 
 
-def plain(directory: Path, steps: int, *, ours: bool) -> None:
+def plain(directory: Path, steps: int, keeper: str) -> None:
     """A loop of one's own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    file, first = directory / "state.pt", 1
-    if ours:
-        from resilient_run import Checkpointer
-
-        checkpointer = Checkpointer(model=model, optimizer=optimizer)
-        first = checkpointer.restore() + 1
-    elif file.exists():
-        state = torch.load(file)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"] + 1
-    for step in range(first, steps + 1):
+    kept = make_keeper(keeper, model, optimizer, directory)
+    for step in range(kept.restore() + 1, steps + 1):
         model(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if ours:
-            checkpointer.step(step)
-        else:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{file}.new")
-            os.replace(f"{file}.new", file)
+        kept.step(step)
         completed(step, directory)
 
 
-def transformers(directory: Path, steps: int, *, ours: bool) -> None:
+def transformers(directory: Path, steps: int, keeper: str) -> None:
     """A `Trainer`, which without us saves and resumes by itself."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
+
+    ours = keeper == OURS
 
     class Report(TrainerCallback):
         def on_step_end(self, args, state, control, **_):  # type: ignore[no-untyped-def]
@@ -85,7 +77,7 @@ def transformers(directory: Path, steps: int, *, ours: bool) -> None:
     trainer.train(resume_from_checkpoint=None if ours else get_last_checkpoint(str(directory)))
 
 
-def lightning(directory: Path, steps: int, *, ours: bool) -> None:
+def lightning(directory: Path, steps: int, keeper: str) -> None:
     """A Lightning `Trainer`, which without us saves and resumes by itself."""
     import lightning as L
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -106,24 +98,30 @@ def lightning(directory: Path, steps: int, *, ours: bool) -> None:
         def on_train_batch_end(self, trainer, *_):  # type: ignore[no-untyped-def]
             completed(trainer.global_step, directory)
 
-    if ours:
+    callback: Callback
+    plugin, path = None, None
+    if keeper == OURS:
         from resilient_run.integrations.lightning import ResilientCallback
 
-        keeper: Callback = ResilientCallback()
+        callback = ResilientCallback()
+    elif keeper == FILES:
+        callback = ModelCheckpoint(directory, save_last=True, every_n_train_steps=1)
+        last = directory / "last.ckpt"
+        path = last if last.exists() else None
     else:
-        keeper = ModelCheckpoint(directory, save_last=True, every_n_train_steps=1)
+        callback, plugin, path = importlib.import_module(f"peers.{keeper}_lightning").make(directory)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=steps,
-        callbacks=[keeper, Report()],
+        callbacks=[callback, Report()],
+        plugins=plugin,
         logger=False,
-        enable_checkpointing=not ours,
+        enable_checkpointing=keeper != OURS,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    last = directory / "last.ckpt"
-    trainer.fit(Module(), DataLoader(torch.randn(6400, 64), batch_size=16), ckpt_path=last if last.exists() else None)
+    trainer.fit(Module(), DataLoader(torch.randn(6400, 64), batch_size=16), ckpt_path=path)
 
 
 def main() -> None:
@@ -132,12 +130,12 @@ def main() -> None:
     options.add_argument("--framework", choices=["plain", "transformers", "lightning"], required=True)
     options.add_argument("--steps", type=int, required=True)
     options.add_argument("--directory", type=Path, required=True)
-    options.add_argument(
-        "--ours", action="store_true", help="keep the state by resilient-run, else as torchrun's users do"
-    )
+    options.add_argument("--keeper", required=True, help="a module in peers/: who keeps the state")
     args = options.parse_args()
+    if args.keeper not in (OURS, FILES):
+        dist.init_process_group("gloo")  # their libraries ask for one
     {"plain": plain, "transformers": transformers, "lightning": lightning}[args.framework](
-        args.directory, args.steps, ours=args.ours
+        args.directory, args.steps, args.keeper
     )
     os._exit(0)
 

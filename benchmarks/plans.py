@@ -29,7 +29,11 @@ from resilient_run.launcher.netlab import NetLab, NetLabError
 WORKER = str(Path(__file__).with_name("plans_worker.py"))
 RESILIENT_COMM = str(Path(sys.executable).with_name("resilient-comm"))
 SCALES = {"lstm": 8, "vgg16": 48, "gpt2": 32, "bert_base": 32, "resnet50": 2, "resnet101": 16}
-PLANNERS = ("dense", "layer-wise", "hipress", "bucket-fusion", "cupcake", "espresso", "espresso-fused")
+PLANNERS = (
+    *("dense", "layer-wise", "hipress", "bucket-fusion", "evenly-split", "cupcake"),
+    *("espresso-greedy", "espresso-hitopkcomm", "espresso", "espresso-fused"),
+)
+"""BytePS-Compress is not among them: it compresses on CPUs beside the device, and here the device is the CPU."""
 HOSTS, PER_HOST = 2, 2
 LARGEST_MIB = 4
 DDP_BUCKET_MIB = 25

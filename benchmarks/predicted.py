@@ -34,9 +34,10 @@ from timed_model import Step
 from resilient_run.comm.cli.plan import plan as plan_command
 from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS
-from resilient_run.comm.espresso.fusion_cluster import FLAT, fusion_system
+from resilient_run.comm.espresso.fusion_cluster import fusion_system
 from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.collective import load
+from resilient_run.comm.plan.plan import FLAT
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 

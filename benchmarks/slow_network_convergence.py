@@ -2,16 +2,16 @@
 
 An example, small (`convergence_examples.py`), trained by ranks in threads that talk over real Gloo connections. `int8`,
 `fp8` and `powersgd` sum the gradients of its optimizer (GPT: SGD, LSTM: Adagrad), as under DDP with `register`. `local`
-trains replicas by AdamW, which meet every so many steps (`LocalSteps`, DiLoCo). Each is compared with all-reduce of the
-same optimizer, rate, seed and batches. The seeds of all-reduce say what noise is. How long a step takes is no question
-of this.
+trains replicas by AdamW, which meet every so many steps (`LocalSteps`, DiLoCo), `streaming` in four fragments and while
+training goes on. Each is compared with all-reduce of the same optimizer, rate, seed and batches. What noise is, the
+seeds of all-reduce say. How long a step takes is no question of this.
 
     python benchmarks/slow_network_convergence.py --example lstm --json FILE.json --plot FILE.png
 """
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -28,7 +28,7 @@ from torch import Tensor
 from resilient_run.comm.local_steps import LocalSteps
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.runtime.bucket import BucketSum
-from resilient_run.comm.runtime.chosen import chosen
+from resilient_run.comm.runtime.choice import scheme_of
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from ranks import run_ranks
@@ -46,6 +46,8 @@ class Variant:
         scheme: What sums gradients or, with local steps, pseudo-gradients.
         options: Of the scheme.
         local: Steps of a round; 0 sums the gradients of each step.
+        fragments: Of the model, whose rounds end one after the other (Streaming DiLoCo).
+        delay: Steps from the end of a round to its outer step.
         averaged: Whether a round ends with the mean of the replicas, without outer momentum.
         adamw: Whether the optimizer is AdamW, else the example's.
     """
@@ -53,6 +55,8 @@ class Variant:
     scheme: str = "dense"
     options: Mapping[str, Any] = field(default_factory=dict)
     local: int = 0
+    fragments: int = 1
+    delay: int = 0
     averaged: bool = False
     adamw: bool = False
 
@@ -72,6 +76,8 @@ VARIANTS: Final = {
     "local 10": Variant(local=10, adamw=True),
     "local 50": Variant(local=50, adamw=True),
     "local 10, int8": Variant(scheme="int8", local=10, adamw=True),
+    "streaming 50": Variant(local=50, fragments=4, delay=5, adamw=True),
+    "streaming 50, int8": Variant(scheme="int8", local=50, fragments=4, delay=5, adamw=True),
     "local 10, averaged": Variant(local=10, averaged=True, adamw=True),
     "local 50, averaged": Variant(local=50, averaged=True, adamw=True),
 }
@@ -103,6 +109,8 @@ def _train_rank(
         local = LocalSteps(
             model,
             every=variant.local,
+            fragments=variant.fragments,
+            delay=variant.delay,
             scheme=variant.scheme,
             group=transport._group,
             least_elements=LEAST_ELEMENTS,
@@ -110,7 +118,7 @@ def _train_rank(
             **variant.options,
         )
     else:
-        scheme = chosen(variant.scheme, transport, **variant.options)
+        scheme = scheme_of(variant.scheme, transport, **variant.options)
         together = BucketSum(scheme=scheme, world=transport, least_elements=LEAST_ELEMENTS)
     losses = []
     for step in range(1, steps + 1):
@@ -124,7 +132,12 @@ def _train_rank(
             local.step()
         if step % every == 0 and transport.rank == 0:
             losses.append(example.held_out_loss())
-    return losses, torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    # Replicas of which parts travel while training goes on are never equal: the outer parameters are.
+    shared: Iterable[Tensor] = model.parameters()
+    if local is not None and variant.delay:
+        local.close()
+        shared = local.state_dict()["outer"].values()
+    return losses, torch.cat([each.detach().reshape(-1) for each in shared])
 
 
 def average(together: BucketSum, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -5,11 +5,11 @@ through real Gloo connections. All runs have the same seeds, so they differ in t
 how long a step takes is the question of `spardl.py`.
 
 Of B-SAG it also says, for the first block, how many elements all teams sent together, over how many the block keeps,
-and which share of those a team sent: means of `--every` steps.
+and which share of those a team sent: means of `--every` steps, and of the first the least and the most.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -82,6 +82,30 @@ def variants(density: float, ranks: int, seen: dict[str, list[tuple[float, float
     return found
 
 
+def plot_unions(path: Path, results: Mapping[str, Mapping[str, Any]], every: int) -> None:
+    """Write the figure of what all teams of B-SAG sent together: means, and from the least to the most."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "resilient-run"
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3))
+    for name, found in results.items():
+        if "union_over_kept" in found:
+            steps = [every * (part + 1) for part in range(len(found["union_over_kept"]))]
+            (line,) = axes.plot(steps, found["union_over_kept"], label=name)
+            least, most = zip(*found["union_between"], strict=True)
+            axes.fill_between(steps, least, most, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("steps")
+    axes.set_ylabel("union over what is kept")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main() -> None:
     """Train, print and write."""
     arguments = parser(__doc__)
@@ -93,6 +117,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--schemes", nargs="+", metavar="NAME", help="all if not given")
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
+    arguments.add_argument("--plot-unions", type=Path, metavar="FILE", help="write one of B-SAG's unions here")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
@@ -120,15 +145,14 @@ def main() -> None:
         }
         print(f"{name}: {results[name]['last']:.4f}", flush=True)
         if watched := seen.get(name):
-            for place, what in enumerate(("union", "sent")):
-                results[name][f"{what}_over_kept"] = [
-                    mean(
-                        each[place]
-                        for index, each in enumerate(watched)
-                        if index % options.steps // options.every == part
-                    )
-                    for part in range(-(-options.steps // options.every))
-                ]
+            parts = [
+                [each for index, each in enumerate(watched) if index % options.steps // options.every == part]
+                for part in range(-(-options.steps // options.every))
+            ]
+            unions = [[union for union, _ in part] for part in parts]
+            results[name]["union_over_kept"] = list(map(mean, unions))
+            results[name]["union_between"] = [(min(part), max(part)) for part in unions]
+            results[name]["sent_over_kept"] = [mean(sent for _, sent in part) for part in parts]
     reference = next(iter(results))
     table(
         f"Loss after {options.steps} steps, {options.ranks} ranks, density {options.density:g}",
@@ -146,10 +170,12 @@ def main() -> None:
             for name, found in results.items()
         ],
     )
-    parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
+    parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot", "plot_unions"}}
     write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
     if options.plot is not None:
         plot(options.plot, curves, options.every, dashed=("gtopk", "ok-topk"))
+    if options.plot_unions is not None:
+        plot_unions(options.plot_unions, results, options.every)
 
 
 if __name__ == "__main__":

@@ -87,10 +87,10 @@ def simulated_ratio(scheme: CheckpointCost, failures_per_day: float, *, days: fl
 
 def sampled_survival(plan: Placement, failures: int, *, samples: int, rng: random.Random) -> float:
     """Return the share of `samples` random losses of `failures` hosts that leave every checkpoint somewhere."""
-    keepers = plan.keepers()
+    holders = plan.holders()
     survived = 0
     for _ in range(samples):
-        lost = set(rng.sample(range(len(keepers)), failures))
+        lost = set(rng.sample(range(len(holders)), failures))
         # A checkpoint whose own host lives is safe, so only those of lost hosts are looked at.
-        survived += not any(lost.issuperset(keepers[host]) for host in lost)
+        survived += not any(lost.issuperset(holders[host]) for host in lost)
     return survived / samples

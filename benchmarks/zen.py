@@ -19,7 +19,7 @@ from report import Summary, parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, gradient, row_probability
 
 from resilient_run.comm import sparsity
-from resilient_run.comm.measure.limits import LIMITS, Sparsity
+from resilient_run.comm.measure.formulas import RECEIVED_BYTES, Sparsity
 from resilient_run.comm.zen.partition import Balanced
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
@@ -70,7 +70,7 @@ def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
     """Return the time of the scheme's own formula; where there is none that without indices, as for rows."""
     kind = scheme.removesuffix(", rows")
     name = {"zen, elements": "zen", "zen": "index-free"}.get(kind, kind)
-    limit_bytes = LIMITS.get(name, LIMITS["index-free"])(sparse)
+    limit_bytes = RECEIVED_BYTES.get(name, RECEIVED_BYTES["index-free"])(sparse)
     # The formulas of coordinates count an index for each value.
     return 8 * limit_bytes / rate_bit_s / (1 if kind == scheme else 2)
 

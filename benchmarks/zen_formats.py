@@ -52,10 +52,10 @@ def sizes(elements: int, density: float) -> dict[str, float]:
     shares = cut.split(whole)
     blocks = block_encode(dense)
     found = {
-        "COO": sum(encode(share, (Format.COO,)).nbytes for share in shares),
-        "bitmap": encode(whole, (Format.BITMAP,)).nbytes + (SERVERS - 1) * elements // 8,
+        "COO": sum(message.nbytes for message in encode(shares, (Format.COO,))),
+        "bitmap": encode([whole], (Format.BITMAP,))[0].nbytes + (SERVERS - 1) * elements // 8,
         "blocks": blocks.ids.nbytes + blocks.data.nbytes,
-        "hash bitmap": sum(encode(share, (Format.BITMAP,)).nbytes for share in shares),
+        "hash bitmap": sum(message.nbytes for message in encode(shares, (Format.BITMAP,))),
     }
     return {name: size / dense.nbytes for name, size in found.items()}
 

@@ -159,34 +159,37 @@ class Checkpointer:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
         Raises:
-            StateError: The registered objects do not fit (nothing was loaded), steps were made already, or an object
-                did not take back exactly what was captured (the state is loaded in part).
+            StateError: The registered objects do not fit (nothing was loaded), an object did not take back exactly what
+                was captured (the state is loaded in part), or `restore()` or `step()` was called before.
             TopologyError: It was made by another world size or device mesh; nothing was loaded.
             RestoreError: No verified copy of it is left.
             SlotError: It is an import, and damaged.
         """
-        if self._step:
-            raise StateError(f"restore() after step({self._step}): call it once, before the first step")
-        if self._link is None or self._capturer is None:
-            return 0
-        self._state.begin()
-        if self._plan is None:
-            return 0
+        if self._restored or self._step:
+            after = f"step({self._step})" if self._step else "restore()"
+            raise StateError(f"restore() after {after}: call it once, before the first step")
+        if self._link is not None and self._capturer is not None:
+            self._state.begin()
+            if self._plan is not None:
+                self._restore(self._plan, self._link, self._capturer)
+        self._restored = True
+        return self._step
+
+    def _restore(self, plan: Pair, link: Link, capturer: Capturer) -> None:
         started_s = time.monotonic()
         try:
-            if self._plan[0] == IMPORT_GENERATION:
-                self._load_import(self._link.request("restore", timeout_s=_RESTORE_S)["path"])
+            path = link.request("restore", timeout_s=_RESTORE_S)["path"]
+            if plan[0] == IMPORT_GENERATION:
+                self._load_import(path)
             else:
-                self._load_slot(self._link.request("restore", timeout_s=_RESTORE_S)["path"], self._capturer)
+                self._load_slot(path, capturer)
         except CheckpointError as error:
-            if isinstance(error, StateError | TopologyError) or self._plan[0] == IMPORT_GENERATION:
+            if isinstance(error, StateError | TopologyError) or plan[0] == IMPORT_GENERATION:
                 # No restart cures this one: the launcher shall not try.
-                self._link.notify("refused", message=str(error))
+                link.notify("refused", message=str(error))
             raise
-        self._restored = True
-        self._step = self._plan[1]
-        self._link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
-        return self._step
+        self._step = plan[1]
+        link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
 
     def step(self, n: int | None = None) -> None:
         """Record that `n` steps are completed (default: one more than before), and begin to capture the state.
@@ -445,7 +448,7 @@ class Checkpointer:
         imported = Imported(url, run_id=self._env.run_id, step=self._plan[1])
         fresh = load_import(self._state, imported, rank=self._env.rank, world_size=self._env.world_size)
         if fresh and self._env.rank == 0:
-            warnings.warn(fresh, RuntimeWarning, stacklevel=3)
+            warnings.warn(fresh, RuntimeWarning, stacklevel=4)
 
     def _load(self, slot: Slot) -> None:
         header = slot.header()
@@ -458,7 +461,7 @@ class Checkpointer:
                 f"not everything is what step {header.step} had, which may be right for what is applied later "
                 f"or counts loads: {'; '.join(others)}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _check(self, header: SlotHeader) -> None:

@@ -77,18 +77,6 @@ class MemoryTier:
         """Close."""
         self.close()
 
-    def _restored(self) -> dict[str, Any]:
-        return self._rank.restored()
-
-    def _capture(self, step: int, state: dict[str, Any]) -> None:
-        self._rank.capture(step, state)
-
-    def _wait_captured(self) -> bool:
-        return self._rank.wait(_CAPTURE_S)
-
-    def _wait_committed(self) -> bool:
-        return self._rank.wait_committed(_COMMIT_S)
-
 
 class ItemReader(StorageReader):
     """Reads a state that `export.merge` made, for any sharding of which it holds all parts."""
@@ -187,7 +175,7 @@ class MemoryReader(ItemReader):
 
     def __init__(self, memory: MemoryTier) -> None:
         """Read from `memory`."""
-        super().__init__(memory._restored)
+        super().__init__(memory._rank.restored)
 
 
 class MemoryWriter(StorageWriter, AsyncStager):
@@ -200,7 +188,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
     def __init__(self, memory: MemoryTier, *, step: int) -> None:
         """Keep the state after `step` steps, more than at the last save and the same on every rank."""
-        self._memory = memory
+        self._rank = memory._rank
         self._step = step
         self._captured = False
         self._used = False
@@ -260,7 +248,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
                 raise StateError(f"{type(planner).__name__}: the memory tier saves with a DefaultSavePlanner only")
             state = planner.state_dict
             self._capture(unflatten_state_dict(state, planner.mappings) if planner.flatten_state_dict else state)
-        if not self._memory._wait_captured():
+        if not self._rank.wait(_CAPTURE_S):
             raise DaemonError(f"step {self._step} was not captured within {_CAPTURE_S:.0f} s: see resilientd's log")
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
@@ -272,14 +260,14 @@ class MemoryWriter(StorageWriter, AsyncStager):
         Raises:
             DaemonError: That takes longer than 600 s.
         """
-        if not self._memory._wait_committed():
+        if not self._rank.wait_committed(_COMMIT_S):
             raise DaemonError(
                 f"step {self._step} is captured, but was not committed within {_COMMIT_S:.0f} s: "
                 "see `resilientctl status`"
             )
 
     def _capture(self, state: dict[str, Any]) -> None:
-        self._memory._capture(self._step, state)
+        self._rank.capture(self._step, state)
         self._captured = True
 
 

@@ -18,8 +18,8 @@ from .errors import CommError
 from .net.scheme import Scheme
 from .net.transport import Transport, from_bytes, to_bytes
 from .net.two_level import TwoLevel
-from .runtime.bucket import LEAST_ELEMENTS, BucketSum
-from .runtime.chosen import Choice, chosen
+from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
+from .runtime.choice import Choice, scheme_of
 
 
 class GradientHook(BucketSum):
@@ -134,15 +134,18 @@ def make_hook(
     if ranks_per_host is not None and (ranks_per_host < 1 or len(ranks) % ranks_per_host):
         raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
     device = next(model.module.parameters()).device
-    world = Transport(dist.new_group(ranks), device)
+    world = Transport.among(ranks, device)
     if ranks_per_host is None:
         ranks_per_host = _ranks_per_host(world)
     if ranks_per_host == 1:
-        made = chosen(scheme, world, **options)
+        made = between = scheme_of(scheme, world, **options)
     else:
-        hosts = [ranks[start : start + ranks_per_host] for start in range(0, len(ranks), ranks_per_host)]
-        within = _own_group(hosts, device)
-        made = TwoLevel(within, chosen(scheme, _own_group(list(zip(*hosts, strict=True)), device), **options))
+        host, place = divmod(world.rank, ranks_per_host)
+        within = Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device)
+        between = scheme_of(scheme, Transport.among(ranks[place::ranks_per_host], device), **options)
+        made = TwoLevel(within, between)
+    sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
+    check_pool(between.pool, sizes, least_elements)
     return GradientHook(model, scheme=made, world=world, least_elements=least_elements)
 
 
@@ -162,10 +165,3 @@ def _ranks_per_host(world: Transport) -> int:
 def _from_torchrun(name: str) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else 0
-
-
-def _own_group(groups: Sequence[Sequence[int]], device: torch.device) -> Transport:
-    """Return the transport of the one of the groups that this rank is in; all ranks make all groups."""
-    made = [dist.new_group(list(ranks)) for ranks in groups]
-    (own,) = (group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
-    return Transport(own, device)

@@ -1,8 +1,14 @@
 """Local steps with an outer optimizer: replicas train by themselves and meet only every so many steps (DiLoCo)."""
 
+import atexit
+import logging
+import sys
+import threading
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +23,13 @@ from .net.entries import all_finite
 from .net.scheme import Scheme
 from .net.transport import Transport, from_bytes, to_bytes
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
-from .runtime.chosen import Choice, chosen
+from .runtime.choice import Choice, scheme_of
+
+log = logging.getLogger(__name__)
+
+_NONE: Final = -1
+_LEAVE_S: Final = 10.0
+"""How long the end of a script that has not closed its local steps waits for a sum."""
 
 
 class LocalSteps:
@@ -38,8 +50,12 @@ class LocalSteps:
     inner optimizer and the buffers of the model stay each replica's own. Outer parameters, momentum and the sum are in
     float32 (float64 if a parameter is).
 
-    The state is that of the outer optimizer, how far the round is, and what the scheme remembers: register this object
-    with the `Checkpointer`, and a run that is killed within a round goes on bit for bit.
+    With `fragments` and `delay` it is Streaming DiLoCo (Douillard et al., 2025): fragments of the model have rounds of
+    their own, that end one after the other, and a sum is on its way while training goes on.
+
+    The state is that of the outer optimizer, how far the round is, what this rank has sent into a sum that is on its
+    way, and what the scheme remembers: register this object with the `Checkpointer`, and a run that is killed goes on
+    bit for bit.
 
     Args:
         model: Its trainable parameters, and its buffers, become those of the first rank. A DistributedDataParallel,
@@ -48,8 +64,14 @@ class LocalSteps:
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum; 0 for none. With it 0 and `outer_lr` 1, a round ends with the mean of the
             replicas' parameters.
+        fragments: Into how many parts of about the same size the parameters are cut, in their order.
+        delay: Steps from the end of a round to its outer step, while the sum is on its way. Another fragment's round
+            may end at that step at the earliest (`every // fragments`), the fragment's own only after it.
+        mixing: Share of its own parameters that a replica keeps at the outer step, in [0, 1); None for 0 without
+            `delay` and 0.5 with it, when replicas have trained on.
         scheme: What sums the pseudo-gradients, as of `hook.register`.
-        group: One rank of each replica, the same place in all of them; None for all ranks, a replica each.
+        group: One rank of each replica, the same place in all of them; None for all ranks, a replica each. With
+            `delay` nothing else may use it.
         least_elements: Smaller tensors are all-reduced together.
         options: Of the scheme, if it is a name.
 
@@ -68,6 +90,9 @@ class LocalSteps:
         every: int,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float | None = None,
         scheme: Choice = "dense",
         group: ProcessGroup | None = None,
         least_elements: int = LEAST_ELEMENTS,
@@ -82,12 +107,22 @@ class LocalSteps:
         self._parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         if not self._parameters or any(isinstance(each, DTensor) for each in self._parameters.values()):
             raise CommError("local steps need trainable parameters, whole on each rank: give a module without sharding")
+        longest = every // fragments if fragments > 1 else every - 1
+        if not 1 <= fragments <= min(every, len(self._parameters)) or not 0 <= delay <= longest:
+            raise CommError(
+                f"fragments {fragments}, delay {delay}: give one fragment to as many as a round has steps ({every}) "
+                f"and the model parameters ({len(self._parameters)}), and a delay of 0 to {longest} steps"
+            )
+        self._mixing = (0.5 if delay else 0.0) if mixing is None else mixing
+        if not 0 <= self._mixing < 1:
+            raise CommError(f"mixing {mixing}: give a share in [0, 1)")
         self._every, self._outer_lr, self._outer_momentum = every, outer_lr, outer_momentum
-        world = group or dist.group.WORLD
-        assert world is not None
+        self._fragments, self._delay = _cut(self._parameters, fragments), delay
+        # Step within a round → fragment whose own round ends with it.
+        self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
         device = next(iter(self._parameters.values())).device
-        ranks = Transport(world, device)
-        self._sum = BucketSum(scheme=chosen(scheme, ranks, **options), world=ranks, least_elements=least_elements)
+        ranks = Transport(group, device) if group else Transport.among(range(dist.get_world_size()), device)
+        self._sum = BucketSum(scheme=scheme_of(scheme, ranks, **options), world=ranks, least_elements=least_elements)
         self._done = 0
         with torch.no_grad():
             for tensor in (*self._model.parameters(), *self._model.buffers()):
@@ -97,6 +132,10 @@ class LocalSteps:
                 exact = torch.promote_types(exact, parameter.dtype)
             self._outer = {name: each.detach().to(exact, copy=True) for name, each in self._parameters.items()}
             self._momentum = {name: torch.zeros_like(each) for name, each in self._outer.items() if outer_momentum}
+        largest = max(sum(self._outer[name].numel() for name in names) for names in self._fragments)
+        self._sent = torch.zeros(largest if delay else 0, dtype=exact, device=device)
+        self._sending, self._begun = _NONE, 0
+        self._flight: _Flight | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -107,64 +146,126 @@ class LocalSteps:
     def step(self) -> bool:
         """Count a step that this replica has made; all ranks call it after each step of their inner optimizers.
 
-        The last step of a round ends with the outer step. If the sum has an inf or a NaN, because a replica has
-        diverged, all of them go back to where the round began, and a warning says so.
+        If a sum has an inf or a NaN, because a replica has diverged, all of them go back to the outer parameters, where
+        the round began, and a warning says so.
 
         Returns:
-            Whether a round has ended, so that all replicas are equal now.
+            Whether an outer step was made: with one fragment and without `mixing`, all replicas are equal now.
         """
         self._done += 1
-        if self._done % self._every:
-            return False
-        moved = [(self._outer[name] - each).reshape(-1) for name, each in self._parameters.items()]
-        pseudo = torch.cat(moved).div_(self._sum.world.size)
-        parts = torch.split(pseudo, [each.numel() for each in moved])
-        gradients = {name: part.view_as(self._outer[name]) for name, part in zip(self._outer, parts, strict=True)}
-        self._sum.sum_bucket(pseudo, list(gradients.items()))
-        if all_finite(pseudo):
-            self._descend(gradients)
-        else:
-            warnings.warn(
-                f"local steps: the round that ended with step {self._done} is given up, because the mean of the "
-                f"replicas is not finite; all go back to where it began. Look at the inner learning rate",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._outer[name])
-        return True
+        if self._sending != _NONE and self._flight is None:  # restored
+            self._flight = self._take_off(self._fragments[self._sending])
+        moved = False
+        if (flight := self._flight) is not None and self._done >= self._begun + self._delay:
+            flight.wait()
+            self._flight, self._sending = None, _NONE
+            self._move(flight.total, flight.gradients)
+            moved = True
+        place = self._ends.get(self._done % self._every)
+        if place is not None:
+            names = self._fragments[place]
+            ways = [(self._outer[name] - self._parameters[name]).reshape(-1) for name in names]
+            pseudo = torch.cat(ways).div_(self._sum.world.size)
+            if self._delay:
+                self._sent[: pseudo.numel()] = pseudo
+                self._sending, self._begun = place, self._done
+                self._flight = self._take_off(names)
+            else:
+                gradients = self._views(names, pseudo)
+                self._sum.sum_bucket(pseudo, list(gradients.items()))
+                self._move(pseudo, gradients)
+                moved = True
+        return moved
+
+    def close(self) -> None:
+        """Wait for a sum that is on its way, and leave it; call it before the process group is destroyed.
+
+        The next step, if there is one, begins it anew.
+        """
+        if (flight := self._flight) is not None:
+            flight.wait()
+            self._flight = None
+            self._sum.load_state_dict(flight.before)
 
     def differs_between_ranks(self) -> tuple[nn.Module]:
         """Return what replicas hold each in its own way within a round: the `Checkpointer` has it not compared."""
         return (self._model,)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer optimizer's state, the steps made, and what the scheme remembers; nothing is copied."""
+        """Return the outer optimizer's state, the steps made, what is on its way, and what the scheme remembers.
+
+        Nothing is copied. What is on its way is what this rank has sent into the sum, and what the scheme remembers is
+        that of before.
+        """
         return {
             "steps": self._done,
             "outer": dict(self._outer),
             "momentum": dict(self._momentum),
-            "scheme": self._sum.state_dict(),
+            "scheme": self._sum.state_dict() if self._flight is None else self._flight.before,
+            "sent": self._sent,
+            "fragments": len(self._fragments),
+            "sending": self._sending,
+            "begun": self._begun,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned on this rank.
+        """Go on from a state that `state_dict` returned on this rank; a sum that was on its way begins anew.
 
         Raises:
             CommError: It is of other parameters, of an outer optimizer with or without momentum where this one is the
-                other, or of another scheme.
+                other, of other fragments or with delay where this one has none, or of another scheme.
         """
         match state:
-            case {"steps": int(steps), "outer": dict(outer), "momentum": dict(momentum), "scheme": dict(scheme)} if (
-                _shapes(outer) == _shapes(self._outer) and _shapes(momentum) == _shapes(self._momentum)
+            case {
+                "steps": int(steps),
+                "outer": dict(outer),
+                "momentum": dict(momentum),
+                "scheme": dict(scheme),
+                "sent": Tensor() as sent,
+                "fragments": int(fragments),
+                "sending": int(sending),
+                "begun": int(begun),
+            } if (
+                _shapes({**outer, "": sent}) == _shapes({**self._outer, "": self._sent})
+                and _shapes(momentum) == _shapes(self._momentum)
+                and fragments == len(self._fragments)
+                and _NONE <= sending < fragments
             ):
+                self.close()
                 self._sum.load_state_dict(scheme)
-                self._done = steps
-                for mine, saved in ((self._outer, outer), (self._momentum, momentum)):
+                self._done, self._sending, self._begun = steps, sending, begun
+                for mine, saved in ((self._outer, outer), (self._momentum, momentum), ({"": self._sent}, {"": sent})):
                     for name, tensor in mine.items():
                         tensor.copy_(saved[name])
             case _:
                 raise CommError("this is no state of local steps of such a model; load one of the same options")
+
+    def _views(self, names: Sequence[str], flat: Tensor) -> dict[str, Tensor]:
+        """Return the parts of `flat` that are of these parameters."""
+        parts = torch.split(flat, [self._outer[name].numel() for name in names])
+        return {name: part.view_as(self._outer[name]) for name, part in zip(names, parts, strict=True)}
+
+    def _take_off(self, names: Sequence[str]) -> "_Flight":
+        """Send what `_sent` has of these parameters into a sum beside training."""
+        total = self._sent[: sum(self._outer[name].numel() for name in names)].clone()
+        return _Flight(self._sum, total, self._views(names, total))
+
+    def _move(self, pseudo: Tensor, gradients: Mapping[str, Tensor]) -> None:
+        """Make the outer step that the sum asks for, and take its parameters."""
+        names, kept = list(gradients), self._mixing
+        if all_finite(pseudo):
+            self._descend(gradients)
+        else:
+            names, kept = list(self._outer), 0.0
+            warnings.warn(
+                f"local steps: the round that ended with step {self._done - self._delay} is given up, because the mean "
+                f"of the replicas is not finite; all go back to where it began. Look at the inner learning rate",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        for name in names:
+            outer, parameter = self._outer[name], self._parameters[name]
+            parameter.copy_(outer.lerp(parameter.to(outer.dtype), kept) if kept else outer)
 
     def _descend(self, gradients: Mapping[str, Tensor]) -> None:
         """Make a step of SGD with Nesterov momentum, as torch's."""
@@ -174,6 +275,75 @@ class LocalSteps:
                 momentum = self._momentum[name].mul_(self._outer_momentum).add_(gradient)
                 gradient.add_(momentum, alpha=self._outer_momentum)
             outer.add_(gradient, alpha=-self._outer_lr)
+
+
+class _Flight:
+    """A sum that is on its way in a thread of its own, and on CUDA in a stream of its own.
+
+    Args:
+        bucket_sum: Sums; nobody else asks it for anything before `wait` has returned.
+        total: What is to be summed, in place.
+        gradients: Its parts, by name.
+
+    Attributes:
+        total: As given; the sum once `wait` has returned.
+        gradients: As given.
+        before: What the scheme remembered before.
+    """
+
+    def __init__(self, bucket_sum: BucketSum, total: Tensor, gradients: dict[str, Tensor]) -> None:
+        self.total, self.gradients = total, gradients
+        self.before = deepcopy(bucket_sum.state_dict())
+        self._sum = bucket_sum
+        self._error: Exception | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if total.is_cuda:
+            self._stream = torch.cuda.Stream(total.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(total.device))
+        self._thread = threading.Thread(target=self._work, name="local steps", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
+
+    def wait(self) -> None:
+        """Return when the sum is there; on CUDA, the current stream waits for it.
+
+        Raises:
+            Exception: What went wrong.
+        """
+        self._thread.join()
+        atexit.unregister(self._leave)
+        if self._error is not None:
+            raise self._error
+        if self._stream is not None:
+            torch.cuda.current_stream(self.total.device).wait_stream(self._stream)
+
+    def _leave(self) -> None:
+        """Wait at the end of a script: Python's own end aborts the process if the thread is in the middle of a sum."""
+        if getattr(sys, "last_type", None) is None:  # others may never send theirs to a script that has failed
+            log.warning("the script ends while a sum of local steps is on its way; call close() after the last step")
+            self._thread.join(_LEAVE_S)
+
+    def _work(self) -> None:
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            try:
+                self._sum.sum_bucket(self.total, list(self.gradients.items()))
+            except Exception as error:  # noqa: BLE001 - whoever waits gets it
+                self._error = error
+
+
+def _cut(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
+    """Return the names in their order, cut into `count` fragments of about as many elements each, none empty."""
+    whole = sum(each.numel() for each in parameters.values())
+    found: list[list[str]] = [[]]
+    before = 0
+    for done, (name, each) in enumerate(parameters.items()):
+        left = len(parameters) - done
+        is_full = before + each.numel() / 2 > whole * len(found) / count
+        if found[-1] and len(found) < count and (is_full or left == count - len(found)):
+            found.append([])
+        found[-1].append(name)
+        before += each.numel()
+    return found
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -84,6 +84,26 @@ class BackwardProfiler:
         self._end()
         if not self._seen:
             raise CommError("no backward pass was measured after the warm-up; train for more iterations")
+        runs, note = self._usual(name)
+        backward_s = {
+            parameter: median(self._between(marks[index + 1], marks[index + 2]) for marks in runs)
+            for index, parameter in enumerate(_order(runs[0]))
+        }
+        unused = {parameter: 0.0 for parameter in self._parameters if parameter not in backward_s}
+        document = {
+            "version": VERSION,
+            "model": name,
+            "note": note,
+            "forward_s": median(self._between(marks[0], marks[1]) for marks in runs),
+            "tensors": [
+                {"name": parameter, "numel": self._parameters[parameter].numel(), "backward_s": seconds}
+                for parameter, seconds in (backward_s | unused).items()
+            ],
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def _usual(self, name: str) -> tuple[list[list[tuple[str, Any]]], str]:
+        """Return the iterations whose gradients come in the most frequent order, and the note about the others."""
         usual = Counter(frozenset(_order(marks)) for marks in self._seen).most_common(1)[0][0]
         alike = [marks for marks in self._seen if usual == frozenset(_order(marks))]
         # Gradients that come at almost the same time may change places.
@@ -98,28 +118,7 @@ class BackwardProfiler:
         if others := len(self._seen) - len(alike):
             note += f"; {others} with gradients of other parameters left out"
             log.warning("%s: iterations differ, and a plan fits only the usual ones: %s", name, note)
-        forward_s = median(self._between(marks[0], marks[1]) for marks in runs)
-        backward_s = {
-            parameter: median(self._between(marks[index + 1], marks[index + 2]) for marks in runs)
-            for index, parameter in enumerate(order)
-        }
-        unused = (parameter for parameter in self._parameters if parameter not in usual)
-        tensors = [
-            {
-                "name": parameter,
-                "numel": self._parameters[parameter].numel(),
-                "backward_s": backward_s.get(parameter, 0.0),
-            }
-            for parameter in (*order, *unused)
-        ]
-        document = {
-            "version": VERSION,
-            "model": name,
-            "note": note,
-            "forward_s": forward_s,
-            "tensors": tensors,
-        }
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return runs, note
 
     def _begin(self) -> None:
         if torch.is_grad_enabled():

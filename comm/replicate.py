@@ -25,8 +25,8 @@ from .net.scheme import Scheme
 from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
-from .runtime.bucket import LEAST_ELEMENTS, BucketSum
-from .runtime.chosen import Choice, chosen
+from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
+from .runtime.choice import Choice, scheme_of
 from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
 
@@ -37,9 +37,9 @@ class ReplicateHook(BucketSum):
     """Sums the gradient shards of one FSDP2 model over its replicas.
 
     A name is that of a parameter, its gradient the shard that this rank has, padded at the end of its first dimension
-    as FSDP2 pads it; the state is this rank's own. Whatever FSDP2 does besides stays its own: the reduce-scatter,
-    divisors, mixed precision, the shards kept while gradients accumulate (`set_requires_gradient_sync`,
-    `set_requires_all_reduce`), and hooks after the all-reduce.
+    as FSDP2 pads it; with tensor parallelism it is the shard of this rank's part. The state is this rank's own.
+    Whatever FSDP2 does besides stays its own: the reduce-scatter, divisors, mixed precision, the shards kept while
+    gradients accumulate (`set_requires_gradient_sync`, `set_requires_all_reduce`), and hooks after the all-reduce.
 
     Args:
         groups: Parameter groups of the model, each with the parameters that it sums, by name.
@@ -139,7 +139,8 @@ def register_replicated(
 
     Raises:
         CommError: There is no such scheme, options are given without a name, or the model is not of FSDP2, has no
-            replicas, has tensor parallelism too, different replicas for different parameters, or a hook already.
+            replicas, different replicas for different parameters, or a hook already; or gradients that are large on
+            some ranks of a pool only.
     """
     names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     groups = []
@@ -154,8 +155,10 @@ def register_replicated(
             f"no parameter of this {type(model).__name__} is sharded by FSDP2; call fully_shard with a mesh of "
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
-    transport = Transport(_replicas(groups), groups[0][0].device)
-    return ReplicateHook(groups, scheme=chosen(scheme, transport, **options), least_elements=least_elements)
+    made = scheme_of(scheme, Transport(_replicas(groups), groups[0][0].device), **options)
+    sizes = {name: p.padded_sharded_param_size.numel() for _, found in groups for name, p in found.items()}
+    check_pool(made.pool, sizes, least_elements)
+    return ReplicateHook(groups, scheme=made, least_elements=least_elements)
 
 
 def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport], Scheme]:
@@ -190,11 +193,6 @@ def _parameter_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 
 def _check(group: FSDPParamGroup, parameters: dict[str, FSDPParam]) -> None:
     first = next(iter(parameters))
-    for name, parameter in parameters.items():
-        if parameter.is_dtensor:
-            raise CommError(
-                f"{name} has tensor parallelism too, which is not supported; leave it out or use FSDP2 only"
-            )
     if not isinstance(group.mesh_info, HSDPMeshInfo):
         raise CommError(
             f"{first} has no replicas: its mesh is {group.mesh_info.mesh}; give fully_shard a mesh of two dimensions, "

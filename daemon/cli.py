@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -11,20 +10,12 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .base.files import raise_file_limit
 from .base.logs import RepeatFilter, log_formatter
+from .base.process import raise_file_limit
 from .base.settings import find_settings
+from .base.spec import parse_size
 from .daemon import Daemon, DaemonOptions
 from .options import directories
-
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-
-
-def _size_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size; write bytes or a number with K, M, G or T, as in 20G")
-    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,12 +23,15 @@ def _size_bytes(text: str) -> int:
 @click.option("--peer-addr", help="Address to listen on for peers; by default the one that each job advertises.")
 @click.option(
     "--memory-limit",
-    type=_size_bytes,
     metavar="SIZE",
+    callback=parse_size,
     help="What all slots may take; by default 80 % of tmpfs or memory.",
 )
 @click.option(
-    "--idle-exit", type=click.FloatRange(min=0), default=0.0, help="Seconds idle after which to end; 0: never."
+    "--idle-exit",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Seconds without jobs and slots after which it ends; 0: never.",
 )
 @click.option(
     "--orphan-ttl",
@@ -51,7 +45,7 @@ def _size_bytes(text: str) -> int:
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="info",
     show_default=True,
-    help="Least severity that is logged to stderr.",
+    help="Lowest severity that is logged to stderr.",
 )
 def resilientd(
     run_dir: Path | None,

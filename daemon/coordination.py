@@ -169,7 +169,9 @@ class Coordinator:
                 known -= {key for key, entry in changes.items() if entry is None}
 
     async def _rendezvous(self, changes: Mapping[str, Entry | None]) -> None:
-        self._see_recoveries(changes)
+        for key, entry in changes.items():
+            if key.startswith(keys.RECOVERED()):
+                _known(entry, key, partial(self._view.recoveries.see, key))
         # Every generation brings news of every launcher, which is only for the launchers and the root.
         changes = {key: entry for key, entry in changes.items() if key.startswith(_RENDEZVOUS)}
         entries = self._entries
@@ -184,14 +186,6 @@ class Coordinator:
             await self._on_round(Round.parse(found.value, found.revision))
         done = keys.DONE(self._view.generation, "")
         self._view.finishing = any(name.startswith(done) for name in entries)
-
-    def _see_recoveries(self, changes: Mapping[str, Entry | None]) -> None:
-        for key, entry in changes.items():
-            if entry is not None and key.startswith(keys.RECOVERED()):
-                try:
-                    self._view.recoveries.see(key, entry.value)
-                except DaemonError as error:
-                    log.error("%s counts as nothing: %s", key, error)
 
     async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)

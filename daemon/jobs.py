@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,37 +135,30 @@ class Jobs:
 
     async def collect(self, orphan_ttl_s: float) -> None:
         """Remove what nobody has come back for in `orphan_ttl_s`, as far as `collect_garbage` would."""
-        before_s = time.monotonic() - orphan_ttl_s
-        async with self._changing:
-            gone = self._gone()
-            for job in list(self._jobs.values()):
-                if job.launcher_pid is None and job.orphaned_s < before_s and job.spec.key in gone:
-                    log.info("no launcher came back for run %r; removing its slots", job.spec.run_id)
-                    await self._discard(job)
-            for key, (slots, since_s) in list(self._left.items()):
-                if since_s < before_s and key in gone:
-                    log.info("no launcher came back for run %r; removing its slots", slots.record.run_id)
-                    del self._left[key]
-                    await self._vault.remove(slots)
+        for run_id, _ in await self._remove_gone(before_s=time.monotonic() - orphan_ttl_s):
+            log.info("no launcher came back for run %r; its slots are removed", run_id)
 
     async def collect_garbage(self) -> dict[str, Any]:
         """Remove every job that nobody has open, and return what was removed.
 
         While a launcher of its run lives on this machine it stays: the run may have no other copy of these slots.
         """
-        removed, freed_bytes = [], 0
+        found = await self._remove_gone(before_s=math.inf)
+        return {"removed": [run_id for run_id, _ in found], "freed_bytes": sum(freed_bytes for _, freed_bytes in found)}
+
+    async def _remove_gone(self, *, before_s: float) -> list[tuple[str, int]]:
+        """Remove the jobs without a launcher since `before_s` whose slots nobody needs; return runs and freed bytes."""
+        removed = []
         async with self._changing:
             gone = self._gone()
             for job in list(self._jobs.values()):
-                if job.launcher_pid is None and job.spec.key in gone:
-                    removed.append(job.spec.run_id)
-                    freed_bytes += await self._discard(job)
-            for key, (slots, _) in list(self._left.items()):
-                if key in gone:
-                    removed.append(slots.record.run_id)
+                if job.launcher_pid is None and job.orphaned_s < before_s and job.spec.key in gone:
+                    removed.append((job.spec.run_id, await self._discard(job)))
+            for key, (slots, since_s) in list(self._left.items()):
+                if since_s < before_s and key in gone:
                     del self._left[key]
-                    freed_bytes += await self._vault.remove(slots)
-        return {"removed": removed, "freed_bytes": freed_bytes}
+                    removed.append((slots.record.run_id, await self._vault.remove(slots)))
+        return removed
 
     def describe(self) -> list[dict[str, Any]]:
         """Return every job, open or left, for `resilientctl status`."""

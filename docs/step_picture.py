@@ -1,4 +1,4 @@
-"""Draws `step.svg`: two hosts, their processes, and the way of a step, numbered as in `architecture.md`.
+"""Draws `step.svg`: two hosts, their processes, and the path of a step, numbered as in `architecture.md`.
 
     python docs/step_picture.py
 
@@ -25,7 +25,7 @@ DISCARD: Final = "#c0392b"
 
 def draw() -> str:
     """Return the text of `step.svg`."""
-    picture = Picture(WIDTH, HEIGHT, "The way of a step through two hosts")
+    picture = Picture(WIDTH, HEIGHT, "The path of a step through two hosts")
     picture.box(0.5, 0.5, WIDTH - 1, HEIGHT - 1, stroke="#d9e2ec", radius=12, weight=1)
     _etcd(picture)
     _host(picture, 24, "host a", left=True)

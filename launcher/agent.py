@@ -231,7 +231,7 @@ class ResilientAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
             log.error("generation %d is broken for good: %s", self._rdzv.generation, failure.message)
             # Dead workers are a failure that torch's loop counts and reports.
-            self._shutdown(signal.SIGKILL, timeout=_KILL_WAIT_S)
+            self._end_workers(signal.SIGKILL, _KILL_WAIT_S)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED:
             return self._succeeded(result)
@@ -262,11 +262,17 @@ class ResilientAgent(LocalElasticAgent):
         """Stop workers whose state is worthless; at once in a hang, because a stopped process ignores SIGTERM."""
         failure = self._rdzv.failure
         if failure is not None and failure.kind == "hang":
-            self._shutdown(signal.SIGKILL, timeout=_KILL_WAIT_S)
+            self._end_workers(signal.SIGKILL, _KILL_WAIT_S)
         else:
-            self._shutdown(timeout=self._config.stop_timeout_s)
+            self._end_workers(signal.SIGTERM, self._config.stop_timeout_s)
         self._settle()
         self._timeline.mark("stop")
+
+    def _end_workers(self, death_sig: signal.Signals, timeout_s: int) -> None:
+        """Do what `_shutdown` does, which has no timeout in torch 2.11."""
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout_s)
+        self._shutdown()
 
     def _exit_barrier(self) -> None:
         """Nothing to wait for: success is only reported once every host's workers have succeeded."""
@@ -327,9 +333,12 @@ class ResilientAgent(LocalElasticAgent):
             log.warning("cannot recover from memory: %s", error)
             return False
         if status["refused"] is not None:
-            log.error("no restart cures this: %s", status["refused"])
+            self._verdict = f"; no restart cures this: {status['refused']}"
+            log.error("%s%s", cause, self._verdict)
             return False
         if not status["attached"]:
+            left = self._remaining_restarts
+            log.warning("%s; no worker had a Checkpointer, so only --max-restarts counts (%d left)", cause, left)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
         self._recovered_at = status["watermark"]

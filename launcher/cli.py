@@ -7,7 +7,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -170,35 +170,35 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
         return
     # Read by the rendezvous, which torch makes from its own options.
     os.environ["RESILIENT_HOST_ID"], os.environ["RESILIENT_LABEL"] = config.host_id, config.label
-    with _signals_unwind(args.signals_to_handle):
+    with _signals_unwind(args.signals_to_handle), ExitStack() as stack:
         if _is_single_node(args):
-            with _embedded_etcd() as endpoint, installed(replace(config, ephemeral=True)):
-                args.rdzv_backend, args.rdzv_endpoint = BACKEND, endpoint
-                if args.standalone or args.rdzv_id == "none":
-                    args.rdzv_id = str(uuid.uuid4())
-                args.standalone = False
-                yield
-        else:
-            if args.rdzv_backend != BACKEND:
-                log.warning(
-                    "rendezvous backend %s: this run keeps no checkpoints in memory%s; for them use "
-                    "--rdzv-backend=%s --rdzv-endpoint=<etcd host:port>",
-                    args.rdzv_backend,
-                    ", and --rr-auto protects nothing" if config.auto else "",
-                    BACKEND,
-                )
-            if args.rdzv_backend == "c10d":
-                # torch's store outlives a restart of the workers, which then read keys of their predecessors.
-                os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-            with installed(config):
-                yield
+            args.rdzv_backend, args.rdzv_endpoint = BACKEND, stack.enter_context(_embedded_etcd())
+            if args.standalone or args.rdzv_id == "none":
+                args.rdzv_id = str(uuid.uuid4())
+            args.standalone = False
+            config = replace(config, ephemeral=True)
+        elif args.rdzv_backend != BACKEND:
+            log.warning(
+                "rendezvous backend %s: this run keeps no checkpoints in memory%s; for them use "
+                "--rdzv-backend=%s --rdzv-endpoint=<etcd host:port>",
+                args.rdzv_backend,
+                ", and --rr-auto protects nothing" if config.auto else "",
+                BACKEND,
+            )
+        if args.rdzv_backend == "c10d":
+            # torch's store outlives a restart of the workers, which then read keys of their predecessors.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        stack.enter_context(installed(config))
+        yield
 
 
 def _is_single_node(args: argparse.Namespace) -> bool:
     """Tell whether torch would choose the rendezvous: the rule in `torch.distributed.run.run`."""
     if args.standalone:
         return True
-    unspecified = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    # A number in torch 2.11, None after it.
+    no_port = args.master_port == torchrun.get_args_parser().get_default("master_port")
+    unspecified = args.rdzv_backend == "static" and not args.rdzv_endpoint and no_port
     return unspecified and parse_min_max_nnodes(args.nnodes)[1] == 1
 
 

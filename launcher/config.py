@@ -15,12 +15,11 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
-from resilient_run.daemon.base.spec import parse_ports
+from resilient_run.daemon.base.spec import parse_ports, parse_size
 from resilient_run.daemon.trust.private import open_to_append
 from resilient_run.daemon.trust.secret import check_url, find_key
 
 _SOCKET_PATH_MAX_BYTES = 107
-_UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,148 +123,135 @@ class RunConfig:
 def options() -> list[click.Parameter]:
     """Return our command-line options; torch's are `torch.distributed.run.get_args_parser`'s."""
     return [
-        click.Option(
-            ["--rr-run-dir"],
+        _option(
+            "--rr-run-dir",
             type=click.Path(file_okay=False, readable=False, path_type=Path),
-            envvar="RESILIENT_RUN_DIR",
             help="Directory of the daemon's socket. Default: /run/resilientd/<user> when a service serves there, else "
             "$XDG_RUNTIME_DIR/resilient-run if that is not another user's, else /tmp/resilient-run-<uid>.",
         ),
-        click.Option(
-            ["--rr-shm-dir"],
+        _option(
+            "--rr-shm-dir",
             type=click.Path(file_okay=False, readable=False, path_type=Path),
-            envvar="RESILIENT_SHM_DIR",
             help="tmpfs directory of the checkpoints: the daemon that owns it is used, or started. "
             "Default: /dev/shm/resilient-run-<uid>.",
         ),
-        click.Option(
-            ["--rr-host-id"],
+        _option(
+            "--rr-host-id",
             metavar="NAME",
             callback=_check_host_id,
-            envvar="RESILIENT_HOST_ID",
             default=socket.gethostname,
             help="Stable name of this host, distinct for each host of the job. Default: the host name.",
         ),
-        click.Option(
-            ["--rr-label"],
+        _option(
+            "--rr-label",
             metavar="NAME",
             callback=_check_label,
-            envvar="RESILIENT_LABEL",
             default="",
             help="Failure domain of this host, for example its rack: hosts with one label may be lost together, so "
             "replicas go to hosts with others. Default: none.",
         ),
-        click.Option(
-            ["--rr-replicas"],
+        _option(
+            "--rr-replicas",
             type=click.IntRange(min=1),
-            envvar="RESILIENT_REPLICAS",
             default=2,
             show_default=True,
             help="Hosts that hold each rank's checkpoint, its own host included.",
         ),
-        click.Option(
-            ["--rr-memory"],
+        _option(
+            "--rr-memory",
             metavar="SIZE",
-            callback=_parse_size,
-            envvar="RESILIENT_MEMORY",
+            callback=parse_size,
             help="Memory that this host may spend on checkpoints, as 8G or 512MiB. Default: the daemon's limit, 80 % "
             "of the smallest of tmpfs, memory and control group.",
         ),
-        click.Option(
-            ["--rr-warm-workers/--rr-no-warm-workers"],
-            envvar="RESILIENT_WARM_WORKERS",
+        _option(
+            "--rr-warm-workers/--rr-no-warm-workers",
             default=True,
             show_default=True,
             help="Fork workers from a process that has already imported torch.",
         ),
-        click.Option(
-            ["--rr-preload"],
+        _option(
+            "--rr-preload",
             metavar="MODULES",
             callback=_parse_modules,
-            envvar="RESILIENT_PRELOAD",
-            help="What that process imports besides, as lightning,transformers; learn for what the first workers "
-            "import from installed packages. Default: nothing.",
+            help="Modules that this process imports, too, such as lightning,transformers; learn: those that the first "
+            "workers import from installed packages. Default: none.",
         ),
-        click.Option(
-            ["--rr-events"],
+        _option(
+            "--rr-events",
             type=click.Path(dir_okay=False, writable=True, path_type=Path),
             callback=_check_events,
-            envvar="RESILIENT_EVENTS",
             help="Append recovery events to this file, one JSON object per line.",
         ),
-        click.Option(
-            ["--rr-stop-timeout"],
+        _option(
+            "--rr-stop-timeout",
             metavar="SECONDS",
             type=click.IntRange(min=1),
-            envvar="RESILIENT_STOP_TIMEOUT",
             default=5,
             show_default=True,
             help="Grace after a failure between SIGTERM and SIGKILL for the workers that are left; those of a hang are "
             "killed at once.",
         ),
-        click.Option(
-            ["--rr-config"],
+        _option(
+            "--rr-config",
             type=click.Path(dir_okay=False, exists=True, path_type=Path),
             callback=_read_policy,
-            envvar="RESILIENT_CONFIG",
             help="Configuration file (TOML); docs/operations/configuration.md lists its settings.",
         ),
-        click.Option(
-            ["--rr-allow-injection"],
+        _option(
+            "--rr-allow-injection",
             is_flag=True,
-            envvar="RESILIENT_ALLOW_INJECTION",
             help="Let resilient-inject break this run on purpose on this host.",
         ),
-        click.Option(
-            ["--rr-allow-different-script"],
+        _option(
+            "--rr-allow-different-script",
             is_flag=True,
-            envvar="RESILIENT_ALLOW_DIFFERENT_SCRIPT",
             help="Join a run of this run id even if its launchers have another script, arguments, user or torch; "
             "without it, such a launcher is refused.",
         ),
-        click.Option(
-            ["--rr-persist"],
+        _option(
+            "--rr-persist",
             metavar="URL",
-            envvar="RESILIENT_PERSIST",
             callback=check_url,
             help="Directory or fsspec URL that every host reaches: committed steps are also written there. Short for "
             "persist.target in the configuration file.",
         ),
-        click.Option(
-            ["--rr-key-file"],
+        _option(
+            "--rr-key-file",
             type=click.Path(dir_okay=False, path_type=Path),
-            envvar="RESILIENT_KEY_FILE",
             help="File with the run key (resilientctl keygen), the same on all hosts: by it their daemons know each "
             "other. RESILIENT_KEY holds the key itself. Default: a secret in etcd.",
         ),
-        click.Option(
-            ["--rr-insecure"],
+        _option(
+            "--rr-insecure",
             is_flag=True,
-            envvar="RESILIENT_INSECURE",
             help="Run on several hosts without a run key although everybody may read and write etcd.",
         ),
-        click.Option(
-            ["--rr-port"],
+        _option(
+            "--rr-port",
             metavar="PORT|FIRST-LAST",
-            callback=_parse_ports,
-            envvar="RESILIENT_PORT",
+            callback=parse_ports,
             help="Port, or the first free one of a range, on which this host's daemon listens for the others. "
             "Default: one that the kernel chooses.",
         ),
-        click.Option(
-            ["--rr-auto"],
+        _option(
+            "--rr-auto",
             is_flag=True,
-            envvar="RESILIENT_AUTO",
-            help="Protect a script without a change of it if the Trainer of transformers or Lightning owns its loop; "
+            help="Protect a script without changing it, if the Trainer of transformers or Lightning owns its loop; "
             "else say why not, and run it as torchrun does.",
         ),
-        click.Option(
-            ["--rr-off"],
+        _option(
+            "--rr-off",
             is_flag=True,
-            envvar="RESILIENT_OFF",
             help="Run exactly as torchrun: no daemon, no etcd, no recovery from memory.",
         ),
     ]
+
+
+def _option(names: str, **settings: Any) -> click.Option:
+    """Return an option, which a variable may say as well: RESILIENT_RUN_DIR what --rr-run-dir does."""
+    name = names.partition("/")[0].removeprefix("--rr-")
+    return click.Option([names], envvar=f"RESILIENT_{name.replace('-', '_').upper()}", **settings)
 
 
 def _check_label(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -276,19 +262,6 @@ def _check_host_id(ctx: click.Context, param: click.Parameter, value: str) -> st
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", value):
         raise click.BadParameter(f"{value!r} must consist of letters, digits and the characters . _ : -", ctx, param)
     return value
-
-
-def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes that `value` means; K, KB and KiB are all 1024 bytes."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-    size_bytes = int(float(match[1]) * _UNIT_BYTES[match[2].upper()]) if match else 0
-    if size_bytes <= 0:
-        raise click.BadParameter(
-            f"{value!r} is not a size: write a positive number and K, M, G or T, as 8G or 512MiB", ctx, param
-        )
-    return size_bytes
 
 
 def _parse_modules(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -307,16 +280,6 @@ def _parse_modules(ctx: click.Context, param: click.Parameter, value: str | None
                 param,
             )
     return modules
-
-
-def _parse_ports(ctx: click.Context, param: click.Parameter, value: str | None) -> range | None:
-    """Return the ports that `value` means."""
-    if value is None:
-        return None
-    try:
-        return parse_ports(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
 
 
 def _find_key(path: Path | None) -> str | None:

@@ -270,6 +270,8 @@ def _line(event: dict[str, Any]) -> str:
     phases = " + ".join(
         f"{phase.replace('_', ' ')} {event[f'{phase}_s']:.2f}" for phase in PHASES if f"{phase}_s" in event
     )
+    if not event["complete"] and not event["generation"]:
+        return f"not recovered ({event['cause']}): no workers were started again"
     if not event["complete"]:
         return f"recovery interrupted after {event['total_s']:.2f} s ({event['cause']}): {phases}"
     sources = " and ".join(_WHERE.get(name, name) for name in event["sources"])

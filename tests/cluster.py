@@ -19,6 +19,7 @@ from resilient_run.ckpt.format import wire
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 TINY = ("--layers", "2", "--width", "128", "--context", "128", "--batch", "4")
+ENDLESS = (str(Path(__file__).with_name("endless_trainer.py")), "--steps", "100000", "--seed", "7", "--json", *TINY)
 
 
 def wait_until(

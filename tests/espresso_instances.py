@@ -8,7 +8,7 @@ import numpy as np
 
 from resilient_run.comm.espresso import maxplus
 from resilient_run.comm.espresso.strategy import Choice, CostedStep, Problem, Strategy
-from resilient_run.comm.espresso.timeline import Lane, Resource, Timeline
+from resilient_run.comm.espresso.timeline import Queue, Resource, Timeline
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.tree import Device
@@ -31,7 +31,7 @@ def bubbles(found: Timeline) -> list[tuple[int, float, float]]:
     """Return which tensors both links wait for, from when, and until when."""
     made, sent_s = [], 0.0
     for place, (_, spans) in enumerate(groupby(found.spans, key=lambda span: span.tensor)):
-        on_links = [span for span in spans if span.lane in (Lane.INTRA, Lane.INTER)]
+        on_links = [span for span in spans if span.queue in (Queue.INTRA, Queue.INTER)]
         if place and on_links and sent_s < on_links[0].start_s:
             made.append((place, sent_s, on_links[0].start_s))
         sent_s = max([sent_s, *(span.end_s for span in on_links)])

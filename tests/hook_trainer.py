@@ -4,8 +4,9 @@
 
 Each variant is a scheme, or none for plain DDP, and switches: sparse (gradients of the table), hosts (two ranks each),
 accumulate (two backward passes per step), nan (one appears), bruck (between two teams of SparDL), hsdp (FSDP2 with two
-replicas instead of DDP; then also the scheme topk and the switches three, for three replicas, and hold, which
-accumulates before the reduce-scatter).
+replicas instead of DDP; then also the scheme topk and the switches three, for three replicas, tensor, which replaces
+shards by tensor parallelism, and hold, which accumulates before the reduce-scatter), columns (DDP among even and among
+odd ranks, each with data and parameters of its own).
 Variants are trained one after the other, but side by side under `resilient-run`: one checkpoint has them all.
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +39,7 @@ from resilient_run.comm.replicate import register_replicated
 from resilient_run.comm.runtime.bucket import BucketSum
 
 WORDS = 4000
+TENSOR_PARALLEL = {"hidden": ColwiseParallel(), "out": RowwiseParallel()}
 
 
 class Model(nn.Module):
@@ -63,16 +66,29 @@ def topk(ranks: Transport) -> Scheme:
 def parallelized(model: nn.Module, scheme: str, switches: list[str]) -> tuple[nn.Module, BucketSum | None]:
     if "hsdp" in switches:
         replicas = 3 if "three" in switches else 2
-        shape = replicas, dist.get_world_size() // replicas
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        each = dist.get_world_size() // replicas
+        options: dict[str, Any] = {}
+        if "tensor" in switches:
+            whole = init_device_mesh("cpu", (replicas, 1, each), mesh_dim_names=("replicate", "shard", "tensor"))
+            mesh = whole["replicate", "shard"]
+            parallelize_module(model, whole["tensor"], TENSOR_PARALLEL)
+            options = {"pool": whole.get_group("tensor")} if scheme == "dgc" else {}
+        else:
+            mesh = init_device_mesh("cpu", (replicas, each), mesh_dim_names=("replicate", "shard"))
         for layer in (model.table, model.hidden):
             fully_shard(layer, mesh=mesh)
         sharded = fully_shard(model, mesh=mesh)
         if scheme == "none":
             return sharded, None
-        return sharded, register_replicated(sharded, topk if scheme == "topk" else scheme, least_elements=1000)
+        made = topk if scheme == "topk" else scheme
+        return sharded, register_replicated(sharded, made, least_elements=1000, **options)
+    column = None
+    if "columns" in switches:
+        dist.new_group([0])  # one more for rank 0, as for the ranks that lead hosts
+        columns = [dist.new_group(list(range(first, dist.get_world_size(), 2))) for first in (0, 1)]
+        column = columns[dist.get_rank() % 2]
     # Several buckets, so that their layout changes after the first step.
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05, process_group=column)
     if scheme == "none":
         return parallel, None
     gather = {"gather": "bruck", "teams": 2} if "bruck" in switches else {}
@@ -99,7 +115,7 @@ class Training:
     def __init__(self, variant: str) -> None:
         self.variant = variant
         scheme, *self.switches = variant.split("+")
-        torch.manual_seed(0)
+        torch.manual_seed(dist.get_rank() % 2 if "columns" in self.switches else 0)
         self.model = Model(sparse="sparse" in self.switches)
         self.parallel, self.hook = parallelized(self.model, scheme, self.switches)
         blank = self.hook.state_dict() if self.hook is not None else {}
@@ -118,6 +134,8 @@ class Training:
     def step(self, step: int, *, poisoned: bool) -> float:
         """Train on this rank's batch of the step and return its loss, which is a NaN on rank 0 if so."""
         rank = dist.get_rank()
+        if "tensor" in self.switches:
+            rank //= dist.get_world_size() // 2  # ranks of a replica have one batch
         generator = torch.Generator().manual_seed(1000 * step + rank)
         for last in (False, True) if {"accumulate", "hold"} & set(self.switches) else (True,):
             words = torch.randint(WORDS, (16, 6), generator=generator)

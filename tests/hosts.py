@@ -9,13 +9,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
 from cluster import wait_until
+from launchers import start_daemon
 
 from resilient_run.ckpt.errors import BY_NAME
 from resilient_run.ckpt.format import wire
@@ -203,10 +203,10 @@ class Host:
 
     def start(self, *arguments: str) -> None:
         """Start the daemon and wait until it listens."""
-        command = [*self.prefix, sys.executable, "-P", "-m", "resilient_run.daemon", "--log-level", "debug"]
-        command += ["--run-dir", str(self.run_dir), "--shm-dir", str(self.shm_dir), *arguments]
+        arguments = ("--log-level", "debug", "--run-dir", str(self.run_dir), "--shm-dir", str(self.shm_dir), *arguments)
         with open(self.log_path, "ab") as log:
-            process = self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            process = self.process = start_daemon(arguments, os.environ, self.prefix, **options)
 
         def listening() -> bool:
             assert process.poll() is None, self.log

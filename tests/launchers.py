@@ -1,7 +1,7 @@
-"""Launchers and programs for tests, forked from an interpreter that has torch imported (see `prepared.py`).
+"""Launchers, daemons and programs for tests, forked from an interpreter with their imports (see `prepared.py`).
 
-All but their creation, and that of the zygote of a launcher, is what ``python -P`` does, in a fifth of the CPU time.
-The test's process is the parent of a launcher or a program, and a launcher that of its zygote, as ever.
+All but their creation, and that of a launcher's zygote and daemon, is what ``python -P`` does, in a fifth of the CPU
+time. The test's process is the parent of what it starts, and a launcher that of its zygote and its daemon, as ever.
 """
 
 import atexit
@@ -18,18 +18,27 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import prepared
 from torch.distributed import TCPStore
 
-from resilient_run.launcher.workers import warm
+from resilient_run.launcher import daemon_link
+from resilient_run.launcher.workers import warm, zygote
 from resilient_run.launcher.workers.prctl import adopting_orphans
 
 _RUN = str(Path(__file__).with_name("run.py"))
 _LAUNCHER = "resilient-run"
+_DAEMON = "resilient_run.daemon"
+_CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
+_NO_TORCH = ("resilient_run.daemon.cli", "resilient_run.daemon.ctl.cli")
+_OURS = ("resilient_run.ckpt.checkpointer", "resilient_run.launcher.cli", "resilient_run.daemon.cli")
+_TORCH = (*zygote._AT_ONCE, *zygote._LATER, *_OURS)
+"""What is imported beforehand."""
 _PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-_READ_AT_IMPORT = re.compile(r"(PYTHON|LD_|MALLOC|OMP|KMP|MKL|NUMBA|TORCH(?!_NCCL|ELASTIC)|GRPC|LANG|LC_).*")
+# TORCHINDUCTOR_CACHE_DIR is read when torch compiles, and set by torch itself in a process that imports its compiler.
+_NO_SUCH_TORCH = "_NCCL|ELASTIC|INDUCTOR_CACHE_DIR"
+_READ_AT_IMPORT = re.compile(rf"(PYTHON|LD_|MALLOC|OMP|KMP|MKL|NUMBA|TORCH(?!{_NO_SUCH_TORCH})|GRPC|LANG|LC_).*")
 
 
 def execute_launcher(
@@ -50,29 +59,83 @@ def start_launcher(
     arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = ()
 ) -> "subprocess.Popen[Any]":
     """Return what `execute_launcher` does, forked if it can be."""
-    if _Parent.of_this_process().fits(env) and prepared.knows(prefix):
+    if _Parent.of(_TORCH).fits(env) and prepared.knows(prefix):
         return _Forked([*prefix, _LAUNCHER, *arguments], env=env, **_PIPES)
     return execute_launcher(arguments, env, prefix)
 
 
-def start_python(arguments: Sequence[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[Any]":
+def run_launcher(arguments: Sequence[str], env: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Return what a `start_launcher` came to; one that is late is killed."""
+    return _ended(start_launcher(arguments, env), 240.0)
+
+
+def start_daemon(
+    arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = (), **options: Any
+) -> "subprocess.Popen[Any]":
+    """Return a running `resilientd`.
+
+    Args:
+        arguments: Its own.
+        env: Its environment.
+        prefix: What stands before its command.
+        options: Of `subprocess.Popen`: its streams and what they carry.
+    """
+    return _start_without_torch(["-m", _DAEMON, *arguments], env, prefix, **options)
+
+
+def run_daemon(arguments: Sequence[str], env: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Return what a `start_daemon` came to; one that is late is killed."""
+    return _ended(start_daemon(arguments, env, **_PIPES), 60.0)
+
+
+def start_ctl(
+    arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = (), **options: Any
+) -> "subprocess.Popen[Any]":
+    """Return a running `resilientctl`; see `start_daemon`."""
+    return _start_without_torch(["-c", _CTL, *arguments], env, prefix, **options)
+
+
+def _start_without_torch(
+    arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str], **options: Any
+) -> "subprocess.Popen[Any]":
+    env = {**env, "OMP_NUM_THREADS": "1"}
+    if _Parent.of(_NO_TORCH).fits(env) and prepared.knows(prefix):
+        return _ForkedWithoutTorch([*prefix, sys.executable, *arguments], env=env, **options)
+    return subprocess.Popen([*prefix, sys.executable, "-P", *arguments], env=env, **options)
+
+
+def run_ctl(
+    arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = ()
+) -> "subprocess.CompletedProcess[str]":
+    """Return what a `start_ctl` came to; one that is late is killed."""
+    return _ended(start_ctl(arguments, env, prefix, **_PIPES), 120.0)
+
+
+def start_python(
+    arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = (), **options: Any
+) -> "subprocess.Popen[Any]":
     """Return a running ``python -P``.
 
     Args:
         arguments: A script, ``-c`` and code, or ``-m`` and a module; and what follows.
         env: Its environment.
+        prefix: What stands before its command.
         options: Of `subprocess.Popen`: its streams and what they carry.
     """
-    if _Parent.of_this_process().fits(env):
-        return _Forked([sys.executable, *arguments], env=env, **options)
-    return subprocess.Popen([sys.executable, "-P", *arguments], env=env, **options)
+    if _Parent.of(_TORCH).fits(env) and prepared.knows(prefix):
+        return _Forked([*prefix, sys.executable, *arguments], env=env, **options)
+    return subprocess.Popen([*prefix, sys.executable, "-P", *arguments], env=env, **options)
 
 
 def run_python(
     arguments: Sequence[str], env: Mapping[str, str], *, timeout_s: float = 240.0
 ) -> "subprocess.CompletedProcess[str]":
     """Return what a `start_python` came to; one that is late is killed."""
-    with start_python(arguments, env, **_PIPES) as process:
+    return _ended(start_python(arguments, env, **_PIPES), timeout_s)
+
+
+def _ended(started: "subprocess.Popen[str]", timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    with started as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException:
@@ -104,28 +167,35 @@ def run_trainers(arguments: Sequence[str], size: int, *, timeout_s: float = 240.
 class _Forked(subprocess.Popen[Any]):
     """`Popen` of a fork: it differs from any other in nothing but its creation."""
 
+    modules = _TORCH
+
     def _execute_child(self, *given: Any) -> None:
         args, env, pipes = given[0], given[6], given[10:16]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         descriptors = [own if piped == -1 else piped for own, piped in enumerate((p2cread, c2pwrite, errwrite))]
-        self.pid = _Parent.of_this_process().fork(args, env, descriptors)
+        self.pid = _Parent.of(self.modules).fork(args, env, descriptors)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-class _Parent:
-    """The interpreter that launchers are forked from, as its user sees it."""
+class _ForkedWithoutTorch(_Forked):
+    modules = _NO_TORCH
 
-    _made: "_Parent | None" = None
+
+class _Parent:
+    """An interpreter that others are forked from, as its user sees it."""
+
+    _made: ClassVar[dict[tuple[str, ...], "_Parent"]] = {}
 
     @classmethod
-    def of_this_process(cls) -> "_Parent":
-        if cls._made is None:
-            cls._made = cls()
-            atexit.register(cls._made.close)
-        return cls._made
+    def of(cls, modules: tuple[str, ...]) -> "_Parent":
+        """Return the one of this process that has imported `modules`."""
+        if modules not in cls._made:
+            cls._made[modules] = cls(modules)
+            atexit.register(cls._made[modules].close)
+        return cls._made[modules]
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._env = dict(os.environ, OMP_NUM_THREADS="1")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,6 +203,7 @@ class _Parent:
             Path(hook_dir, "sitecustomize.py").symlink_to(prepared.__file__)
             path = os.pathsep.join([hook_dir, *filter(None, [self._env.get("PYTHONPATH")])])
             hooked = {**self._env, "PYTHONPATH": path, prepared.CONTROL_FD: str(theirs.fileno())}
+            hooked[prepared.MODULES] = ",".join(modules)
             # Pipes, as the launchers get: a stream remembers whether it can seek.
             self._process = subprocess.Popen(
                 [sys.executable, "-u", _RUN],
@@ -151,9 +222,9 @@ class _Parent:
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]) -> int:
         """Return the pid of a new child of this process with these standard streams: a program, or a launcher."""
-        launches = command[0] != sys.executable
-        prefix = list(command[: command.index(_LAUNCHER)]) if launches else []
-        command = command[len(prefix) :]
+        begin = next(place for place, word in enumerate(command) if word in (_LAUNCHER, sys.executable))
+        prefix, command = list(command[:begin]), command[begin:]
+        launches = command[0] == _LAUNCHER
         argv = command if launches else [_RUN, *command[1:]]
         request = {"argv": argv, "command": command, "env": dict(env), "cwd": os.getcwd()}
         request |= {"launches": launches, "prefix": prefix}
@@ -200,3 +271,24 @@ def offer_zygote(pid: int, descriptor: int) -> None:
             self._process = warm.WarmProcess(args, pid)
 
     warm.Zygote = Prepared  # type: ignore[misc]
+
+
+def offer_daemon(pid: int, descriptor: int) -> None:
+    """Let this launcher's first daemon be process `pid`, which waits at socket `descriptor`, if it is as asked for."""
+    offered, at_import = [(pid, socket.socket(fileno=descriptor))], _at_import(os.environ)
+
+    class Prepared(subprocess.Popen[Any]):
+        def _execute_child(self, *given: Any) -> None:
+            args, env, pipes = given[0], given[6], given[10:16]
+            if not offered or args[1:4] != ["-P", "-m", _DAEMON] or _at_import(env) != at_import:
+                super()._execute_child(*given)  # type: ignore[misc]
+                return
+            self.pid, call = offered.pop()
+            self._child_created = True
+            p2cread, _, _, c2pwrite, _, errwrite = pipes
+            request = {"argv": [_RUN, *args[2:]], "command": args, "env": env, "cwd": os.getcwd()}
+            with call:
+                socket.send_fds(call, [json.dumps(request).encode()], [p2cread, c2pwrite, errwrite])
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    daemon_link.subprocess.Popen = Prepared  # type: ignore[misc]

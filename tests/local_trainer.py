@@ -1,6 +1,7 @@
 """One rank of a small training with local steps: prints JSON lines.
 
-    resilient-run … tests/local_trainer.py SCHEME [--steps N] [--every H] [--at-ends N] [--kill-at N]
+    resilient-run … tests/local_trainer.py SCHEME [--steps N] [--every H] [--fragments P] [--delay N] [--at-ends N]
+        [--kill-at N]
 
 Every step waits for its commit. `--at-ends N`: up to step N, only the ends of rounds are checkpoints, when all replicas
 are equal.
@@ -30,6 +31,8 @@ def main() -> None:
     parser.add_argument("scheme")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--at-ends", type=int, default=0)
     parser.add_argument("--kill-at", type=int)
     options = parser.parse_args()
@@ -40,7 +43,14 @@ def main() -> None:
     torch.manual_seed(rank)  # replicas begin as the first one all the same
     model = nn.Sequential(nn.Linear(32, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    local = LocalSteps(model, every=options.every, scheme=options.scheme, least_elements=100)
+    local = LocalSteps(
+        model,
+        every=options.every,
+        fragments=options.fragments,
+        delay=options.delay,
+        scheme=options.scheme,
+        least_elements=100,
+    )
     with Checkpointer(model=model, optimizer=optimizer, local=local) as checkpointer:
         for step in range(checkpointer.restore() + 1, options.steps + 1):
             inputs = torch.randn(16, 32)
@@ -56,6 +66,7 @@ def main() -> None:
                     time.sleep(0.001)
             if step == options.kill_at and rank == 1 and os.environ["RESILIENT_GENERATION"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
+    local.close()
     state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(state).hexdigest())

@@ -3,10 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from launchers import run_ctl
 
 
 class SomeHost(Protocol):
@@ -49,13 +50,9 @@ class Patient:
         self.shm_dir = Path("/dev/shm") / f"rr-test-{os.getpid()}-{root.name}"
 
     def doctor(self, *arguments: str, prefix: Sequence[str] = (), **env: str) -> Report:
-        code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
-        command = [*prefix, sys.executable, "-P", "-c", code]
-        command += ["--run-dir", str(self.run_dir), "--shm-dir", str(self.shm_dir), "doctor", "--json", *arguments]
+        command = ["--run-dir", str(self.run_dir), "--shm-dir", str(self.shm_dir), "doctor", "--json", *arguments]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RESILIENT_")}
-        return Report(
-            subprocess.run(command, env={**inherited, **env}, capture_output=True, text=True, timeout=60, check=False)
-        )
+        return Report(run_ctl(command, {**inherited, **env}, prefix))
 
 
 def patient_of(host: SomeHost, root: Path) -> Patient:

@@ -1,11 +1,13 @@
-"""The hook of `launchers.py`: an interpreter that stops inside ``import site``, imports torch, and forks others.
+"""The hook of `launchers.py`: an interpreter that stops inside ``import site``, imports modules, and forks others.
 
-With each launcher goes its zygote, forked from it at once. Programs, launchers and workers return from here, and their
-interpreter goes on to run `run.py`; the zygote stays, as the one in `resilient_run.launcher.workers.zygote` does.
+With each launcher go its zygote and its daemon, forked from it at once. Programs, launchers, daemons and workers return
+from here, and their interpreter goes on to run `run.py`; the zygote stays, as the one in
+`resilient_run.launcher.workers.zygote` does.
 """
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import resource
@@ -17,8 +19,12 @@ from typing import Any
 
 MAX_PACKET_BYTES = 1 << 17
 CONTROL_FD = "RESILIENT_TEST_CONTROL_FD"
+MODULES = "RESILIENT_TEST_MODULES"
+"""Environment variable with what is imported beforehand."""
 ZYGOTE_FD = "RESILIENT_TEST_ZYGOTE_FD"
 """Environment variable with the descriptor by which a launcher calls its zygote, ``pid:descriptor``."""
+DAEMON_FD = "RESILIENT_TEST_DAEMON_FD"
+"""Environment variable with the descriptor by which a launcher calls its daemon, ``pid:descriptor``."""
 
 _IN_NETWORK, _WITH_LIMIT = ("ip", "netns", "exec"), "--nofile="
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
@@ -26,7 +32,7 @@ _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 4096, 16384, 1 << 19, 2
 
 
 def hold() -> None:
-    """Serve the test until it hangs up; return only in programs, launchers and workers."""
+    """Serve the test until it hangs up; return only in programs, launchers, daemons and workers."""
     control = socket.socket(fileno=int(os.environ.pop(CONTROL_FD)))
     control.set_inheritable(False)
     hook_dir = os.path.dirname(__file__)
@@ -34,7 +40,10 @@ def hold() -> None:
     sys.path.remove(hook_dir)
     from resilient_run.launcher.workers import nursery, prctl, zygote
 
-    zygote._preload((*zygote._AT_ONCE, *zygote._LATER, "resilient_run.launcher.cli"))
+    gc.disable()
+    for name in os.environ.pop(MODULES).split(","):
+        importlib.import_module(name)
+    gc.enable()
     gc.freeze()
     control.send(str(os.getpid()).encode())
     while True:
@@ -48,33 +57,53 @@ def hold() -> None:
     request = json.loads(packet)
     _apply(request["prefix"])
     _name(request)
-    zygote._become_worker({"unset": list(os.environ), "set": request["env"]}, descriptors)
-    pid = os.getpid()
-    if not request["launches"]:
-        control.send(str(pid).encode())
+    changes = {"unset": list(os.environ), "set": request["env"]}
+    become = zygote._become_worker if "torch" in sys.modules else zygote._take_place
+    become(changes, descriptors)
+    try:
+        if request["launches"]:
+            bind = prctl.death_with_parent(os.getpid())
+            if (call := _fork_for(ZYGOTE_FD)) is not None:
+                control.close()
+                bind()
+                os.setsid()
+                packet, (descriptor,) = _called(call, 1)
+                _name(packet)
+                os.environ.clear()
+                os.environ.update(packet["env"])
+                zygote._answer(socket.socket(fileno=descriptor), bind, None, nursery.Nursery([]))
+                return
+            if (call := _fork_for(DAEMON_FD)) is not None:
+                control.close()
+                os.close(int(os.environ[ZYGOTE_FD].partition(":")[2]))
+                packet, descriptors = _called(call, 3)
+                os.setsid()
+                _name(packet)
+                zygote._take_place({"unset": list(os.environ), "set": packet["env"]}, descriptors)
+                return
+        control.send(str(os.getpid()).encode())
+    finally:
         control.close()
-        return
+
+
+def _fork_for(variable: str) -> socket.socket | None:
+    """Fork a child that a launcher calls by what is in `variable`; return where it hears that, None in the launcher."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    bind = prctl.death_with_parent(pid)
-    if zygote_pid := os.fork():
+    if pid := os.fork():
         theirs.close()
-        os.environ[ZYGOTE_FD] = f"{zygote_pid}:{ours.detach()}"
-        control.send(str(pid).encode())
-        control.close()
-        return
-    control.close()
+        os.environ[variable] = f"{pid}:{ours.detach()}"
+        return None
     ours.close()
-    bind()
-    os.setsid()
-    packet, descriptors, _, _ = socket.recv_fds(theirs, MAX_PACKET_BYTES, 1)
+    return theirs
+
+
+def _called(call: socket.socket, count: int) -> tuple[dict[str, Any], list[int]]:
+    """Return what comes through `call`, with `count` descriptors; end if the launcher hangs up."""
+    with call:
+        packet, descriptors, _, _ = socket.recv_fds(call, MAX_PACKET_BYTES, count)
     if not packet:
         os._exit(0)
-    theirs.close()
-    request = json.loads(packet)
-    _name(request)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    zygote._answer(socket.socket(fileno=descriptors[0]), bind, None, nursery.Nursery([]))
+    return json.loads(packet), descriptors
 
 
 def knows(prefix: Sequence[str]) -> bool:
@@ -89,8 +118,8 @@ def _apply(prefix: list[str]) -> None:
         return
     value = prefix[-1]
     if value.startswith(_WITH_LIMIT):
-        soft, hard = value.removeprefix(_WITH_LIMIT).split(":")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
+        soft, _, hard = value.removeprefix(_WITH_LIMIT).partition(":")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard or soft)))
         return
     libc = ctypes.CDLL(None, use_errno=True)
 

@@ -1,8 +1,10 @@
 """What the interpreters of `prepared.py` run: a launcher, or what their arguments name, a script, code or a module."""
 
+import atexit
 import os
 import runpy
 import sys
+import threading
 
 import prepared
 
@@ -12,7 +14,14 @@ if called := os.environ.pop(prepared.ZYGOTE_FD, None):
     from resilient_run.launcher.cli import main
 
     launchers.offer_zygote(*map(int, called.split(":")))
+    launchers.offer_daemon(*map(int, os.environ.pop(prepared.DAEMON_FD).split(":")))
     main()
+    # As Python ends, but for taking its modules apart, which takes a fork longer than all that it did.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 else:
     del sys.argv[0], sys.path[0]
     if sys.argv[0] == "-c":

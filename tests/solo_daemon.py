@@ -155,6 +155,7 @@ class SoloDaemon:
                 with self.changed:
                     if connection in self._connections:
                         self._connections.remove(connection)
+                    self.changed.notify_all()
 
     def _completed(self, rank: int, world_size: int, version: tuple[int, int]) -> None:
         with self.changed:

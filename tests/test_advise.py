@@ -3,14 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launchers import run_python, run_trainers
+from launchers import run_python, run_trainers, start_python
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, NOTHING, OWN, Way, advice, recommended, ways
@@ -132,12 +131,14 @@ def test_a_script_that_ends_is_no_advice(options: tuple[str, ...], code: int, me
 
 
 @pytest.mark.lab
-def test_sparse_gradients_on_a_slow_network_are_told_to_use_zen(netlab: Callable[..., NetLab]) -> None:
+def test_sparse_gradients_on_a_slow_network_are_told_to_be_sent_as_such(netlab: Callable[..., NetLab]) -> None:
     lab = netlab(2, rate="100mbit")
     workers = [
-        host.popen(
-            [sys.executable, "-P", *ADVISE, SCRIPT, "--rows", "30000"],
-            env={
+        start_python(
+            [*ADVISE, SCRIPT, "--rows", "30000"],
+            {
+                **os.environ,
+                **host.env,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "LOCAL_RANK": "0",
@@ -146,6 +147,7 @@ def test_sparse_gradients_on_a_slow_network_are_told_to_use_zen(netlab: Callable
                 "MASTER_PORT": "29500",
                 "OMP_NUM_THREADS": "1",
             },
+            host.prefix,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -156,9 +158,8 @@ def test_sparse_gradients_on_a_slow_network_are_told_to_use_zen(netlab: Callable
     assert [worker.returncode for worker in workers] == [0, 0], "".join(err for _, err in ended)
     found = answer(ended[0][0])
     assert not ended[1][0], "the first rank reports"
-    if "zen" in found["step_s"]:
-        assert found["recommended"] == "zen", found
-        assert found["write"] == 'hook = register(model, "zen")'
-    else:  # a busy machine may have made its first round slow; another sparse sum is told then
+    # Which of them is the fastest depends on how busy the machine is; a dense sum of 30,000 rows is not.
+    assert found["recommended"] in {*found["step_s"]} - {BASE}, found
+    assert f'hook = register(model, "{found["recommended"]}"' in found["write"], found
+    if "zen" not in found["step_s"]:
         assert "in the first round" in found["left_out"]["zen"], found
-        assert found["recommended"] is not None, found

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("launcher", "daemon", "ckpt", "comm")
 DOCUMENT = (ROOT / "docs" / "architecture.md").read_text()
-WALKS = {"step": "### A step, function by function", "gradient": "## The way of a gradient"}
+WALKS = {"step": "### A step, function by function", "gradient": "## The path of a gradient"}
 LEAST_STEPS, MOST_STEPS = 8, 16
 
 STEP = re.compile(r"(\d+)\. `([\w.]+)` \(`([\w/]+\.py)`\) [^A-Z].*\.")

@@ -49,7 +49,10 @@ os.waitpid(child, 0)
 print("ended")
 """
 NOTHING = "--rr-auto protects nothing here: "
-LOOP = f"{NOTHING}the loop is the script's own, and nothing tells it which of its steps were restored; add four lines: "
+LOOP = (
+    f"{NOTHING}the loop is the script's own, and nothing tells it which of its steps were restored; "
+    "add a Checkpointer, restore() and step(n): "
+)
 
 
 @pytest.fixture

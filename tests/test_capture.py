@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from resilient_run.ckpt.capture.copying import CapturePlan, Copier
 from resilient_run.ckpt.capture.slots import MappedSlot, TwoSlots
 from resilient_run.ckpt.checkpointer import Checkpointer
+from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.format.manifest import parse
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.ckpt.state.state import TrainingState
@@ -393,6 +394,30 @@ def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
         daemon.start()
         daemon.wait_for("missed", next=7, step=8, late=True)
         assert daemon.watermark is None
+
+
+@pytest.mark.parametrize("heard", ["before", "after"])
+def test_a_step_that_raises_is_missed_and_not_late(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, heard: str
+) -> None:
+    """The root would call for later and later steps, and could meet none but those at which it raises."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Checkpointer(x=0) as ckpt:
+        ckpt.step(1)
+        assert ckpt.wait(30)
+        if heard == "before":
+            daemon.call_for(1, 2)
+            _until_heard(ckpt, next_step=2)
+        ckpt.values["x"] = {1}
+        with pytest.raises(StateError, match=r"values\.x: values of type builtins\.set"):
+            ckpt.step(2)
+        daemon.call_for(1, 2)
+        assert not daemon.wait_for("missed", next=2, step=2)["late"]
+        ckpt.values["x"] = 3
+        daemon.call_for(1, 3)
+        _until_heard(ckpt, next_step=3)
+        ckpt.step(3)
+        assert ckpt.wait(30)
 
 
 class _HeldCopier(Copier):

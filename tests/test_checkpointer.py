@@ -549,6 +549,14 @@ def test_gradients_that_another_network_leaves_are_warned_of(daemon: SoloDaemon,
     assert len(told) == (zero == "after")
 
 
+@pytest.mark.usefixtures("daemon")
+def test_second_restore_is_refused_in_the_first_life_as_it_would_be_after_a_kill() -> None:
+    with Checkpointer(x=1) as ckpt:
+        assert ckpt.restore() == 0
+        with pytest.raises(StateError, match=r"after restore\(\): call it once"):
+            ckpt.restore()
+
+
 def test_steps_count_up(daemon: SoloDaemon) -> None:
     with Checkpointer(x=1) as ckpt:
         ckpt.step()

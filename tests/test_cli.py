@@ -16,6 +16,7 @@ import click
 import psutil
 import pytest
 from cluster import kill, wait_until
+from launchers import execute_launcher, start_launcher, start_python
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_api
@@ -243,28 +244,28 @@ PROGRAMS = {
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
 }
 MODES = {
-    "torchrun": ["-m", "torch.distributed.run"],
-    "off": ["-P", "-m", "resilient_run", "--rr-off"],
-    "c10d": ["-P", "-m", "resilient_run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
-    "default": ["-P", "-m", "resilient_run"],
+    "torchrun": [],
+    "off": ["--rr-off"],
+    "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+    "default": [],
 }
 
 
 def _launch(mode: str, tmp_path: Path, source: str) -> "subprocess.Popen[str]":
+    """Start a launcher in the working directory: the default as a user does, the others forked."""
     (tmp_path / "script.py").write_text(source)
     directories = {"RESILIENT_RUN_DIR": str(tmp_path / "run"), "RESILIENT_SHM_DIR": str(tmp_path / "shm")}
-    return subprocess.Popen(
-        [sys.executable, *MODES[mode], "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, **directories, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**os.environ, **directories, "TMPDIR": str(tmp_path)}
+    arguments = [*MODES[mode], "script.py"]
+    if mode == "torchrun":
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return start_python(["-m", "torch.distributed.run", *arguments], env, **pipes)
+    return (execute_launcher if mode == "default" else start_launcher)(arguments, env)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_exit_codes_are_torchruns(program: str, tmp_path: Path) -> None:
+def test_exit_codes_are_torchruns(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     ends = {}
     for mode in MODES:
         launcher = _launch(mode, tmp_path, PROGRAMS[program])
@@ -273,7 +274,8 @@ def test_exit_codes_are_torchruns(program: str, tmp_path: Path) -> None:
     assert len(set(ends.values())) == 1, ends
 
 
-def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path) -> None:
+def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     codes = {}
     for mode in MODES:
         launcher = _launch(mode, tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)")

@@ -17,7 +17,7 @@ from resilient_run.comm.net.collectives import (
 )
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
-from resilient_run.comm.plan.collective import blocks, load, rounds, segments
+from resilient_run.comm.plan.collective import blocks, load, rounds, segments, turns
 from resilient_run.comm.plan.tree import Routine
 
 pytestmark = pytest.mark.jobs
@@ -171,3 +171,46 @@ def test_ranks_of_a_host_share_its_adapter() -> None:
     assert load(Routine.GATHER, 8, 8).adapter == 56
     assert load(Routine.ALL_TO_ALL, 8, 8).adapter == 8 * 56 / 64
     assert load(Routine.ALL_REDUCE, 8, 8).adapter == 2 * 63 / 64
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("routine", Routine)
+def test_loads_are_those_of_the_rounds(routine: Routine, per_host: int) -> None:
+    """They are not counted message by message."""
+    for hosts in (1, 2, 3, 4, 5, 8):
+        ranks = hosts * per_host
+        for cut in {1, ranks} if routine in (Routine.REDUCE, Routine.BROADCAST) and ranks > 2 else {1}:
+            moved = crossed = 0
+            for hops in rounds(routine, ranks, cut):
+                moved += max(len(hop.blocks) for hop in hops)
+                crossing: Counter[tuple[str, int]] = Counter()
+                for hop in hops:
+                    source, target = hop.sender // per_host, hop.receiver // per_host
+                    if source != target:
+                        crossing["out", source] += len(hop.blocks)
+                        crossing["in", target] += len(hop.blocks)
+                crossed += max(crossing.values(), default=0)
+            found, whole = load(routine, hosts, per_host, cut), blocks(routine, ranks, cut)
+            assert (found.rank, found.adapter) == (moved / whole, crossed / whole), (hosts, cut)
+            assert found.startups == (ranks - 1 if cut > 1 else len(rounds(routine, ranks)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("routine", Routine)
+def test_turns_of_a_rank_are_its_messages_of_all_rounds(routine: Routine, size: int) -> None:
+    for rank in range(size):
+        own = [
+            (
+                next((hop for hop in hops if hop.sender == rank), None),
+                next((hop for hop in hops if hop.receiver == rank), None),
+            )
+            for hops in rounds(routine, size)
+        ]
+        assert list(turns(routine, size, rank)) == [turn for turn in own if turn != (None, None)]
+
+
+def test_thousands_of_ranks_are_counted_soon() -> None:
+    """Their rounds have more messages than fit into memory."""
+    for routine in (Routine.ALL_REDUCE, Routine.ALL_GATHER, Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL):
+        assert load(routine, 5000, 8).adapter > 0.9
+    assert load(Routine.BROADCAST, 1000, 8, 1 << 16).startups == 7999

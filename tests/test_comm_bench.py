@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,12 +9,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from launchers import run_python
 from ranks import run_ranks
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.measure.timing import RecordingTransport, inputs_for, measure, scheme_at
 from resilient_run.comm.net.transport import Traffic, Transport
-from resilient_run.comm.runtime.chosen import chosen
+from resilient_run.comm.runtime.choice import scheme_of
 from resilient_run.comm.schemes import SCHEMES
 
 pytestmark = pytest.mark.jobs
@@ -66,7 +66,7 @@ def test_what_makes_no_sense_is_refused(options: tuple[str, ...], message: str) 
 def test_repeated_messages_are_those_of_the_last_step(name: str) -> None:
     def work(transport: Transport) -> tuple[Traffic, Traffic]:
         recording = RecordingTransport(transport._group)
-        scheme = chosen(name, recording) if name == "topk" else scheme_at(name, recording, 0.1)
+        scheme = scheme_of(name, recording) if name == "topk" else scheme_at(name, recording, 0.1)
         dense = torch.randn(500, generator=torch.Generator().manual_seed(transport.rank))
         found = measure(scheme, recording, [dense.clone() for _ in range(3)], repeats=2)
         assert len(found.step_s) == 2
@@ -98,25 +98,10 @@ def test_schemes_that_do_not_sparsify_get_sparse_gradients() -> None:
 
 
 def test_the_ranks_of_a_torchrun_job_are_measured() -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-    ]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     program = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
     command += [sys.executable, "-P", "-c", program, "bench", "--scheme", "spardl", "--size", "10K"]
-    done = subprocess.run(
-        [*command, "--json", "--repeats", "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python([*command, "--json", "--repeats", "1"], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["measured"]
     assert (row["workers"], row["received_bytes"]) == (2, 4 * 4 * 100 // 2)

@@ -78,9 +78,23 @@ def test_tables_never_fall_above_their_last_point() -> None:
     table = Table(sizes_bytes=(10.0, 20.0), seconds=(2.0, 1.0))
     assert [table(0.0), table(15.0), table(30.0)] == [2.0, 1.5, 1.0]
     assert Table(sizes_bytes=(10.0,), seconds=(2.0,))(99.0) == 2.0
+    falling = Table(sizes_bytes=(10.0, 20.0, 30.0), seconds=(3.0, 2.0, 1.0))
+    assert falling.over(np.array([30.0, 3e9])).tolist() == [1.0, 1.0]
     for far in (1e9, 3e9):
         steep = Table(sizes_bytes=(1e6, 1e6 + 3e3), seconds=(1.0, 1.0 + 1e-9))
         assert steep.over(np.array([far])).item() == pytest.approx(steep(far), rel=1e-15)
+
+
+@pytest.mark.parametrize("last_s", [2.0, 1.9])
+def test_tables_do_not_take_a_slow_measurement_for_a_law(last_s: float) -> None:
+    """Else a tensor far above the last point would cost no more than that one."""
+    table = Table(sizes_bytes=(10.0, 20.0, 30.0), seconds=(1.0, 2.0, last_s))
+    slope = (last_s - 1.0) / 20
+    assert table(30.0) == last_s
+    assert table(1030.0) == pytest.approx(last_s + 1000 * slope)
+    assert table.over(np.array([1030.0])).item() == pytest.approx(table(1030.0))
+    rising = table.rising()
+    assert all(rising(size) <= table(size) + 1e-12 for size in (0.0, 15.0, 25.0, 30.0, 50.0, 1e6))
 
 
 def test_operations_become_seconds_at_a_rate(write: Write) -> None:

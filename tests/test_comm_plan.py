@@ -5,6 +5,7 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.cupcake.cupcake import PLANNERS
+from resilient_run.comm.plan.model import Model, Tensor, fused, neighbours
 from resilient_run.comm.plan.plan import Plan
 
 MODEL = {
@@ -226,3 +228,86 @@ def test_a_plan_that_cannot_be_written_is_an_error() -> None:
     refused = plan("--out", "nowhere/plan.json")
     assert refused.exit_code == 1
     assert "nowhere/plan.json: No such file or directory" in refused.stderr
+
+
+CLUSTER = {
+    "hosts": 3,
+    "gpus_per_host": 5,
+    "forward_s": 0.01,
+    "bytes_per_element": 4,
+    "intra": {"alpha_s": 1e-5, "beta_s_per_byte": 8e-11},
+    "inter": {"alpha_s": 3e-5, "beta_s_per_byte": 3e-9},
+    "compressors": {
+        "topk": {
+            "ratio": 0.02,
+            "gpu": {
+                "compress": {"alpha_s": 2e-4, "beta_s_per_byte": 1e-10},
+                "decompress": {"alpha_s": 5e-5, "beta_s_per_byte": 5e-12},
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("planner", ["cupcake", "dense", "espresso", "espresso-fused", "espresso-greedy"])
+def test_more_tensors_than_planners_can_look_at_are_taken_together(
+    folder: Path, planner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "__defaults__", (40,))
+    (folder / "system.json").write_text(json.dumps(CLUSTER))
+    tensors = [{"name": f"t{n}", "numel": 1 + n % 70, "backward_s": 1e-6} for n in range(900)]
+    tensors[500] = {"name": "embedding", "numel": 5_000_000, "backward_s": 0.001}
+    (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
+    found = answer("--planner", planner, "--out", "plan.json")
+    assert [name for group in found["groups"] for name in group] == [tensor["name"] for tensor in tensors]
+    assert len(found["groups"]) <= 40
+    assert found["reason"].startswith("900 tensors were taken as ")
+    assert found["iteration_s"] >= 0.01 + 0.001899
+    # Nothing is proven of the fusions that were not looked at, but that backward passes take their time.
+    assert found["bound_s"] == pytest.approx(0.01 + 0.001899)
+    assert [len(group.tensors) for group in Plan.read(Path("plan.json")).groups] == [len(g) for g in found["groups"]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_neighbours_are_as_many_as_are_allowed_at_most(seed: int) -> None:
+    random = Random(seed)
+    tensors = tuple(
+        Tensor(
+            name=str(n),
+            numel=random.choice([0, 1, 50, 10 ** random.randrange(9)]),
+            backward_s=random.choice([0.0, 1e-6, random.random()]),
+        )
+        for n in range(random.randrange(1, 300))
+    )
+    model = Model(name="net", tensors=tensors)
+    for most in (2, 7, 50, 299):
+        groups = neighbours(model, most)
+        assert len(groups) <= most
+        assert tuple(tensor for group in groups for tensor in group) == tensors
+        if len(tensors) <= most:
+            assert all(len(group) == 1 for group in groups)
+    assert fused(model, groups).numel == model.numel
+    assert fused(model, groups).backward_s == pytest.approx(model.backward_s)
+
+
+def test_what_makes_a_prediction_absurd_is_named(folder: Path) -> None:
+    """The plan itself may well be one that avoids it."""
+    topk = {**CLUSTER["compressors"]["topk"], "ratio": 1e18}  # type: ignore[index]
+    (folder / "system.json").write_text(json.dumps({**CLUSTER, "compressors": {"topk": topk}}))
+    tensors = [{"name": "w", "numel": 1 << 30, "backward_s": 1.0}]
+    (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
+    for planner in ("cupcake", "espresso"):
+        refused = plan("--planner", planner)
+        assert refused.exit_code == 2
+        found = re.search(r"an iteration of (\S+) s \((\S+)\): write costs in seconds and bytes", refused.stderr)
+        assert found
+        assert float(found[1]) > 1e18
+        assert found[2] != planner
+
+
+def test_thousands_of_hosts_are_planned_for(folder: Path) -> None:
+    for hosts in (1000, 4097):
+        (folder / "system.json").write_text(json.dumps({**CLUSTER, "hosts": hosts, "gpus_per_host": 8}))
+        for planner in ("cupcake", "espresso"):
+            found = answer("--planner", planner)
+            assert 0.016 < found["bound_s"] <= found["iteration_s"] <= min(found["baselines_s"].values()) * 1.03

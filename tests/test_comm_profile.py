@@ -1,8 +1,8 @@
 """Profiles for planners: backward passes, links, compressors, and the whole way from profile to training."""
 
 import json
+import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from cluster import Cluster, assert_same_training
+from launchers import run_python
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -258,10 +259,10 @@ def test_measurements_that_cannot_be_written_are_printed(rank_environ: dict[str,
 def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     """One element of each of the smaller tensors is sent."""
     path = tmp_path / "cluster.json"
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     probe = [str(Path(sys.executable).with_name("resilient-comm")), "profile", "--form", "espresso"]
     small = ["--density", "0.00001", "--largest-mib", "1", "--repeats", "1", "--out", str(path)]
-    done = subprocess.run([*command, "--no-python", *probe, *small], text=True, capture_output=True, timeout=240)
+    done = run_python([*command, "--no-python", *probe, *small], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     gathered = read_cluster(path).intra.of(Routine.ALL_GATHER, compressed=True)
     assert isinstance(gathered, Table)

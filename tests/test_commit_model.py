@@ -112,9 +112,9 @@ def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
         if host in world.lost:
             continue
         yield from _trainer(game, world, rank, host)
-        for keeper in round_.holders(rank, REPLICAS):
-            if keeper in present:
-                yield from _replica(world, rank, host, keeper)
+        for holder in round_.holders(rank, REPLICAS):
+            if holder in present:
+                yield from _replica(world, rank, host, holder)
     yield from _memory(world, round_, present)
     yield from _etcd(game, world, round_, present)
 
@@ -144,31 +144,31 @@ def _trainer(game: Game, world: World, rank: int, host: str) -> Iterator[tuple[s
     yield f"rank {rank} captures {done + 1}", replace(after, slots=free | {made}, taken=taken)
 
 
-def _replica(world: World, rank: int, owner: str, keeper: str) -> Iterator[tuple[str, World]]:
-    """A keeper fetches the owner's newest capture, or anyone's copy of what the round restores."""
-    mine = held(world.slots, keeper, rank)
+def _replica(world: World, rank: int, owner: str, holder: str) -> Iterator[tuple[str, World]]:
+    """A holder fetches the owner's newest capture, or anyone's copy of what the round restores."""
+    mine = held(world.slots, holder, rank)
     wanted = [slot for slot in world.slots if slot[0] == owner and slot[1] == rank and slot[2][0] == world.generation]
     if world.restore is not None and world.watermark == world.restore:
         wanted += [slot for slot in world.slots if slot[1:3] == (rank, world.restore)][:1]
     for _, _, pair, content in wanted[-2:]:
-        agreed = world.agreed(rank).or_later(world.agreed(world.members.index(keeper)))
-        free = room(world.slots, keeper, rank, agreed)
+        agreed = world.agreed(rank).or_later(world.agreed(world.members.index(holder)))
+        free = room(world.slots, holder, rank, agreed)
         if (
             pair not in mine
             and free is not None
             and (pair == world.restore or pair == max(held(world.slots, owner, rank)))
         ):
             yield (
-                f"{keeper} fetches {pair} of rank {rank}",
-                replace(world, slots=free | {(keeper, rank, pair, content)}),
+                f"{holder} fetches {pair} of rank {rank}",
+                replace(world, slots=free | {(holder, rank, pair, content)}),
             )
 
 
 def _memory(world: World, round_: Round, present: list[str]) -> Iterator[tuple[str, World]]:
     """A replica that others must keep now goes once they all have it."""
     for host, rank in {slot[:2] for slot in world.slots if slot[0] in present}:
-        keepers = round_.holders(rank, REPLICAS)
-        if host not in keepers and all(world.watermark in held(world.slots, keeper, rank) for keeper in keepers):
+        holders = round_.holders(rank, REPLICAS)
+        if host not in holders and all(world.watermark in held(world.slots, holder, rank) for holder in holders):
             slots = frozenset(slot for slot in world.slots if slot[:2] != (host, rank))
             yield f"{host} hands rank {rank} over", replace(world, slots=slots)
 
@@ -238,9 +238,9 @@ def _formed(game: Game, world: World) -> World:
 def _replicated(world: World, round_: Round) -> bool:
     """Tell whether another host may be lost: all replicas of the watermark are where they belong."""
     return world.watermark is None or all(
-        world.watermark in held(world.slots, keeper, rank)
+        world.watermark in held(world.slots, holder, rank)
         for rank in range(len(world.members))
-        for keeper in round_.holders(rank, REPLICAS)
+        for holder in round_.holders(rank, REPLICAS)
     )
 
 
@@ -317,7 +317,7 @@ def _begin(game: Game) -> World:
     start = World(1, game.hosts, None, None, frozenset(), zeros, frozenset(), 1, news, zeros)
     if not game.begins_committed:
         return start
-    holders = round_of(game, game.hosts, 1, None).keepers(REPLICAS)
+    holders = round_of(game, game.hosts, 1, None).holders_by_host(REPLICAS)
     slots: Slots = frozenset((host, rank, (1, 1), None) for rank in ranks for host in holders[rank])
     reports = frozenset(slot[:3] for slot in slots)
     ones, news = tuple(1 for _ in ranks), tuple(((1, 1), 2) for _ in ranks)

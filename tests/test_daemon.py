@@ -292,8 +292,8 @@ def test_orphaned_slots_are_kept_for_a_relaunch_and_then_collected(hosts: Hosts)
     host.open()
     assert host.held() == {0: {(1, 1)}}
     host.drop_clients()
-    wait_until(lambda: not list(host.shm_dir.glob("*/")), timeout_s=30, what="collection of the orphan")
-    assert "no launcher came back" in host.log
+    wait_until(lambda: "no launcher came back" in host.log, timeout_s=30, what="collection of the orphan")
+    assert not list(host.shm_dir.glob("*/"))
 
 
 def test_second_live_launcher_of_a_run_is_refused(hosts: Hosts) -> None:

@@ -47,7 +47,7 @@ class Server:
                     continue
 
 
-Connect = Callable[[Serve], DaemonClient]
+Connect = Callable[..., DaemonClient]
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
     """Start a server and a client of it."""
     made: list[Any] = []
 
-    def make(serve: Serve) -> DaemonClient:
+    def make(serve: Serve, on_trouble: Callable[[Exception], None] = lambda trouble: None) -> DaemonClient:
         client = DaemonClient(
             tmp_path / "sock",
             {"op": "hello"},
             on_welcome=lambda answer: None,
             on_message=lambda message: None,
-            on_trouble=lambda trouble: None,
+            on_trouble=on_trouble,
             name="client",
         )
         server = Server(tmp_path / "sock", serve)
@@ -147,3 +147,26 @@ def test_a_first_refusal_is_the_end(connect: Connect) -> None:
     assert not client.is_welcome
     with pytest.raises(DaemonError, match="closed"):
         client.request("ask", within_s=5.0)
+
+
+def test_a_daemon_that_does_not_read_is_behind_by_hundreds_of_messages_before_it_counts_as_gone(
+    connect: Connect,
+) -> None:
+    read = threading.Event()
+    troubles: list[Exception] = []
+
+    def serve(connection: socket.socket, number: int) -> None:
+        greet(connection)
+        read.wait(30)
+
+    client = connect(serve, troubles.append)
+    client.wait_welcome(30.0)
+    for step in range(500):
+        client.notify("progress", step=step)
+    assert client.is_welcome
+    for step in range(1 << 14):
+        client.notify("progress", step=step)
+    assert not client.is_welcome
+    read.set()
+    wait_until(lambda: troubles, timeout_s=30.0, what="no trouble was told")
+    assert str(troubles[0]) == "it has not read its messages for so long that the socket is full"

@@ -536,7 +536,7 @@ class Keys:
         state = RootState(host, 2)
         state.apply(self.entries)
         assert state.ignored == {}
-        return state.view.with_absent(dict.fromkeys("abcde", 99.0)).with_shortage(99.0)
+        return replace(state.view, absent_s=dict.fromkeys("abcde", 99.0), short_s=99.0)
 
     def apply(self, decision: Decision, now_unix_s: float, seen: RootView) -> bool:
         guards, puts = transaction(seen, decision, now_unix_s)

@@ -22,6 +22,7 @@ from certificates import make_certificates
 from cluster import wait_until
 from etcd_process import EtcdProcess, kept_ports
 from hosts import Hosts
+from launchers import run_ctl
 from patient import Patient, patient_of
 
 from resilient_run.daemon.doctor.examine import Check, Finding, examine, ok
@@ -88,10 +89,8 @@ def test_a_healthy_host_has_no_failure_and_is_left_as_it_was(patient: Patient, e
 
 def test_a_person_gets_a_line_for_each(patient: Patient) -> None:
     patient.run_dir.mkdir(mode=0o755)
-    code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
     directories = ["--run-dir", str(patient.run_dir), "--shm-dir", str(patient.shm_dir)]
-    command = [sys.executable, "-P", "-c", code, *directories, "doctor", "--etcd-endpoint", "127.0.0.1:1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_ctl([*directories, "doctor", "--etcd-endpoint", "127.0.0.1:1"], os.environ)
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert [line for line in lines if line.startswith("FAIL  etcd-reachable ")] == [

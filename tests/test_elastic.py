@@ -1,6 +1,7 @@
 """`--nnodes MIN:MAX`: a run keeps the size that can restore what is committed; with nothing committed it is elastic."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,18 @@ while not os.path.exists(sys.argv[2]):
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Host]]:
-    """The undisturbed runs, by number of ranks."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Host]]:
+    """Gives the undisturbed run of so many ranks."""
     cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
-    hosts = {}
-    for world_size in (1, 2, 3):
-        host = hosts[world_size] = cluster.host(f"w{world_size}")
+
+    @cache
+    def undisturbed(world_size: int) -> Host:
+        host = cluster.host(f"w{world_size}")
         host.launch(["--standalone", "--nproc-per-node", str(world_size)], SCRIPT)
         assert host.wait() == 0, host.output
-    yield hosts
+        return host
+
+    yield undisturbed
     cluster.close()
 
 
@@ -60,7 +64,9 @@ def run(tmp_path: Path, etcd_endpoint: str) -> Iterator[Run]:
     run.cluster.close()
 
 
-def test_second_host_does_not_disturb_what_it_cannot_join(run: Run, reference: dict[int, Host], tmp_path: Path) -> None:
+def test_second_host_does_not_disturb_what_it_cannot_join(
+    run: Run, reference: Callable[[int], Host], tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
     (first,) = run.launch("a", "1:2", script)
@@ -72,11 +78,13 @@ def test_second_host_does_not_disturb_what_it_cannot_join(run: Run, reference: d
     gate.touch()
     assert [host.wait() for host in (first, second)] == [0, 0], first.output + second.output
     assert (first.starts(), second.starts(), first.recoveries()) == (1, 0, [])
-    assert_same_training([first, second], reference[1])
+    assert_same_training([first, second], reference(1))
 
 
 @pytest.mark.parametrize(("names", "nnodes"), [("ab", "1:2"), pytest.param("abc", "2:3", marks=pytest.mark.nightly)])
-def test_lost_host_is_waited_for(run: Run, reference: dict[int, Host], tmp_path: Path, names: str, nnodes: str) -> None:
+def test_lost_host_is_waited_for(
+    run: Run, reference: Callable[[int], Host], tmp_path: Path, names: str, nnodes: str
+) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
     hosts = run.launch(names, nnodes, script)
@@ -92,11 +100,11 @@ def test_lost_host_is_waited_for(run: Run, reference: dict[int, Host], tmp_path:
         assert host.starts() == 2
         (event,) = host.recoveries()
         assert (event["kind"], event["restored_step"], event["complete"]) == ("host_lost", HELD, True)
-    assert_same_training([*hosts, *late], reference[len(names)])
+    assert_same_training([*hosts, *late], reference(len(names)))
 
 
 def test_run_that_nobody_joins_ends_with_the_cause_and_goes_on_later(
-    run: Run, reference: dict[int, Host], tmp_path: Path
+    run: Run, reference: Callable[[int], Host], tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
@@ -109,7 +117,7 @@ def test_run_that_nobody_joins_ends_with_the_cause_and_goes_on_later(
     second.shm_dir.mkdir(mode=0o700)
     for host in run.launch("ab", "1:2", script):
         assert host.wait() == 0, host.output
-    assert_same_training([first, second], reference[2])
+    assert_same_training([first, second], reference(2))
 
 
 @pytest.mark.parametrize("attached", ["attached", pytest.param("plain", marks=pytest.mark.nightly)])

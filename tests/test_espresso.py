@@ -21,6 +21,7 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, NoPlanError, espresso_plan
 from resilient_run.comm.espresso.fused import alone_or_dense, fused_plan
+from resilient_run.comm.espresso.fusion_cluster import cluster_plan
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.plan import constraints
 from resilient_run.comm.plan.cluster import Cluster, LinkCost
@@ -71,7 +72,7 @@ def test_it_says_not_to_compress_where_that_does_not_pay() -> None:
 @pytest.mark.parametrize("planner", ESPRESSO_PLANNERS)
 def test_each_planner_keeps_its_restriction(planner: str) -> None:
     job = Espresso(MODEL, cluster(hosts=4, gpus=2))
-    chosen = [job.options[choice] for choice in ESPRESSO_PLANNERS[planner](job).strategy]
+    chosen = [job.options[choice] for choice in ESPRESSO_PLANNERS[planner](job)]
     compressed = [option for option in chosen if option.compressions]
     meets = {
         "espresso-gpu": constraints.gpu_only,
@@ -192,6 +193,17 @@ def test_fusion_helps_where_tensors_are_small_and_changes_nothing_else() -> None
     assert len(fused.groups) < 60
     assert fused.bound_s <= fused.iteration_s
     assert max(span.end_s for span in fused.timeline) == pytest.approx(fused.iteration_s)
+
+
+def test_one_bucket_for_everything_is_considered_however_large_that_is() -> None:
+    """With a latency of 50 ms, each further collective costs more than all bytes."""
+    tensors = tuple(Tensor(name=f"t{n}", numel=1_000_000, backward_s=0.0) for n in range(60))
+    many = Model(name="many", tensors=tensors)
+    far = replace(cluster(hosts=4, gpus=1), inter=LinkCost(cost=affine(0.05, 1e-9)))
+    found = fused_plan(many, far)
+    assert [len(group.tensors) for group in found.groups] == [60]
+    others_s = (cluster_plan(many, far).iteration_s, found.baselines_s["espresso"])
+    assert found.iteration_s <= min(others_s) * (1 + 1e-9)
 
 
 def test_fused_plan_that_compresses_nothing_all_reduces_its_groups() -> None:

@@ -1,4 +1,4 @@
-"""What options cost: payloads that travel on unsummed, shared adapters, rooted collectives, the compressor."""
+"""What options cost: messages that travel on unsummed, shared adapters, rooted collectives, the compressor."""
 
 import json
 from pathlib import Path
@@ -52,11 +52,11 @@ def test_after_a_reduction_to_a_root_one_gpu_sends() -> None:
     assert steps == [("intra", 2 * 800), ("inter", 10 * 800), ("intra", 2 * 800)]
 
 
-def test_gathered_payloads_are_decompressed_one_and_accumulated_the_others() -> None:
+def test_gathered_messages_are_decompressed_one_and_accumulated_the_others() -> None:
     steps = costed(
         "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:cpu > all_gather@intra2", hosts=4, gpus=2
     )
-    # 400 dense bytes, 200 compressed ones; three other hosts send them to both GPUs; four payloads to sum.
+    # 400 dense bytes, 200 compressed ones; three other hosts send them to both GPUs; four messages to sum.
     assert steps == [
         ("intra", 400),
         ("gpu", 100 * 400),
@@ -66,13 +66,13 @@ def test_gathered_payloads_are_decompressed_one_and_accumulated_the_others() -> 
     ]
 
 
-def test_payloads_that_nobody_sums_multiply() -> None:
+def test_messages_that_nobody_sums_multiply() -> None:
     steps = costed(
         "comp:gpu > all_to_all@intra1 > all_to_all@inter > all_gather@inter > all_gather@intra2 > decomp:gpu",
         hosts=4,
         gpus=2,
     )
-    # 400 compressed bytes; then 2 payloads of 200 bytes, then 8 of 50 bytes, gathered to 8 of 200 and 8 of 400 bytes.
+    # 400 compressed bytes; then 2 messages of 200 bytes, then 8 of 50 bytes, gathered to 8 of 200 and 8 of 400 bytes.
     assert steps == [
         ("gpu", 100 * 800),
         ("intra", 200),
@@ -95,7 +95,7 @@ def test_pieces_that_go_different_ways_are_compressed_one_by_one_or_in_a_batch(
     assert [steps[0], steps[-1]] == [("gpu", compressing), ("gpu", decompressing)]
 
 
-def test_gathering_to_a_root_leaves_it_all_payloads() -> None:
+def test_gathering_to_a_root_leaves_it_all_messages() -> None:
     steps = costed(
         "comp:gpu > gather@intra1 > decomp:gpu > comp:gpu > gather@inter > decomp:gpu > broadcast@inter"
         " > broadcast@intra2",
@@ -235,6 +235,8 @@ def test_cluster_files_are_read(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hosts": 0}, "hosts = 0: write the number of hosts, an integer of at least 1"),
+        ({"hosts": 10**18}, "hosts = 1000000000000000000: describe no more than 100000 GPUs in all"),
+        ({"hosts": 20_000, "gpus_per_host": 6}, "hosts = 20000: describe no more than 100000 GPUs in all"),
         ({"compressors": {}}, "there is no 'dgc' in it"),
         ({"compressors": {"dgc": {"ratio": 1}}}, "say what it costs on at least one device"),
         ({"inter": {"alpha_s": 0}}, "inter.beta_s_per_byte is missing"),

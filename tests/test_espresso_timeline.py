@@ -8,7 +8,7 @@ from espresso_instances import bubbles
 
 from resilient_run.comm.cupcake.fusion import FusionProblem
 from resilient_run.comm.cupcake.fusion_baselines import layer_wise
-from resilient_run.comm.espresso.timeline import Chain, Lane, Resource, TensorChain, Work, derive
+from resilient_run.comm.espresso.timeline import Chain, Queue, Resource, TensorChain, Work, derive
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.model import Tensor
 from resilient_run.comm.plan.system import System
@@ -27,10 +27,12 @@ def jobs(*parts: tuple[float, Chain]) -> tuple[TensorChain, ...]:
     )
 
 
-def spans(of: tuple[TensorChain, ...], lane: Lane, *, overlap: bool = False) -> list[tuple[str, float, float]]:
-    """Return (tensor, start, end) on a lane, without the backward pass."""
+def spans(of: tuple[TensorChain, ...], queue: Queue, *, overlap: bool = False) -> list[tuple[str, float, float]]:
+    """Return (tensor, start, end) on a queue, without the backward pass."""
     found = derive(of, overlap=overlap).spans
-    return [(span.tensor, span.start_s, span.end_s) for span in found if span.lane is lane and span.label != "backward"]
+    return [
+        (span.tensor, span.start_s, span.end_s) for span in found if span.queue is queue and span.label != "backward"
+    ]
 
 
 BACKWARD = (3.0, 2.0, 2.0)
@@ -56,14 +58,14 @@ def test_figure_4_2_compression_helps_or_harms(strategy: tuple[Chain, ...], iter
 
 def test_figure_4_2_overlaps_as_the_text_says() -> None:
     none = jobs(*zip(BACKWARD, DENSE, strict=True))
-    assert spans(none, Lane.INTER) == [("T0", 3, 5), ("T1", 5, 11), ("T2", 11, 15)]
+    assert spans(none, Queue.INTER) == [("T0", 3, 5), ("T1", 5, 11), ("T2", 11, 15)]
     last = jobs(*zip(BACKWARD, (DENSE[0], DENSE[1], ON_GPU[2]), strict=True))
-    assert spans(last, Lane.GPU) == [("T2", 7, 9)]
+    assert spans(last, Queue.GPU) == [("T2", 7, 9)]
     gpus = jobs(*zip(BACKWARD, ON_GPU, strict=True))
-    assert spans(gpus, Lane.GPU) == [("T0", 3, 6), ("T1", 8, 11), ("T2", 13, 15)]
-    assert spans(gpus, Lane.INTER) == [("T0", 6, 7), ("T1", 11, 12), ("T2", 15, 16)]
+    assert spans(gpus, Queue.GPU) == [("T0", 3, 6), ("T1", 8, 11), ("T2", 13, 15)]
+    assert spans(gpus, Queue.INTER) == [("T0", 6, 7), ("T1", 11, 12), ("T2", 15, 16)]
     cpus = jobs(*zip(BACKWARD, ON_CPU, strict=True))
-    assert spans(cpus, Lane.CPU) == [("T0", 3, 5), ("T1", 5, 9), ("T2", 9, 15)]
+    assert spans(cpus, Queue.CPU) == [("T0", 3, 5), ("T1", 5, 9), ("T2", 9, 15)]
 
 
 def test_figure_4_2_e_is_the_best_of_all() -> None:
@@ -95,10 +97,10 @@ def test_figure_4_5_cd_where_to_compress_depends_on_the_next_tensor(
 
 def test_links_with_a_queue_each_overlap() -> None:
     two = jobs((1, chain((INTRA, 3), (INTER, 4))), (1, chain((INTRA, 2), (INTER, 2))))
-    assert spans(two, Lane.INTRA) == [("T0", 1, 4), ("T1", 8, 10)]
+    assert spans(two, Queue.INTRA) == [("T0", 1, 4), ("T1", 8, 10)]
     assert derive(two).iteration_s == 12
-    assert spans(two, Lane.INTRA, overlap=True) == [("T0", 1, 4), ("T1", 4, 6)]
-    assert spans(two, Lane.INTER, overlap=True) == [("T0", 4, 8), ("T1", 8, 10)]
+    assert spans(two, Queue.INTRA, overlap=True) == [("T0", 1, 4), ("T1", 4, 6)]
+    assert spans(two, Queue.INTER, overlap=True) == [("T0", 4, 8), ("T1", 8, 10)]
     assert derive(two, overlap=True).iteration_s == 10
 
 
@@ -133,7 +135,7 @@ def test_figures_5_3_and_5_4_groups_trade_compression_for_overlap(counts: tuple[
 
 
 def test_figure_5_5_both_cases_of_the_delay() -> None:
-    at_once = spans(fused(3, 2), Lane.INTER)
+    at_once = spans(fused(3, 2), Queue.INTER)
     assert [start for _, start, _ in at_once] == pytest.approx([4.4, 7.6])
     assert derive(fused(4, 1)).spans[-1].start_s == pytest.approx(8.1), "it is ready at 7.6"
 
@@ -141,15 +143,15 @@ def test_figure_5_5_both_cases_of_the_delay() -> None:
 def test_the_last_decompressions_yield_to_the_backward_pass() -> None:
     coded = chain((GPU, 1), (INTER, 1), (GPU, 2))
     found = jobs((1, coded), (5, coded))
-    assert spans(found, Lane.DECODE) == [("T0", 8, 10), ("T1", 10, 12)]
+    assert spans(found, Queue.DECODE) == [("T0", 8, 10), ("T1", 10, 12)]
     assert derive(found).iteration_s == 12
 
 
 def test_cpus_decompress_while_they_compress() -> None:
     coded = chain((CPU, 2), (INTER, 3), (CPU, 2))
     found = jobs((1, coded), (1, coded))
-    assert spans(found, Lane.CPU) == [("T0", 1, 3), ("T1", 3, 5)]
-    assert spans(found, Lane.CPU_LATE) == [("T0", 6, 8), ("T1", 9, 11)]
+    assert spans(found, Queue.CPU) == [("T0", 1, 3), ("T1", 3, 5)]
+    assert spans(found, Queue.CPU_LATE) == [("T0", 6, 8), ("T1", 9, 11)]
 
 
 def test_nothing_to_communicate_takes_the_backward_pass_alone() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from cluster import EXAMPLE, Cluster
+from launchers import run_python
 
 pytestmark = pytest.mark.jobs
 
 MINIMAL = EXAMPLE.with_name("minimal.py")
-TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+ENVIRON = {"OMP_NUM_THREADS": "1"}
 SMALL = ("--json", "--steps", "12", "--layers", "1", "--width", "64", "--context", "32", "--batch", "2")
 
 
@@ -25,10 +27,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments and return what it printed."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=120)
+def run(*arguments: str, forked: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments and return what it printed; torchrun, if forked, starts its workers as ever."""
+    environ = {**os.environ, **ENVIRON}
+    if forked:
+        done = run_python(arguments, environ)
+    else:
+        done = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -43,7 +48,7 @@ def digest_of(lines: list[dict[str, Any]]) -> str:
 
 
 def test_plain_python_trains_warns_once_and_repeats_itself() -> None:
-    first = run(str(EXAMPLE), *SMALL)
+    first = run(str(EXAMPLE), *SMALL, forked=False)
     lines = lines_of(first)
     assert lines[0].keys() == {"rank", "pid"}
     assert [line["step"] for line in lines[1:-1]] == list(range(1, 13))
@@ -59,8 +64,7 @@ def test_schemes_sum_the_gradients_of_ddp() -> None:
     losses = [line["loss"] for line in lines if line.get("rank") == 0 and "loss" in line]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
-    refused = [sys.executable, str(EXAMPLE), "--scheme", "spardl", "--fsdp"]
-    done = subprocess.run(refused, capture_output=True, text=True, timeout=120)
+    done = run_python([str(EXAMPLE), "--scheme", "spardl", "--fsdp"], {**os.environ, **ENVIRON})
     assert (done.returncode, "leave out --fsdp" in done.stderr) == (2, True)
 
 
@@ -90,7 +94,6 @@ def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple
 
 def test_minimal_script(cluster: Cluster) -> None:
     host = cluster.host("solo")
-    host.forked = False
     host.launch(["--standalone", "--nproc-per-node", "2"], [str(MINIMAL)])
     assert host.wait() == 0, host.output
     theirs = run(*TORCHRUN, "2", str(MINIMAL)).stdout

@@ -4,12 +4,12 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ import pytest
 import yaml
 from certificates import make_certificates
 from click.testing import CliRunner
-from cluster import EXAMPLE, TINY, Cluster, Host, kill, recovered, wait_until
+from cluster import ENDLESS, Cluster, Host, kill, recovered, wait_until
+from launchers import start_ctl
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from resilient_run.daemon.ctl.cli import resilientctl
@@ -41,10 +42,9 @@ class Exporter:
     """A real `resilientctl exporter` of a host."""
 
     def __init__(self, host: Host, *options: str) -> None:
-        code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
-        command = [sys.executable, "-P", "-c", code, "--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)]
-        command += ["exporter", "--listen", "127.0.0.1:0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        directories = ["--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)]
+        arguments = [*directories, "exporter", "--listen", "127.0.0.1:0", *options]
+        self.process = start_ctl(arguments, os.environ, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[-1]
         self.port = int(self.url.rpartition(":")[2])
@@ -86,7 +86,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     """A host whose run of two ranks goes on for as long as the test."""
     cluster = Cluster(tmp_path)
     host = cluster.host("a")
-    host.launch(["--standalone", "--nproc-per-node", "2"], [str(EXAMPLE), "--steps", "1000000", "--json", *TINY])
+    host.launch(["--standalone", "--nproc-per-node", "2"], ENDLESS)
     wait_until(lambda: host.committed_step() > 2, timeout_s=120, what="a commit", host=host)
     yield host
     cluster.close()

@@ -14,11 +14,11 @@ from resilient_run.comm.cupcake.cupcake import PLANNERS, cupcake, dense
 from resilient_run.comm.cupcake.fusion import FusionProblem, groups_of
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.espresso.espresso import Espresso
-from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, FLAT, cluster_plan, fusion_system
+from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, cluster_plan, fusion_system
 from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.curve import Affine, Table
 from resilient_run.comm.plan.model import Model, Tensor
-from resilient_run.comm.plan.plan import CLOSE, COMPRESSED
+from resilient_run.comm.plan.plan import CLOSE, COMPRESSED, FLAT
 from resilient_run.comm.plan.tree import parse
 from resilient_run.comm.runtime.execute import options_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, assert_same_training, recovered
-from launchers import run_trainers
+from launchers import run_trainers, start_python
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +18,6 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register, synchronize
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.zen.zen import Zen
 
 pytestmark = pytest.mark.jobs
@@ -27,8 +26,9 @@ EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
 REMEMBERING = (
-    "dgc", "efsignsgd+hsdp", "fp8+hosts", "gtopk", "int8", "int8+hsdp", "ok-topk", "onebit", "randomk+hosts", "spardl",
-    "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse", "topk-a", "topk-dsa", "zen",
+    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "gtopk", "int8", "int8+hsdp", "ok-topk", "onebit",
+    "randomk+hosts", "spardl", "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse",
+    "topk-a", "topk-dsa", "zen",
 )  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 
@@ -51,6 +51,7 @@ def trainings() -> Trainings:
     """One run of four ranks for all variants, because starting it takes longer than they do."""
     variants = ["none", *LIKE_NONE, "none+accumulate", "zen+accumulate", "zen+nan", "none+nan"]
     variants += [f"{scheme}+hsdp{switch}" for scheme in ("none", "dense", "zen") for switch in HSDP]
+    variants += [f"{scheme}+{switch}" for scheme in ("none", "zen") for switch in ("columns", "hsdp+tensor")]
     return trained(variants, ranks=4)
 
 
@@ -75,11 +76,38 @@ def test_training_is_that_of_plain_ddp(trainings: Trainings) -> None:
     assert losses["zen+accumulate"] == pytest.approx(losses["none+accumulate"], rel=1e-6)
     assert losses["zen+accumulate"] != losses["none"]
     for variant, ranks in ends.items():
-        same = "nan" in variant or "hsdp" in variant or len({end["digest"] for end in ranks.values()}) == 1
+        apart = {"nan", "hsdp", "columns"} & set(variant.split("+"))
+        same = bool(apart) or len({end["digest"] for end in ranks.values()}) == 1
         assert same, f"{variant}: ranks differ"
     assert ends["zen+nan"][0]["nans"] == ends["none+nan"][0]["nans"] > 0
     assert ends["dense"][0]["digest"] == ends["none"][0]["digest"]
     assert ends["zen"][0]["keys"] == ["hidden.weight", "table.weight"], "small gradients go together"
+
+
+@pytest.mark.parametrize("switch", ["columns", "hsdp+tensor"])
+def test_parts_of_a_model_are_summed_over_the_ranks_that_hold_them(trainings: Trainings, switch: str) -> None:
+    """Ranks 0 and 2 hold one part, ranks 1 and 3 another: of tensor parallelism, or models of their own."""
+    plain, zen = (trainings.ends[f"{scheme}+{switch}"] for scheme in ("none", "zen"))
+    assert [zen[rank]["digest"] for rank in range(4)] == [plain[rank]["digest"] for rank in range(4)]
+    assert plain[0]["digest"] == plain[2]["digest"] != plain[1]["digest"] == plain[3]["digest"]
+    assert {"hidden.weight", "table.weight"} <= set(zen[0]["keys"])
+
+
+def test_groups_are_made_over_a_store_of_a_file(tmp_path: Path) -> None:
+    """It has not the calls that torchrun's store has; one rank is in more groups than the other."""
+    script = (
+        "import sys, torch, torch.distributed as dist\n"
+        "from resilient_run.comm.net.transport import Transport\n"
+        "rank, place = int(sys.argv[1]), sys.argv[2]\n"
+        "dist.init_process_group('gloo', init_method=place, rank=rank, world_size=2)\n"
+        "if rank == 0: dist.new_group([0], use_local_synchronization=True)\n"
+        "ones = torch.ones(3)\n"
+        "Transport.among([0, 1]).all_reduce(ones)\n"
+        "assert ones.tolist() == [2, 2, 2]\n"
+    )
+    place = f"file://{tmp_path / 'store'}"
+    ranks = [start_python(["-c", script, str(rank), place], dict(os.environ)) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("switch", HSDP)
@@ -184,31 +212,11 @@ HOSTS = {
 """Of each rank LOCAL_WORLD_SIZE and LOCAL_RANK; and how many ranks are summed dense first."""
 
 
-def _summed(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    found = {}
-    for name, (told, _) in HOSTS.items():
-        for variable, value in zip(("LOCAL_WORLD_SIZE", "LOCAL_RANK"), told[rank], strict=True):
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = str(value)
-        torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(300, 100))
-        hook = register(model, "zen")
-        model(torch.full((1, 300), 1.0 + rank)).sum().backward()
-        gradient = model.module.weight.grad
-        assert torch.equal(gradient, torch.full_like(gradient, 2.5)), name
-        found[name] = hook.scheme.within.size if isinstance(hook.scheme, TwoLevel) else 1
-        hook.close()
-    Path(folder, f"rank{rank}").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def test_ranks_of_a_host_are_summed_first_where_torchrun_says_who_they_are(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_summed, (str(tmp_path),), nprocs=4)
-    for rank in range(4):
-        found = json.loads((tmp_path / f"rank{rank}").read_text())
-        assert found == {name: expected for name, (_, expected) in HOSTS.items()}
+def test_ranks_of_a_host_are_summed_first_where_torchrun_says_who_they_are() -> None:
+    told = json.dumps({name: ranks for name, (ranks, _) in HOSTS.items()})
+    script = str(Path(__file__).with_name("told_trainer.py"))
+    found = [json.loads(line) for line in run_trainers([script, told], 4).splitlines()]
+    assert found == [{name: expected for name, (_, expected) in HOSTS.items()}] * 4
 
 
 @pytest.mark.usefixtures("alone")

@@ -123,6 +123,16 @@ def test_plain_checkpoint_is_taken_over(imported: Callable[..., Imported]) -> No
     assert_equal(before, after)
 
 
+def test_a_default_device_of_the_script_changes_nothing(imported: Callable[..., Imported]) -> None:
+    before, after = training(), training()
+    train(before)
+    found = imported({name: before[name].state_dict() for name in ("model", "optimizer")})
+    with torch.device("meta"):  # as torch.set_default_device("cuda") on a GPU
+        load(found, model=after["model"], optimizer=after["optimizer"])
+    torch.testing.assert_close(after["model"].state_dict(), before["model"].state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(after["optimizer"].state_dict(), before["optimizer"].state_dict(), rtol=0, atol=0)
+
+
 def test_objects_in_lists_are_found_by_their_places(imported: Callable[..., Imported]) -> None:
     before, after = training(), training()
     train(before)

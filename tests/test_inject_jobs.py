@@ -8,13 +8,11 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner, Result
-from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
+from cluster import ENDLESS, Cluster, Host, wait_until
 
 from resilient_run.launcher.inject.cli import resilient_inject
 
 pytestmark = pytest.mark.jobs
-
-SCRIPT = [str(EXAMPLE), "--steps", "100000", "--seed", "7", "--json", *TINY]
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ class Job:
 
     def launch(self, name: str) -> Host:
         host = self.cluster.host(name)
-        host.launch(self.arguments, SCRIPT)
+        host.launch(self.arguments, ENDLESS)
         return host
 
     def step(self) -> int:
@@ -162,7 +160,7 @@ def test_only_hosts_that_allow_faults_are_struck(cluster: Cluster, etcd_endpoint
     other = inject("fault", "kill-rank", "--rank", "0", endpoint=etcd_endpoint, run_id="nobody")
     assert (other.exit_code, "there is no run 'nobody'" in other.output) == (1, True)
     standby = cluster.host("b")
-    standby.launch([*job.arguments, "--rr-allow-injection"], SCRIPT, LOGLEVEL="INFO")
+    standby.launch([*job.arguments, "--rr-allow-injection"], ENDLESS, LOGLEVEL="INFO")
     wait_until(lambda: "waiting as a standby" in standby.output, timeout_s=60, what="a standby", host=standby)
     daemon = wait_until(standby.daemon_pid, timeout_s=60, what="its daemon", host=standby)
     job.fault("kill-daemon", "--host", "b")

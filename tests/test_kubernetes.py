@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from cluster import EXAMPLE, TINY, wait_until
+from cluster import ENDLESS, EXAMPLE, wait_until
 from lab import EtcdMember
 
 from resilient_run.daemon.tier.tier import Tier
@@ -111,7 +111,6 @@ def test_pods_of_the_manifest(net: NetLab, etcd: EtcdMember, tmp_path: Path, sta
         make_key(secrets / name)
     spec = pod_spec()
     ((exporter,), (launcher,)) = spec["initContainers"], spec["containers"]
-    script = [str(EXAMPLE), "--steps", "100000", "--json", *TINY]
     places = {"/secrets": str(secrets), "/checkpoints": str(tmp_path / "tier")}
 
     def command(container: dict[str, Any]) -> list[str]:
@@ -121,7 +120,7 @@ def test_pods_of_the_manifest(net: NetLab, etcd: EtcdMember, tmp_path: Path, sta
             value = {"--rdzv-endpoint": etcd.endpoint, "--nproc-per-node": "1"}.get(name, value)
             for place, here in places.items():
                 name, value = name.replace(place, here), value.replace(place, here)
-            words += script if word == "train.py" else [name + equals + value]
+            words += ENDLESS if word == "train.py" else [name + equals + value]
         return words
 
     pods = [start(net.host(name), tmp_path, command(launcher)) for name in ("pod0", "pod1")]

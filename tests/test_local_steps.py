@@ -1,6 +1,8 @@
 """Local steps with an outer optimizer: the published rounds, and real jobs that lose workers and hosts within one."""
 
 import asyncio
+import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import Cluster, Host, assert_same_training, recovered, wait_until
+from launchers import run_python
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -27,9 +30,13 @@ SCHEMES = ("dense", "int8", "topk")
 
 
 def small(seed: int) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+    """Return a model that only `seed` decides: ranks are threads here, and torch's generator is of all of them."""
+    model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in (model[0], model[2]):
+        for parameter in layer.parameters():
+            nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
+    return model
 
 
 class Replica:
@@ -56,6 +63,7 @@ class Replica:
         if poisoned:
             with torch.no_grad():
                 self.model[0].weight[0, 0] = torch.nan
+        self.before = self.parameters()
         return self.local.step()
 
     def parameters(self) -> Tensor:
@@ -63,38 +71,65 @@ class Replica:
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_rounds_are_those_of_the_paper(momentum: float) -> None:
-    """Algorithm 1 by hand: the mean of what replicas moved is the gradient of torch's SGD with Nesterov momentum."""
+@pytest.mark.parametrize(
+    ("fragments", "delay", "mixing"), [(1, 0, None), (1, 0, 0.25), (3, 0, None), (1, 5, 0.0), (3, 2, None), (2, 1, 0.8)]
+)
+def test_rounds_are_those_of_the_papers(momentum: float, fragments: int, delay: int, mixing: float | None) -> None:
+    """By hand: the mean of what replicas moved is the gradient of torch's SGD with Nesterov momentum."""
+    every, steps, size = 6, 20, 3
 
-    def work(ranks: Transport) -> list[Tensor]:
-        replica = Replica(ranks, every=3, outer_lr=0.7, outer_momentum=momentum)
-        seen = [replica.parameters()]
-        for step in range(1, 13):
-            # Where the replica stood before the outer step: of a twin that trains alike and never meets the others.
-            if step % 3:
-                assert not replica.train()
-                continue
-            twin = deepcopy((replica.model, replica.optimizer, replica._generator))
-            model, optimizer, generator = twin
-            optimizer.zero_grad()
-            model(torch.randn(8, 6, generator=generator)).square().mean().backward()
-            optimizer.step()
-            seen.append(torch.cat([each.detach().reshape(-1) for each in model.parameters()]))
-            assert replica.train()
-            seen.append(replica.parameters())
-        return seen
+    def work(ranks: Transport) -> tuple[Tensor, list[tuple[Tensor, Tensor, bool]], list[int]]:
+        replica = Replica(ranks, every=every, outer_momentum=momentum, fragments=fragments, delay=delay, mixing=mixing)
+        first = replica.parameters()
+        seen = []
+        for _ in range(steps):
+            moved = replica.train()
+            seen.append((replica.before, replica.parameters(), moved))
+        replica.local.close()
+        named = dict(replica.model.named_parameters())
+        return first, seen, [sum(named[name].numel() for name in names) for names in replica.local._fragments]
 
-    by_rank = run_ranks(3, work)
-    outer = nn.Parameter(by_rank[0][0].clone())
-    sgd = torch.optim.SGD([outer], lr=0.7, momentum=momentum, nesterov=momentum > 0)
-    for end in range(1, len(by_rank[0]), 2):
-        ends = torch.stack([seen[end] for seen in by_rank])
-        assert not torch.equal(ends[0], ends[1]), "replicas train by themselves"
-        outer.grad = outer.detach() - ends.mean(0)
-        sgd.step()
-        for seen in by_rank:
-            torch.testing.assert_close(seen[end + 1], outer.detach(), rtol=1e-5, atol=1e-6)
-            assert torch.equal(seen[end + 1], by_rank[0][end + 1]), "replicas are equal after a round"
+    by_rank = run_ranks(size, work)
+    first, _, sizes = by_rank[0]
+    assert len(sizes) == fragments
+    assert min(sizes) > 0
+    assert sum(sizes) == first.numel()
+    outer = [nn.Parameter(part.clone()) for part in first.split(sizes)]
+    optimizers = [torch.optim.SGD([part], lr=0.7, momentum=momentum, nesterov=momentum > 0) for part in outer]
+    kept = mixing if mixing is not None else 0.5 if delay else 0.0
+    moves = 0
+    for step in range(1, steps + 1):
+        expected = [list(seen[step - 1][0].split(sizes)) for _, seen, _ in by_rank]
+        begun = step - delay
+        due = [p for p in range(fragments) if begun > 0 and (begun - (p + 1) * every // fragments) % every == 0]
+        assert [seen[step - 1][2] for _, seen, _ in by_rank] == [bool(due)] * size
+        for place in due:
+            ends = torch.stack([seen[begun - 1][0].split(sizes)[place] for _, seen, _ in by_rank])
+            assert not torch.equal(ends[0], ends[1]), "replicas train by themselves"
+            outer[place].grad = outer[place].detach() - ends.mean(0)
+            optimizers[place].step()
+            for parts in expected:
+                parts[place] = kept * parts[place] + (1 - kept) * outer[place].detach()
+            moves += 1
+        for (_, seen, _), parts in zip(by_rank, expected, strict=True):
+            torch.testing.assert_close(seen[step - 1][1], torch.cat(parts), rtol=1e-5, atol=1e-6)
+    assert moves >= 2 * fragments
+
+
+def test_training_goes_on_while_a_sum_is_on_its_way() -> None:
+    ahead = threading.Event()
+
+    def work(ranks: Transport) -> None:
+        replica = Replica(ranks, every=4, delay=2)
+        for step in range(1, 7):
+            if ranks.rank == 1 and step == 4:
+                assert ahead.wait(30), "the first rank waits for the second one"
+            assert replica.train() == (step == 6)
+            if ranks.rank == 0 and step == 5:
+                ahead.set()
+        replica.local.close()
+
+    run_ranks(2, work)
 
 
 def test_buffers_and_inner_optimizers_stay_those_of_replicas() -> None:
@@ -143,6 +178,103 @@ def test_restored_in_the_middle_of_a_round(scheme: str) -> None:
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("at", [9, 10, 11])
+def test_restored_while_a_sum_is_on_its_way(scheme: str, at: int) -> None:
+    """Ends of rounds are 8 and, of the other fragment, 12; outer steps 10 and 14."""
+
+    def work(ranks: Transport) -> None:
+        replica, again = (Replica(ranks, every=8, fragments=2, delay=2, scheme=scheme) for ranks in (ranks, ranks))
+        for _ in range(at):
+            replica.train()
+        state = deepcopy(replica.local.state_dict())
+        assert (state["sending"] >= 0) == (at == 9)
+        model, generator = deepcopy(replica.model.state_dict()), replica._generator.get_state()
+        went = [(replica.train(), replica.parameters()) for _ in range(12)]
+        replica.local.close()
+        again.train()
+        again.model.load_state_dict(model)
+        again.local.load_state_dict(state)
+        again._generator.set_state(generator)
+        for name, each in again.local.state_dict().items():
+            assert str(each) == str(state[name])
+        for moved, parameters in went:
+            assert again.train() == moved
+            assert torch.equal(again.parameters(), parameters)
+        again.local.close()
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_closed_while_a_sum_is_on_its_way(scheme: str) -> None:
+    """Whoever goes on all the same, or from a state of after that, makes the sum once, as if not closed."""
+
+    def work(ranks: Transport) -> None:
+        plain, closed, again = (Replica(ranks, every=6, delay=3, scheme=scheme) for _ in range(3))
+        for replica, steps in ((plain, 25), (closed, 13)):
+            for _ in range(steps):
+                replica.train()
+            replica.local.close()
+        again.model.load_state_dict(deepcopy(closed.model.state_dict()))
+        again.local.load_state_dict(deepcopy(closed.local.state_dict()))
+        again._generator.set_state(closed._generator.get_state())
+        for replica in (closed, again):  # one after the other: they have one process group
+            for _ in range(12):
+                replica.train()
+            replica.local.close()
+            assert torch.equal(replica.parameters(), plain.parameters())
+
+    run_ranks(2, work)
+
+
+ENDS_EARLY = """
+import time
+import torch
+import torch.distributed as dist
+from resilient_run.comm.local_steps import LocalSteps
+
+dist.init_process_group("gloo")
+local = LocalSteps(torch.nn.Linear(200, 200), every=4, delay=3)
+time.sleep(dist.get_rank())
+for _ in range(5):
+    local.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_does_not_close_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_EARLY)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run_python([*torchrun, str(script)], {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    assert "call close() after the last step" in ended.stderr
+
+
+def test_a_replica_that_diverged_goes_back_whole() -> None:
+    """Where only a fragment is summed, too: the rest of the replica would make it diverge again."""
+
+    def work(ranks: Transport) -> None:
+        replica = Replica(ranks, every=4, fragments=2, delay=1)
+        for _ in range(5):
+            replica.train()
+        outer = deepcopy(replica.local.state_dict()["outer"])
+        replica.train(poisoned=ranks.rank == 1)  # the end of a round of the fragment with the poisoned weight
+        assert replica.train()
+        for name, each in replica.model.named_parameters():
+            assert torch.equal(each, outer[name])
+        for _ in range(8):
+            replica.train()
+        assert replica.parameters().isfinite().all()
+        replica.local.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, work)
+    assert any("the round that ended with step 6 is given up" in str(each.message) for each in caught)
+
+
 def test_round_of_a_replica_that_diverged_is_given_up() -> None:
     def work(ranks: Transport) -> None:
         replica = Replica(ranks, every=2, scheme="int8")
@@ -187,14 +319,26 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     for wrong in ({"every": 0}, {"outer_lr": 0.0}, {"outer_momentum": 1.0}):
         with pytest.raises(CommError, match="give at least one step, a positive learning rate, and a momentum"):
             LocalSteps(small(0), **{"every": 2, **wrong})  # type: ignore[arg-type]
+    for wrong in ({"fragments": 0}, {"fragments": 5}, {"delay": -1}, {"fragments": 2, "delay": 3}, {"delay": 4}):
+        with pytest.raises(CommError, match=r"fragments \d, delay -?\d: give one fragment to as many as a round"):
+            LocalSteps(small(0), **{"every": 4, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(CommError, match=r"mixing 1\.0: give a share"):
+        LocalSteps(small(0), every=2, mixing=1.0)
     with pytest.raises(CommError, match="local steps need trainable parameters"):
         LocalSteps(small(0).requires_grad_(False), every=2)
     with pytest.raises(CommError, match="there is no scheme and no compressor 'int7'"):
         LocalSteps(small(0), every=2, scheme="int7")
     local, plain = LocalSteps(small(0), every=2), LocalSteps(small(0), every=2, outer_momentum=0.0)
     other = LocalSteps(nn.Linear(2, 2), every=2)
+    streaming = LocalSteps(small(0), every=2, delay=1)
     good = local.state_dict()
-    for state in (plain.state_dict(), other.state_dict(), {}, {**good, "steps": None}, {**good, "outer": {}}):
+    # The first parameter is the largest fragment of two and of three.
+    alike = [LocalSteps(small(0)[:2], every=6, fragments=count, delay=1) for count in (2, 3)]
+    assert alike[0].state_dict()["sent"].shape == alike[1].state_dict()["sent"].shape
+    with pytest.raises(CommError, match="this is no state of local steps of such a model"):
+        alike[1].load_state_dict(alike[0].state_dict())
+    wrong_states = (streaming.state_dict(), {}, {**good, "steps": None}, {**good, "outer": {}}, {**good, "sending": 1})
+    for state in (plain.state_dict(), other.state_dict(), *wrong_states):
         with pytest.raises(CommError, match="this is no state of local steps of such a model"):
             local.load_state_dict(state)
     local.load_state_dict(good)
@@ -212,11 +356,11 @@ def launched(host: Host, *script: str, nproc: int = 2, extra: tuple[str, ...] = 
     return host
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_worker_killed_within_a_round_goes_on_bit_by_bit(cluster: Cluster, scheme: str) -> None:
-    undisturbed = launched(cluster.host("undisturbed"), scheme)
+@pytest.mark.parametrize("arguments", ["dense", "int8", "topk", "int8 --fragments 2 --delay 2"])
+def test_worker_killed_within_a_round_goes_on_bit_by_bit(cluster: Cluster, arguments: str) -> None:
+    undisturbed = launched(cluster.host("undisturbed"), *arguments.split())
     assert undisturbed.wait() == 0, undisturbed.output
-    killed = launched(cluster.host("killed"), scheme, "--kill-at", "13")
+    killed = launched(cluster.host("killed"), *arguments.split(), "--kill-at", "13")
     assert killed.wait() == 0, killed.output
     assert recovered(killed) == 1
     assert_same_training([killed], undisturbed)
@@ -258,14 +402,19 @@ def keys(endpoint: str, prefix: str) -> dict[str, Entry]:
     return asyncio.run(read())
 
 
-def test_replicas_within_a_round_are_no_corruption(cluster: Cluster, etcd_endpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "streaming", [(), ("--fragments", "2", "--delay", "2", "--every", "60", "--at-ends", "0", "--steps", "150")]
+)
+def test_replicas_within_a_round_are_no_corruption(
+    cluster: Cluster, etcd_endpoint: str, tmp_path: Path, streaming: tuple[str, ...]
+) -> None:
     """Also if all that was seen for long were ends of rounds, where replicas are equal; what is outer is compared."""
     config = tmp_path / "rr.toml"
     config.write_text('[detect]\ncorruption = "rollback"\n')
     arguments = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "etcd-v3", "--local-addr", "127.0.0.1"]
     arguments += ["--rdzv-endpoint", etcd_endpoint, "--rdzv-id", cluster.name, "--rr-config", str(config)]
     host = cluster.host("solo")
-    host.launch(arguments, [TRAINER, "dense", "--every", "4", "--at-ends", "80", "--steps", "100"])
+    host.launch(arguments, [TRAINER, "dense", "--every", "4", "--at-ends", "80", "--steps", "100", *streaming])
     run, told, equal = f"/resilient-run/{cluster.name}", list[Observation](), set[int]()
 
     def over() -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from resilient_run.comm.errors import OpError
 from resilient_run.comm.ops.coo import Coo
 from resilient_run.comm.ops.spread import write_samples
-from resilient_run.comm.ops.topk import sampled_topk, topk
+from resilient_run.comm.ops.topk import reach, sample, sampled_topk, topk
 
 NAN, INF = float("nan"), float("inf")
 
@@ -70,9 +70,9 @@ def test_kernel_is_its_reference(seed: int) -> None:
 @EACH_GRADIENT
 def test_a_sample_of_few_elements_still_takes_about_k(run: Runner, gradient: Tensor) -> None:
     numel = gradient.numel()
-    found = run(sampled_topk, gradient, 5, seed=1, slack=1.5)
-    same(found, sampled_topk.reference(gradient, 5, seed=1, slack=1.5))
-    assert min(numel, 4) <= found.indices.numel() <= 7
+    found = run(sampled_topk, gradient, 5, seed=1)
+    same(found, sampled_topk.reference(gradient, 5, seed=1))
+    assert min(numel, 4) <= found.indices.numel() <= 6
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,6 +84,27 @@ def test_sampled_threshold_is_close(seed: int) -> None:
     least = found.values.abs().min()
     assert torch.equal(found.indices, (gradient.abs() >= least).nonzero().view(-1).int())
     assert not torch.equal(found.indices, sampled_topk(gradient, 10_000, seed=seed + 1).indices)
+
+
+@RUNNERS
+@EACH_GRADIENT
+def test_what_reaches_a_magnitude(run: Runner, gradient: Tensor) -> None:
+    flat = gradient.reshape(-1)
+    for threshold in sorted({*sample(gradient, 1, seed=4).tolist(), 1} - {0}):
+        least = torch.tensor(threshold, dtype={4: torch.int32, 2: torch.int16, 8: torch.int64}[gradient.itemsize])
+        chosen = (flat.abs() >= least.view(gradient.dtype)) | flat.isnan()
+        expected = Coo(chosen.nonzero().view(-1).int(), flat[chosen])
+        same(run(reach, gradient, threshold, gradient.numel()), expected)
+        if expected.indices.numel():
+            assert run(reach, gradient, threshold, expected.indices.numel() - 1) is None
+
+
+def test_a_sample_is_of_the_gradient_s_magnitudes() -> None:
+    gradient = -torch.arange(1.0, 5000.0)
+    drawn = sample(gradient, 10, seed=1)
+    assert drawn.numel() == 256
+    assert set(drawn.view(torch.float32).tolist()) <= set((-gradient).tolist())
+    assert not torch.equal(drawn, sample(gradient, 10, seed=2))
 
 
 def test_exact_where_the_sample_misleads() -> None:
@@ -124,6 +145,5 @@ def test_wrong_arguments(run: Runner) -> None:
     if run.device == "cpu":
         with pytest.raises(OpError, match="split the tensor"):
             run(topk, huge(), 1)
-    for wrong in ({"fraction": 0.0}, {"slack": 0.5}, {"seed": -1}):
-        with pytest.raises(OpError, match="sampled_topk: fraction"):
-            run(sampled_topk, torch.ones(2), 1, **{"seed": 0, **wrong})
+    with pytest.raises(OpError, match="sampled_topk: seed -1"):
+        run(sampled_topk, torch.ones(2), 1, seed=-1)

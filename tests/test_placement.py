@@ -46,9 +46,9 @@ def test_the_groups_are_those_of_the_algorithm(hosts: int, replicas: int) -> Non
 
 @given(HOSTS, REPLICAS)
 def test_every_host_has_exactly_m_replicas_its_own_first(hosts: int, replicas: int) -> None:
-    keepers = replica_hosts(hosts, replicas)
-    assert len(keepers) == hosts
-    for host, mine in enumerate(keepers):
+    holders = replica_hosts(hosts, replicas)
+    assert len(holders) == hosts
+    for host, mine in enumerate(holders):
         assert mine[0] == host
         assert len(set(mine)) == len(mine) == min(hosts, replicas)
         assert all(0 <= other < hosts for other in mine)
@@ -56,22 +56,22 @@ def test_every_host_has_exactly_m_replicas_its_own_first(hosts: int, replicas: i
 
 @given(HOSTS, REPLICAS)
 def test_every_host_keeps_equally_many(hosts: int, replicas: int) -> None:
-    load = Counter(keeper for keepers in replica_hosts(hosts, replicas) for keeper in keepers)
+    load = Counter(holder for holders in replica_hosts(hosts, replicas) for holder in holders)
     assert set(load.values()) == {min(hosts, replicas)}
 
 
 @given(HOSTS, REPLICAS)
 def test_replicas_stay_inside_the_group(hosts: int, replicas: int) -> None:
     plan = placement(hosts, replicas)
-    keepers = replica_hosts(hosts, replicas)
-    assert all(set(keepers[host]) <= set(group) for group in plan.groups for host in group)
+    holders = replica_hosts(hosts, replicas)
+    assert all(set(holders[host]) <= set(group) for group in plan.groups for host in group)
 
 
 @given(st.integers(2, 14), st.integers(2, 4))
 def test_theorem_6_1_bounds_the_unlucky_losses(hosts: int, replicas: int) -> None:
     replicas = min(hosts, replicas)
-    keepers = replica_hosts(hosts, replicas)
-    fatal = sum(any(set(mine) <= set(lost) for mine in keepers) for lost in combinations(range(hosts), replicas))
+    holders = replica_hosts(hosts, replicas)
+    fatal = sum(any(set(mine) <= set(lost) for mine in holders) for lost in combinations(range(hosts), replicas))
     best = -(-hosts // replicas)
     slack = 0 if hosts % replicas == 0 else 2 * replicas - 3
     assert best <= fatal <= min(best + slack, comb(hosts, replicas))
@@ -96,12 +96,12 @@ def test_groups_span_domains_whenever_any_assignment_does(data: st.DataObject) -
     """Against every way to put hosts with these labels into the groups and rings of the algorithm."""
     labels = data.draw(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=7))
     replicas = data.draw(st.integers(2, len(labels)))
-    keepers = replica_hosts(len(labels), replicas)
+    holders = replica_hosts(len(labels), replicas)
 
-    def spans(labels: Sequence[str], keepers: tuple[tuple[int, ...], ...]) -> list[int]:
-        return [len({labels[host] for host in mine}) for mine in keepers]
+    def spans(labels: Sequence[str], holders: tuple[tuple[int, ...], ...]) -> list[int]:
+        return [len({labels[host] for host in mine}) for mine in holders]
 
-    possible = [spans(order, keepers) for order in set(permutations(labels))]
+    possible = [spans(order, holders) for order in set(permutations(labels))]
     ours = spans(labels, replica_hosts(len(labels), replicas, labels))
     if any(min(found) == replicas for found in possible):
         assert min(ours) == replicas
@@ -111,13 +111,13 @@ def test_groups_span_domains_whenever_any_assignment_does(data: st.DataObject) -
 def test_two_racks_of_two_hosts() -> None:
     plan = placement(4, 2, labels=["x", "x", "y", "y"])
     assert plan.groups == ((0, 2), (1, 3))
-    assert plan.keepers() == ((0, 2), (1, 3), (2, 0), (3, 1))
+    assert plan.holders() == ((0, 2), (1, 3), (2, 0), (3, 1))
 
 
 def test_the_ring_of_the_comparison() -> None:
     plan = placement(4, 2, strategy="ring")
     assert plan.strategy == "ring"
-    assert plan.keepers() == ((0, 1), (1, 2), (2, 3), (3, 0))
+    assert plan.holders() == ((0, 1), (1, 2), (2, 3), (3, 0))
 
 
 @pytest.mark.parametrize(("hosts", "replicas"), [(0, 1), (1, 0), (-1, 2)])

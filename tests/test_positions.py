@@ -1,8 +1,7 @@
 """A loop goes on in the middle of an epoch with the batches and random numbers that it would have had."""
 
+import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launchers import run_python
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from resilient_run.ckpt.errors import StateError
@@ -233,5 +233,5 @@ from types import SimpleNamespace
 {"" if library != "transformers" else "transformers.protect(SimpleNamespace())"}
 {"" if library != "accelerate" else "accelerate.AcceleratorCheckpointer(None)"}
 """
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
+    done = run_python(["-c", script], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert f"pip install '{library}>=" in done.stderr

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from launchers import start_python
 from torch.profiler import ProfilerActivity, profile
 
 from resilient_run.ckpt.transport.profile import Profiler
@@ -60,8 +61,9 @@ def test_collectives_of_real_training_are_seen(kind: str, tmp_path: Path) -> Non
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(worker), kind, str(STEPS), str(rank), str(tmp_path / "store")],
+        start_python(
+            [str(worker), kind, str(STEPS), str(rank), str(tmp_path / "store")],
+            {**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -130,7 +130,21 @@ def test_commits_that_stand_still_are_told_again_and_again_and_when_that_is_over
     run.ckpt.close()
     (last,) = _told(caplog)
     assert last.startswith("this run was not protected for 5.")
-    assert last.endswith(" s: a failure would have cost up to 56 steps")
+    assert last.endswith(" s: a failure would have cost up to 57 steps"), "not only what it was when it was told"
+
+
+def test_at_the_end_the_worst_is_told_even_if_a_milder_time_came_last(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.commit_after(1, step_s=0.1)
+    for unprotected_steps in (30, 12):
+        run.train(unprotected_steps, step_s=0.1)
+        run.commit(run.step - unprotected_steps + 1)
+        for _ in range(9):
+            run.commit_after(1, step_s=0.1)
+    run.ckpt.close()
+    *_, last = _told(caplog)
+    assert last.endswith(" s: a failure would have cost up to 30 steps")
 
 
 def test_steps_that_are_shorter_than_commits_are_told_at_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -744,7 +743,7 @@ MARK = Fingerprint(user="ann", script="train.py", content="1" * 64, arguments="2
 
 def described(launchers: Launchers, host: str, nnodes: tuple[int, int] = (1, 1), **terms: Any) -> EtcdRendezvous:
     """Return a new handler that runs as `host` and starts what `terms` say."""
-    handler = launchers.make(host, nnodes, lease_ttl="1")
+    handler = launchers.make(host, nnodes, lease_ttl="3")
     handler.describe(1, "default", **terms)
     return handler
 
@@ -885,13 +884,13 @@ def test_plain_torchrun(launchers: Launchers, tmp_path: Path, mode: str) -> None
     """The handler alone, under torch's own launcher and agent."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={launchers.endpoint}", "--rdzv-id", launchers.run_id]
     command += ["--max-restarts=1", "--monitor-interval=0.1", str(script), mode]
     processes = [
-        subprocess.Popen(
+        start_python(
             command,
-            env={**os.environ, "RESILIENT_HOST_ID": host, "OMP_NUM_THREADS": "1"},
+            {**os.environ, "RESILIENT_HOST_ID": host, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

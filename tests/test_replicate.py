@@ -19,13 +19,11 @@ from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.plan.plan import Plan, PlanGroup
+from resilient_run.comm.plan.plan import FLAT, Plan, PlanGroup
 from resilient_run.comm.replicate import ReplicateHook, planned, register_replicated
 from resilient_run.comm.runtime.execute import OptionScheme
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
 
 
 class Recording(Scheme):
@@ -211,6 +209,19 @@ def tensor_parallel() -> nn.Module:
     return fully_shard(distribute_module(nn.Linear(4, 6), mesh["tensor"], spread), mesh=mesh["replicate", "shard"])
 
 
+def test_tensor_parallel_parameters_are_summed_part_by_part() -> None:
+    plain, model = tensor_parallel(), tensor_parallel()
+    model.load_state_dict(plain.state_dict())
+    hook = register_replicated(model, Recording, least_elements=9)
+    for each in (plain, model):
+        batch = distribute_tensor(torch.ones(2, 4), each.weight.device_mesh["tensor"], [Replicate()])
+        each(batch).to_local().sum().backward()
+    assert isinstance(hook.scheme, Recording)
+    assert hook.scheme.asked == [("weight", (6, 4))]
+    expected, found = (each.weight.grad.full_tensor() for each in (plain, model))
+    assert torch.equal(found, 2 * expected)
+
+
 def registered() -> nn.Module:
     model = hybrid()
     register_replicated(model)
@@ -222,7 +233,6 @@ def registered() -> nn.Module:
     [
         (lambda: nn.Linear(4, 6), r"no parameter of this Linear .* call fully_shard with a mesh"),
         (lambda: fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (1,))), r"weight has no replicas: .*two"),
-        (tensor_parallel, r"weight has tensor parallelism"),
         (registered, r"weight has a scheme between replicas already; close\(\)"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 from hosts import Client, Hosts
+from launchers import run_ctl, run_daemon
 
 from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.etcd.client import EtcdConfig
@@ -29,14 +30,11 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
 
 def ctl(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:
     directories = ["--run-dir", str(hosts["a"].run_dir), "--shm-dir", str(hosts["a"].shm_dir)]
-    code = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
-    command = [sys.executable, "-P", "-c", code, *directories, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_ctl([*directories, *arguments], os.environ)
 
 
 def daemon(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "resilient_run.daemon", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_daemon(arguments, os.environ)
 
 
 def test_second_daemon_is_refused(hosts: Hosts) -> None:
@@ -125,7 +123,7 @@ def test_systemd_hears_that_the_daemon_is_ready(hosts: Hosts, tmp_path: Path, mo
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     refused = daemon("--memory-limit", "much")
     assert refused.returncode == 2
-    assert "write bytes or a number with K, M, G or T" in refused.stderr
+    assert "write a positive number and K, M, G or T" in refused.stderr
     too_long = daemon("--run-dir", str(tmp_path / ("x" * 120)), "--shm-dir", str(tmp_path / "shm"))
     assert too_long.returncode == 1
     assert "Traceback" not in too_long.stderr

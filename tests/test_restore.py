@@ -443,7 +443,7 @@ def states(seed: int, *, other: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in (1, 2, 3))])
 def test_random_trainings(part: int) -> None:
     for seed in range(100 * part, 100 * part + 100):
         before, after = states(seed), states(seed, other=10_000)

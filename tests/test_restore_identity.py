@@ -3,13 +3,14 @@
 import json
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from saved import save
+from saved import assert_same, save
 from solo_daemon import SoloDaemon
 from test_restore import Holder
 from torch import nn
@@ -279,11 +280,143 @@ def test_a_hook_that_rounds_is_warned_of(change: Callable[[torch.Tensor], torch.
         state.update({key: value.clone() for key, value in state.items()})
 
     model, _ = parts()
+    state = TrainingState({"model": model}, rng=False)
     model.register_state_dict_post_hook(copying)
-    TrainingState({"model": model}, rng=False)
+    state.flatten()
+    assert state.unsaved.trained is None
     model.register_state_dict_post_hook(rounding)
-    with pytest.warns(RuntimeWarning, match=r"other values than model\.0\.weight and 3 more has"):
-        TrainingState({"model": model}, rng=False)
+    state.flatten()
+    assert state.unsaved.trained is not None
+    assert state.unsaved.trained.startswith("model.0.weight is trained, and no registered object's state has it as")
+    saved = save(model=model)
+    with pytest.raises(
+        StateError, match=r"model\.0\.weight is not what it was, and no registered object's state has it"
+    ):
+        saved.load(model=model)
+
+
+class Rounding(nn.Linear):
+    """Rounds in a method, not in a hook."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {key: value.round() for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.t, torch._neg_view, lambda weight: weight.half().numpy()],
+    ids=["transposed", "negative", "an array"],
+)
+def test_a_view_or_an_array_that_a_hook_gives_is_no_parameter(change: Callable[[torch.Tensor], Any]) -> None:
+    model = nn.Linear(3, 3, bias=False)
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update(weight=change(state["weight"])))
+    state = TrainingState({"model": model}, rng=False)
+    state.flatten()
+    assert state.unsaved.digests["changed"].keys() == {"model.weight"}
+
+
+@pytest.mark.parametrize("how", ["hook", "method"])
+def test_what_a_module_begins_to_give_otherwise_later_is_refused_too(how: str) -> None:
+    """As long as there was nothing to round, there was nothing to warn of."""
+    model = Rounding(3, 2) if how == "method" else nn.Linear(3, 2)
+    if how == "hook":
+        model.register_state_dict_post_hook(
+            lambda _, state, *__: state.update({key: value.round() for key, value in state.items()})
+        )
+    with torch.no_grad():
+        model.weight.fill_(2)
+        model.bias.zero_()
+    save(model=model).load(model=model)
+    state = TrainingState({"model": model}, rng=False)
+    with torch.no_grad():
+        model.bias.add_(0.25)
+    state.flatten()
+    assert state.unsaved.digests["changed"].keys() == {"model.bias"}
+    assert state.unsaved.trained is not None
+    assert "model.bias is trained, and no registered object's state has it as it is" in state.unsaved.trained
+
+
+def test_a_hook_that_another_one_turns_back_is_no_loss() -> None:
+    """Also of a buffer: what is compared is what training goes on with."""
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].running_mean.normal_()
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: -v for k, v in state.items()}))
+        model.register_load_state_dict_pre_hook(lambda _, state, *__: state.update({k: -v for k, v in state.items()}))
+        return model
+
+    before, after = made(1), made(2)
+    save(model=before).load(model=after)
+    for one, other in zip(before.state_dict().values(), after.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Counting(nn.Module):
+    """Has extra state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = {"steps": [count, torch.tensor(count)]}
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def test_extra_state_that_a_hook_changes_is_told_and_refused_unless_it_is_turned_back() -> None:
+    def counting(change: int) -> nn.Module:
+        model = nn.Sequential(Counting(3))
+        model.register_state_dict_post_hook(
+            lambda _, state, *__: state.update({"0._extra_state": {"steps": [change, torch.tensor(change)]}})
+        )
+        return model
+
+    save(model=counting(3)).load(model=counting(3))
+    state = TrainingState({"model": counting(0)}, rng=False)
+    state.flatten()
+    assert str(state.unsaved.trained).startswith("model.0._extra_state is trained, and no registered object's state")
+    saved = save(model=counting(0))
+    with pytest.raises(StateError, match=r"model\.0\._extra_state is not what it was, and no registered"):
+        saved.load(model=counting(0))
+    turned = counting(0)
+    turned.register_load_state_dict_pre_hook(
+        lambda _, state, *__: state.update({"0._extra_state": {"steps": [3, torch.tensor(3)]}})
+    )
+    turned[0].count = None  # type: ignore[assignment]
+    saved.load(model=turned)
+    assert turned[0].get_extra_state() == {"steps": [3, torch.tensor(3)]}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_persistent_buffers_that_a_hook_leaves_out_are_refused(renamed: bool) -> None:
+    """Those that are not persistent a module makes anew; these it does not."""
+
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.BatchNorm1d(3))
+
+        def leave_out(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+            mean = state.pop("0.running_mean").clone()
+            if renamed:
+                state["mean"] = mean
+
+        model.register_state_dict_post_hook(leave_out)
+        model.load_state_dict = partial(model.load_state_dict, strict=False)  # type: ignore[method-assign]
+        return model
+
+    model = made()
+    state = TrainingState({"model": model}, rng=False)
+    state.flatten()
+    assert state.unsaved.trained is None
+    model[0].running_mean.data.add_(1)  # which torch does not count
+    state.flatten()
+    assert str(state.unsaved.trained).startswith("model.0.running_mean is trained, and no registered object's state")
+    saved = save(model=model)
+    with pytest.raises(StateError, match=r"model\.0\.running_mean is not what it was|model\.mean: 1\.0"):
+        saved.load(model=made())
 
 
 def test_a_parameter_that_left_its_module_is_told_and_refused(daemon: SoloDaemon) -> None:
@@ -355,6 +488,93 @@ def test_dicts_of_objects_keep_their_kind() -> None:
             saved.altered(tree=tree).load(object=Holder(), plain=1)
 
 
+def test_the_state_of_an_object_that_is_a_dict_of_a_kind_keeps_it() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.held: Any = defaultdict(int)
+
+        def state_dict(self) -> Any:
+            return self.held
+
+        def load_state_dict(self, state: Any) -> None:
+            self.held = state
+
+    before, after = Counts(), Counts()
+    before.held["a"] += 1
+    assert save(counts=before).load(counts=after) == []
+    after.held["new"] += 2
+    assert after.held == {"a": 1, "new": 2}
+
+
+class Extra(nn.Module):
+    """A module with an extra state, as modules with their own quantization have it."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("fresh", [None, 1.5, torch.zeros(0), torch.zeros(3, dtype=torch.uint8), {"a": torch.ones(2)}])
+@pytest.mark.parametrize("kept", [torch.arange(5, dtype=torch.uint8), 3, None, {"a": torch.zeros(7), "b": "x"}])
+def test_extra_state_of_another_form_comes_back(fresh: Any, kept: Any) -> None:
+    before, after = nn.Sequential(Extra(kept)), nn.Sequential(Extra(fresh))
+    state = TrainingState({"model": before}, rng=False)
+    before[0].extra = fresh
+    state.begin()
+    before[0].extra = kept
+    state.flatten()
+    assert state.changed() is None, "a restarted script need not make it"
+    assert save(model=before).load(model=after) == []
+    assert_same({"model": before}, {"model": after})
+
+
+def test_dicts_in_extra_state_keep_their_kind() -> None:
+    after = Extra(None)
+    save(model=Extra({"order": OrderedDict(x=1, y=2), "counts": defaultdict(int)})).load(model=after)
+    after.extra["order"].move_to_end("x")
+    after.extra["counts"]["new"] += 1
+
+
+def test_an_option_that_was_expanded_takes_no_harm() -> None:
+    def make(rate: float) -> dict[str, Any]:
+        model, optimizer = parts()
+        optimizer.param_groups[0]["lr"] = torch.tensor([rate]).expand(3)
+        return {"model": model, "optimizer": optimizer}
+
+    after = make(0.2)
+    assert save(**make(0.1)).load(**after) == []
+    assert_same(make(0.1), after)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Let what is made without a device lie on another one than the CPU, as `torch.set_default_device("cuda")` does."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_default_device_of_the_script_changes_nothing() -> None:
+    def make(fill: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2, device="cpu")
+        for name in ("kept", "passing"):
+            model.register_buffer(name, torch.empty(0, 3, device="cpu"), persistent=name == "kept")
+        nn.init.constant_(model.weight, fill)
+        return {"model": model, "own": Holder(none=torch.empty(2, 0, device="cpu"), text=b"", array=np.zeros(0))}
+
+    before, after = make(1.0), make(2.0)
+    assert save(**before).load(**after) == []
+    assert_same(before, after)
+    assert after["own"].held["none"].is_cpu
+
+
 def test_leaves_require_grad_again() -> None:
     held, value = Holder(), [torch.zeros(2, requires_grad=True)]
     saved = save(object=Holder(z=torch.ones(3, requires_grad=True), n=torch.ones(3)), values=[value])
@@ -363,6 +583,28 @@ def test_leaves_require_grad_again() -> None:
     assert held.held["z"].requires_grad
     assert held.held["z"].is_leaf
     assert not held.held["n"].requires_grad
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_what_an_object_with_an_optimizer_trains_requires_grad_again(detaches: bool) -> None:
+    class Agent:
+        """As those of SAC are: the temperature is no parameter of a module, and a restore makes its optimizer anew."""
+
+        def __init__(self) -> None:
+            self.load_state_dict({"temperature": torch.ones(1, requires_grad=True)})
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"temperature": self.temperature}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.temperature = state["temperature"].detach() if detaches else state["temperature"]
+            self.optimizer = torch.optim.SGD([self.temperature], lr=0.1)
+
+    before, after = Agent(), Agent()
+    before.temperature.requires_grad_()
+    told = save(agent=before).load(agent=after)
+    assert after.temperature.requires_grad is not detaches
+    assert told == ["agent.temperature: requires_grad was True, is False"] * detaches
 
 
 def test_a_rate_that_an_object_and_an_optimizer_share_stays_one() -> None:

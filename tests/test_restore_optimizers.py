@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 from resilient_run.ckpt.errors import StateError
@@ -159,6 +163,314 @@ def test_a_fused_step_reads_state_that_lies_as_its_parameter_does() -> None:
     assert optimizer.state[weight]["exp_avg"].stride() == weight.stride() != torch.empty(weight.shape).stride()
 
 
+class Encoded(torch.optim.SGD):
+    """Has a tensor that no checkpoint can hold for each parameter, and gives what it is made of instead."""
+
+    def __init__(self, params: Any, make: Callable[[int], torch.Tensor], take: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self._make = make
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"count": 0, "own": make(0)}
+        self.register_state_dict_post_hook(lambda _, given: _given(given, take))
+        self.register_load_state_dict_post_hook(lambda _: self._take())
+
+    def _take(self) -> None:
+        for state in self.state.values():
+            state["own"] = self._make(state["own"]["count"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["count"] += 1
+            state["own"] = self._make(state["count"])
+
+
+def _given(given: Any, take: Callable[[torch.Tensor], Any]) -> Any:
+    states = {key: {**state, "own": take(state["own"])} for key, state in given["state"].items()}
+    return {**given, "state": states}
+
+
+def _count(tensor: torch.Tensor) -> Any:
+    value = tensor.dequantize() if tensor.is_quantized else tensor.to_dense() if tensor.is_sparse else tensor
+    first = value.unbind()[0] if value.is_nested else value
+    return {"count": int(first.flatten()[0])}
+
+
+class Marked(torch.Tensor):
+    """A subclass."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda count: torch.full((3,), float(count + 1)).to_sparse() - torch.ones(3).to_sparse(),
+        lambda count: torch.nested.nested_tensor([torch.full((2,), float(count)), torch.ones(3)]),
+        lambda count: torch.nested.nested_tensor([torch.full((2,), float(count)), torch.ones(3)], layout=torch.jagged),
+        lambda count: torch.quantize_per_tensor(torch.full((3,), float(count)), 1.0, 0, torch.qint8),
+        lambda count: torch.full((3,), float(count)).as_subclass(Marked),
+    ],
+    ids=["sparse", "nested", "jagged", "quantized", "subclass"],
+)
+@pytest.mark.filterwarnings("ignore:(?s).*(prototype stage|quantized tensor|invariant checks)")
+def test_state_of_its_own_kind_that_hooks_give_as_plain_data(make: Callable[[int], torch.Tensor]) -> None:
+    before, after = model(), model(seed=2)
+    one, other = (Encoded(module.parameters(), make, _count) for module in (before, after))
+    train(before, one, 3)
+    saved = save(model=before, optimizer=one)
+    state = TrainingState({"model": before, "optimizer": one}, rng=False)
+    state.flatten()
+    assert state.unsaved.trained is None
+    saved.load(model=after, optimizer=other)
+    assert [_count(state["own"]) for state in other.state.values()] == [{"count": 3}] * len(one.state)
+    train(before, one, 3, first=3)
+    train(after, other, 3, first=3)
+    assert_same({"model": before, "optimizer": one}, {"model": after, "optimizer": other})
+
+
+class Keyed(torch.optim.SGD):
+    """State under numbers of NumPy and tuples, which cannot be compared with each other; torch loads no text."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state[1, 2] = "text"
+                state[np.int64(3)] = parameter.detach() * 2
+                state[np.int64(4), 5] = {(1, 2): "text", np.int64(3): state.get((np.int64(4), 5))}
+
+
+def test_keys_that_cannot_be_compared_keep_their_order() -> None:
+    check(lambda params: Keyed(params, lr=0.1))
+
+
+@pytest.mark.parametrize("key", [np.int64(1), 1, 1.0, True])
+def test_a_key_that_is_taken_for_a_parameter_is_refused(key: Any) -> None:
+    """torch's `state_dict()` has one place for both, and what one of them has is lost."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[np.int64(7)] = optimizer.state["epoch"] = {"seen": 3}
+    save(model=module, optimizer=optimizer)
+    optimizer.state[key] = {"seen": 3}
+    with pytest.raises(StateError, match=rf"optimizer: SGD has the key {re.escape(repr(key))} .* for parameter 1:"):
+        save(model=module, optimizer=optimizer)
+
+
+def test_a_number_of_numpy_is_told_from_the_number_that_it_is_equal_to() -> None:
+    class Own:
+        def __init__(self, key: Any) -> None:
+            self.key = key
+
+        def state_dict(self) -> Any:
+            return {self.key: torch.ones(1)}
+
+        def load_state_dict(self, state: Any) -> None:
+            assert list(state) == [self.key]
+
+    with pytest.raises(StateError, match=r"own\.np\.int64\(3\): float32 \[1\] in the .*; own\.3: nothing in the"):
+        save(own=Own(np.int64(3))).load(own=Own(3))
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum"])
+def test_an_option_that_a_hook_gives_otherwise_is_told_and_refused_unless_it_is_turned_back(option: str) -> None:
+    def made(change: Callable[[float], float]) -> tuple[nn.Module, Optimizer]:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.125, momentum=0.125)
+        optimizer.register_state_dict_post_hook(
+            lambda _, given: given["param_groups"][0].update({option: change(given["param_groups"][0][option])})
+        )
+        return module, optimizer
+
+    module, optimizer = made(lambda _: 0.5)
+    state = TrainingState({"model": module, "optimizer": optimizer}, rng=False)
+    state.flatten()
+    assert str(state.unsaved.trained).startswith(f"optimizer.param_groups.0.{option} of SGD 0 is trained, and no reg")
+    saved = save(model=module, optimizer=optimizer)
+    # What the hook gives of the loaded state is what it gave.
+    with pytest.raises(StateError, match=rf"optimizer\.param_groups\.0\.{option} of SGD 0 is not what it was, and no"):
+        saved.load(model=module, optimizer=optimizer)
+    module, optimizer = made(lambda value: 2 * value)
+    saved = save(model=module, optimizer=optimizer)
+    optimizer.param_groups[0][option] = 0.75
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, given: given["param_groups"][0].update({option: given["param_groups"][0][option] / 2})
+    )
+    saved.load(model=module, optimizer=optimizer)
+    assert optimizer.param_groups[0][option] == 0.125
+
+
+def test_an_option_that_a_hook_changes_later_is_refused_too() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, given: given["param_groups"][0].update(lr=0.1))
+    state = TrainingState({"model": module, "optimizer": optimizer}, rng=False)
+    optimizer.param_groups[0]["lr"] = 0.05
+    state.flatten()
+    assert state.unsaved.digests["optimizers"]["optimizer.param_groups.0.lr of SGD 0"] == "float 0.05"
+    saved = save(model=module, optimizer=optimizer)
+    with pytest.raises(StateError, match=r"optimizer\.param_groups\.0\.lr of SGD 0 is not what it was"):
+        saved.load(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.05))
+
+
+class Noted(torch.optim.Adam):
+    """Has plain values and arrays in its state, and may have a method of its own in place of a hook."""
+
+    change: Callable[[Any], Any] | None = None
+    arrays = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["number"] = state.get("number", 0) + 1
+            if self.arrays:  # which torch's own load_state_dict() cannot take
+                state["array"] = np.full(3, state["number"])
+            state["nested"] = {"list": [state["number"]]}
+
+    def state_dict(self) -> Any:
+        given = super().state_dict()
+        return given if self.change is None else self.change(given)
+
+
+def _changed(key: str, value: Any) -> Callable[[Any], Any]:
+    """Return what sets one part of a `state_dict()`, and nothing of the optimizer."""
+
+    def change(given: Any) -> Any:
+        if key == "betas":
+            return {**given, "param_groups": [{**group, "betas": value} for group in given["param_groups"]]}
+        return {**given, "state": {place: {**state, key: value} for place, state in given["state"].items()}}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "how"),
+    [
+        (key, value, how)
+        for how in ("hook", "method", "both", "inside")
+        for key, value in {
+            "number": 0,
+            "array": np.zeros(3, np.int64),
+            "nested": {"list": [0]},
+            "step": torch.tensor(0.0),
+            "betas": (0.5, 0.75),
+        }.items()
+        if (key, how) != ("array", "inside")
+    ],
+    ids=str,
+)
+def test_whatever_an_optimizer_does_not_show_as_it_is_is_compared(key: str, value: Any, how: str) -> None:
+    """A hook may come after the first capture, and zeros be elsewhere in the state, too."""
+
+    def made(seed: int) -> tuple[nn.Module, Noted, dict[str, Any]]:
+        module = model(seed=seed)
+        optimizer = Noted(module.parameters(), lr=0.1)
+        optimizer.arrays = key == "array"
+        objects = {"model": module, "zero": Holder({"zero": torch.tensor(0.0)})}
+        return module, optimizer, {**objects, "optimizer": Holding(optimizer) if how == "inside" else optimizer}
+
+    def begin(optimizer: Noted) -> None:
+        if how in ("hook", "inside"):
+            optimizer.register_state_dict_post_hook(lambda _, given: _changed(key, value)(given))
+        else:
+            optimizer.change = _changed(key, value)
+        if how == "both":
+            optimizer.register_state_dict_post_hook(lambda _, given: None)
+
+    module, optimizer, objects = made(1)
+    train(module, optimizer, 2)
+    state = TrainingState(objects, rng=False)
+    state.flatten()
+    assert not state.unsaved.digests
+    begin(optimizer)
+    state.flatten()
+    assert key in str(state.unsaved.trained)
+    saved = save(**objects)
+    for hooked in (True, False):
+        _, another, again = made(2)
+        if hooked:
+            begin(another)
+        with pytest.raises(StateError, match=rf"{key}.* is not what it was|was not restored exactly"):
+            saved.load(**again)
+
+
+class Forgetting:
+    """Holds an optimizer, and gives its state without the learning rate."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> Any:
+        given = self.optimizer.state_dict()
+        groups = [{key: value for key, value in group.items() if key != "lr"} for group in given["param_groups"]]
+        return {"inner": {**given, "param_groups": groups}}
+
+    def load_state_dict(self, state: Any) -> None:
+        groups = [
+            {**group, "lr": mine["lr"]}
+            for group, mine in zip(state["inner"]["param_groups"], self.optimizer.param_groups, strict=True)
+        ]
+        self.optimizer.load_state_dict({**state["inner"], "param_groups": groups})
+
+
+def test_an_option_that_the_object_around_an_optimizer_leaves_out_is_compared() -> None:
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    train(module, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.05
+    objects = {"model": module, "optimizer": Forgetting(optimizer)}
+    state = TrainingState(objects, rng=False)
+    state.flatten()
+    assert "optimizer.param_groups.0.lr of Adam 0 is trained" in str(state.unsaved.trained)
+    saved = save(**objects)
+    for rate in (0.1, 0.05):
+        other = model(seed=2)
+        again = {"model": other, "optimizer": Forgetting(torch.optim.Adam(other.parameters(), lr=rate))}
+        if rate == 0.05:
+            saved.load(**again)
+            continue
+        with pytest.raises(StateError, match=r"optimizer\.param_groups\.0\.lr of Adam 0 is not what it was"):
+            saved.load(**again)
+
+
+def test_a_pair_of_hooks_that_turn_each_other_back_is_no_loss() -> None:
+    """Also while what they change is zero, and the same."""
+
+    def made() -> tuple[nn.Module, Optimizer]:
+        module = model()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        for factor, register in (
+            (2, optimizer.register_state_dict_post_hook),
+            (0.5, optimizer.register_load_state_dict_pre_hook),
+        ):
+            register(  # type: ignore[operator]
+                lambda _, given, factor=factor: {
+                    **given,
+                    "state": {
+                        place: {**state, "exp_avg": state["exp_avg"] * factor}
+                        for place, state in given["state"].items()
+                    },
+                }
+            )
+        return module, optimizer
+
+    for gradients in (torch.zeros_like, torch.ones_like):
+        (module, optimizer), (other, another) = made(), made()
+        for parameter in module.parameters():
+            parameter.grad = gradients(parameter)
+        optimizer.step()
+        save(model=module, optimizer=optimizer).load(model=other, optimizer=another)
+        for one, same in zip(optimizer.state.values(), another.state.values(), strict=True):
+            assert torch.equal(one["exp_avg"], same["exp_avg"])
+
+
+def test_a_hook_that_changes_nothing_needs_none_at_the_restore() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, given: None)
+    save(model=module, optimizer=optimizer).load(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
+
+
 def test_masters_that_the_optimizer_has_twice_stay_one() -> None:
     class Listed(Masters):
         def load_state_dict(self, state_dict: Any) -> None:
@@ -175,6 +487,32 @@ def test_masters_that_the_optimizer_has_twice_stay_one() -> None:
 
 
 # Wrappers.
+
+
+class Holder:
+    """An object of a script's own."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held = state
+
+
+class Holding:
+    """Holds an optimizer, and gives its state below a name."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> Any:
+        return {"inner": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state["inner"])
 
 
 class Flat:
@@ -220,6 +558,46 @@ def sharded(dtype: torch.dtype = torch.float32, seed: int = 1) -> nn.Module:
     fully_shard(made[1])
     fully_shard(made)
     return made
+
+
+class Gathered:
+    """Gives what is sharded as a whole, by DCP's functions, which make a list of `betas` when they load."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self.parts, self.options = (module, optimizer), StateDictOptions(full_state_dict=True)
+
+    def state_dict(self) -> Any:
+        model, optimizer = get_state_dict(*self.parts, options=self.options)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: Any) -> None:
+        set_state_dict(
+            *self.parts,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self.options,
+        )
+        # As if there were two ranks: of these tensors DCP leaves shards.
+        state["model"] = {name: 2 * parameter.detach() for name, parameter in self.parts[0].named_parameters()}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_state_that_was_gathered_comes_back_or_is_refused_by_name() -> None:
+    def made(kind: str, seed: int) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+        module = sharded(seed=seed)
+        optimizer = KINDS[kind](module.parameters())
+        return module, optimizer, {"app": Gathered(module, optimizer)}
+
+    for kind in ("sgd", "adamw"):
+        module, optimizer, before = made(kind, 1)
+        train(module, optimizer, 2)
+        saved, (*_, after) = save(**before), made(kind, 2)
+        if kind == "sgd":
+            saved.load(**after)
+            assert_same(before, after)
+        else:
+            with pytest.raises(StateError, match=r"betas: \(0\.9, 0\.999\) in the checkpoint, \[0\.9, 0\.999\] now"):
+                saved.load(**after)
 
 
 @pytest.mark.parametrize("module", [model, sharded])
@@ -342,7 +720,35 @@ class Showing(Optimizer):
         return self.inside.step(closure)
 
 
-@pytest.mark.parametrize("wrapper", [Borrowing, Showing])
+class ReadOnly(Optimizer):
+    """Shows the groups of the optimizer inside by a property that cannot be set, as Lookahead often does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.__dict__ = {**vars(optimizer), "state": {}, "inside": optimizer}
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> Any:
+        return self.inside.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+    def state_dict(self) -> Any:
+        return self.inside.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inside.load_state_dict(state)
+
+
+def test_groups_that_a_wrapper_shows_and_cannot_be_set_stay_what_they_are() -> None:
+    module = model()
+    optimizer = ReadOnly(torch.optim.Adam(module.parameters()))
+    groups = list(optimizer.param_groups)
+    save(model=module, optimizer=optimizer).load(model=module, optimizer=optimizer)
+    assert all(map(operator.is_, optimizer.param_groups, groups))
+
+
+@pytest.mark.parametrize("wrapper", [Borrowing, ReadOnly, Showing])
 def test_a_wrapper_and_its_optimizer_still_have_one_state(wrapper: Callable[[Optimizer], Optimizer]) -> None:
     check(lambda params: wrapper(Masters(params)), torch.bfloat16)
     check(lambda params: wrapper(torch.optim.Adam(params, fused=True)))

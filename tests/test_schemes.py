@@ -10,7 +10,7 @@ from sparse_gradients import gradients, in_order
 from torch import Tensor
 
 from resilient_run.comm.errors import CommError, MessageError
-from resilient_run.comm.measure.limits import LIMITS, Sparsity
+from resilient_run.comm.measure.formulas import RECEIVED_BYTES, Sparsity
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.schemes import SCHEMES, named
@@ -166,7 +166,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, density: float, skew: float
 
     def work(transport: Transport) -> dict[str, Traffic]:
         traffics = {}
-        for name in LIMITS:
+        for name in RECEIVED_BYTES:
             scheme = Zen(transport, route="parallel", rows=()) if name == "zen" else named(name, transport)
             if name == "sparcml" and ranks & (ranks - 1):
                 continue
@@ -180,7 +180,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, density: float, skew: float
     by_rank = run_ranks(ranks, work)
     for name in by_rank[0]:
         mean = sum(traffic[name].received_bytes for traffic in by_rank) / ranks
-        limit = LIMITS[name](found)
+        limit = RECEIVED_BYTES[name](found)
         tags = 2 * ranks
         if name == "zen" and (density > 1 / 32 or found.densities[-1] > 31 / 32):
             assert mean <= 1.01 * limit + tags, "a smaller format was not taken"
@@ -203,7 +203,7 @@ def test_a_skewed_gradient_overloads_one_sparse_server_but_none_of_zen() -> None
         return received[0], received[1]
 
     servers, zen = zip(*run_ranks(8, work), strict=True)
-    assert max(servers) > 3 * LIMITS["sparse-ps"](even) * 0.5
+    assert max(servers) > 3 * RECEIVED_BYTES["sparse-ps"](even) * 0.5
     assert max(zen) < 1.1 * sum(zen) / 8
     assert skewness(given[0], 8) > 3
 

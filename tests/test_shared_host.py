@@ -46,17 +46,22 @@ def round_of(*hosts: str, labels: tuple[str, ...] = ()) -> Round:
 
 
 def test_replicas_go_to_another_machine() -> None:
-    assert round_of("h", "h#1", "g").keepers(2) == (("h", "g"), ("h#1", "g"), ("g", "h"))
-    assert round_of("h", "g", "h#1", "g#1").keepers(2) == (("h", "g"), ("g", "h"), ("h#1", "g#1"), ("g#1", "h#1"))
-    assert round_of("h", "h#1").keepers(2) == (("h",), ("h#1",))
+    assert round_of("h", "h#1", "g").holders_by_host(2) == (("h", "g"), ("h#1", "g"), ("g", "h"))
+    assert round_of("h", "g", "h#1", "g#1").holders_by_host(2) == (
+        ("h", "g"),
+        ("g", "h"),
+        ("h#1", "g#1"),
+        ("g#1", "h#1"),
+    )
+    assert round_of("h", "h#1").holders_by_host(2) == (("h",), ("h#1",))
     assert round_of("h", "h#1", "g", "g#1").kept("g#1", 2) == (6, 7, 2, 3)
 
 
 def test_labels_are_of_machines() -> None:
     labelled = round_of("a", "a#1", "b", "c", "c#1", "d", labels=("x", "x", "x", "y", "y", "y"))
     racks = {seat.host: seat.label for seat in labelled.seats}
-    for keepers in labelled.keepers(2):
-        assert len({racks[host] for host in keepers}) == 2
+    for holders in labelled.holders_by_host(2):
+        assert len({racks[host] for host in holders}) == 2
 
 
 @pytest.mark.timeout(900)

@@ -20,9 +20,9 @@ from resilient_run.daemon.ctl.cli import resilientctl
 
 def tried(plan: Placement, failures: int) -> Fraction:
     """Survival by looking at every possible loss."""
-    keepers = plan.keepers()
-    losses = list(combinations(range(len(keepers)), failures))
-    fatal = sum(any(set(mine) <= set(lost) for mine in keepers) for lost in losses)
+    holders = plan.holders()
+    losses = list(combinations(range(len(holders)), failures))
+    fatal = sum(any(set(mine) <= set(lost) for mine in holders) for lost in losses)
     return 1 - Fraction(fatal, len(losses))
 
 
@@ -82,7 +82,7 @@ def test_fatal_domains_are_those_whose_loss_kills(labels: list[str], replicas: i
     plan = placement(len(labels), replicas, labels=labels)
     for label in set(labels):
         lost = {host for host, name in enumerate(labels) if name == label}
-        fatal = any(set(mine) <= lost for mine in plan.keepers())
+        fatal = any(set(mine) <= lost for mine in plan.holders())
         assert (label in fatal_domains(plan, labels)) == fatal
 
 

@@ -80,12 +80,16 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
     timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
     timeline.mark("decide")
     timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=1, ranks={0})
+    timeline.begin(kind="worker_exit", cause="third", detect_s=0.0, last_step=3)
     recover(timeline, ranks={0}, restored_step=3)
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second, third = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["cause"], first["complete"]) == ("first", False)
     assert "stop_s" not in first
-    assert (second["cause"], second["complete"], second["steps_lost"]) == ("second", True, 0)
-    assert "recovery interrupted" in caplog.messages[0]
+    assert (second["cause"], second["complete"]) == ("second", False)
+    assert (third["cause"], third["complete"], third["steps_lost"]) == ("third", True, 0)
+    assert caplog.messages[0] == "not recovered (first): no workers were started again"
+    assert caplog.messages[1].startswith("recovery interrupted after")
 
 
 def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -> None:

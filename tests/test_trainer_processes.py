@@ -83,7 +83,11 @@ def train():
     optimizer.step()
 """
 
-ATTACH = "ckpt = Checkpointer(model=model, optimizer=optimizer)\n"
+ATTACH = """
+ckpt = Checkpointer(model=model, optimizer=optimizer)
+def committed():  # so that the next step is captured, too
+    assert ckpt.wait() and ckpt._capturer.wait_decided(30)
+"""
 
 
 def _start(daemon: SoloDaemon, body: str, **options: int) -> Process:
@@ -91,7 +95,7 @@ def _start(daemon: SoloDaemon, body: str, **options: int) -> Process:
 
 
 def test_a_script_that_just_ends_has_its_last_step(daemon: SoloDaemon) -> None:
-    process = _start(daemon, "ckpt.restore(); train(); ckpt.step(1)\nckpt.wait(); train(); ckpt.step(2)")
+    process = _start(daemon, "ckpt.restore(); train(); ckpt.step(1)\ncommitted(); train(); ckpt.step(2)")
     assert process.communicate(timeout=60) == ("", None)
     assert process.returncode == 0
     assert max(slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE") == 2
@@ -99,7 +103,7 @@ def test_a_script_that_just_ends_has_its_last_step(daemon: SoloDaemon) -> None:
 
 def test_a_forked_child_has_no_checkpointer(daemon: SoloDaemon) -> None:
     body = """
-    train(); ckpt.step(); ckpt.wait()
+    train(); ckpt.step(); committed()
     child = os.fork()
     if not child:
         train(); ckpt.step(); ckpt.wait(); ckpt.close()
@@ -188,7 +192,7 @@ ckpt = Checkpointer(model=model, optimizer=optimizer)
 for step in range(1, 4):
     run(model, optimizer, step)
     ckpt.step()
-    assert ckpt.wait()
+    assert ckpt.wait() and ckpt._capturer.wait_decided(30)
     dist.barrier()
 for step in range(4, 6):
     run(model, optimizer, step)
@@ -225,8 +229,8 @@ def test_fsdp2_shards_continue_bit_by_bit(daemon: SoloDaemon, start_ranks: Start
         _finish(start_ranks(SCRIPT_HEAD + script, environs, str(tmp_path / "reference")))
 
     run(FSDP_FIRST, 1)
-    daemon.wait_for("complete", step=3)
-    assert daemon.watermark == (1, 3)
+    with daemon.changed:
+        assert daemon.changed.wait_for(lambda: daemon.watermark == (1, 3), 30), daemon.watermark
     daemon.plan = daemon.watermark
     run(FSDP_SECOND, 2)
 

@@ -12,7 +12,12 @@ import torch
 from saved import save
 from solo_daemon import SoloDaemon, is_committed
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.errors import StateError
@@ -75,7 +80,9 @@ def test_what_an_object_may_keep_is_told_and_compared(daemon: SoloDaemon, monkey
     other, another = half()
     with (
         Checkpointer(model=other, optimizer=another, own=Holder()) as ckpt,
-        pytest.raises(StateError, match="parameter 2 of group 0 is in no registered object's state, and not what it"),
+        pytest.raises(
+            StateError, match="parameter 2 of group 0 is not what it was, and no registered object's state has it"
+        ),
     ):
         ckpt.restore()
 
@@ -102,7 +109,7 @@ def test_one_parameter_that_has_the_memory_of_a_module_is_kept(daemon: SoloDaemo
 def test_a_parameter_that_a_module_leaves_out_has_to_be_what_it_was() -> None:
     saved = save(model=Adapted(1.0))
     assert saved.load(model=Adapted(1.0)) == []
-    with pytest.raises(StateError, match=r"model\.base is in no registered object's state, and not what it was"):
+    with pytest.raises(StateError, match=r"model\.base is not what it was, and no registered object's state has it"):
         saved.load(model=Adapted(2.0))
 
 
@@ -127,8 +134,8 @@ def test_what_is_frozen_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from resilient_run.ckpt.state import state, unsaved
 
     hashed = []
-    digest = unsaved._digest
-    monkeypatch.setattr(unsaved, "_digest", lambda tensor: hashed.append(tensor) or digest(tensor))
+    digest = unsaved.digest_of
+    monkeypatch.setattr(unsaved, "digest_of", lambda tensor: hashed.append(tensor) or digest(tensor))
     model = Adapted(1.0)
     training = state.TrainingState({"model": model}, rng=False)
     for _ in range(3):
@@ -139,12 +146,37 @@ def test_what_is_frozen_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashed[2:] == [model.shift] or hashed[2] is model.shift
 
 
+def test_what_a_fused_optimizer_writes_is_hashed_again() -> None:
+    """torch does not count its writes, and a master of lower precision's weights may require no grad."""
+
+    class Masters(Holder):
+        def __init__(self) -> None:
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+            self.optimizer = torch.optim.AdamW([self.weight], lr=0.1, fused=True)
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.optimizer.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.optimizer.load_state_dict(state_dict)
+
+    before = Masters()
+    training = TrainingState({"masters": before}, rng=False)
+    digests = []
+    for _ in range(2):
+        before.weight.grad = torch.ones(4)
+        before.optimizer.step()
+        training.flatten()
+        digests.append(training.unsaved.digests["parameters"])
+    assert digests[0] != digests[1]
+
+
 @pytest.mark.parametrize("part", [None, ["x"], {"other": {}}, {"buffers": {"a": 1}}, {"buffers": []}])
 def test_what_a_damaged_manifest_says_of_them_is_refused(part: Any) -> None:
     from resilient_run.ckpt.errors import SlotError
     from resilient_run.ckpt.state.unsaved import parse
 
-    with pytest.raises(SlotError, match="for tensors that are not saved"):
+    with pytest.raises(SlotError, match="for what is not saved"):
         parse(Flattener(part).node)
 
 
@@ -184,6 +216,12 @@ def test_a_module_that_was_made_in_inference_mode_is_refused(daemon: SoloDaemon)
 def test_a_tensor_that_no_slot_can_hold_is_named(make: Callable[[], torch.Tensor], reason: str) -> None:
     with pytest.raises(StateError, match=rf"^values\.a\.0: {reason}"):
         Flattener({"values": {"a": [make()]}})
+
+
+def test_what_takes_the_place_of_a_plain_loader_is_named() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(2)))
+    with pytest.raises(StateError, match=r"^values\.loader: .*DataLoader .*torch\.ResumableLoader\(loader\)$"):
+        TrainingState({"loader": loader}, rng=False).flatten()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -302,14 +340,14 @@ def test_what_a_wrapper_leaves_out_of_the_optimizer_inside_is_told_and_refused(
 
     model, optimizer = trained(wrapped)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
-        with pytest.warns(RuntimeWarning, match="optimizer: step of parameter 0 in Adam is trained, and no registe"):
+        with pytest.warns(RuntimeWarning, match="optimizer: step of parameter 0 in Adam 1 is trained, and no registe"):
             ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
     model, optimizer = trained(wrapped, steps=0)
     with (
         Checkpointer(model=model, optimizer=optimizer) as ckpt,
-        pytest.raises(StateError, match="step of parameter 0 in Adam is in no registered object's state"),
+        pytest.raises(StateError, match="step of parameter 0 in Adam 1 is not what it was, and no registered"),
     ):
         ckpt.restore()
 
@@ -368,3 +406,278 @@ def test_looking_at_an_optimizer_without_state_leaves_it_without(
     run(steps=2)
     daemon.restart(monkeypatch)
     assert run(steps=4) == undisturbed
+
+
+class Counting(torch.optim.Adam):
+    """Has a plain number in its states, as optimizers of many libraries do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["count"] = state.get("count", 0) + 1
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_plain_numbers_that_dcp_has_under_the_names_of_parameters_are_not_told(offload: bool) -> None:
+    options = StateDictOptions(cpu_offload=offload)
+
+    class Named(Holder):
+        def __init__(self, seed: int) -> None:
+            torch.manual_seed(seed)
+            self.model = nn.Linear(3, 3)
+            self.optimizer = Counting(self.model.parameters())
+            self.forgets = False
+
+        def train(self, steps: int) -> "Named":
+            for _ in range(steps):
+                self.model(torch.ones(2, 3)).sum().backward()
+                self.optimizer.step()
+            return self
+
+        def state_dict(self) -> dict[str, Any]:
+            given = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+            if self.forgets:
+                given["state"] = {
+                    name: {key: value for key, value in state.items() if key != "count"}
+                    for name, state in given["state"].items()
+                }
+            return given
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=options)
+
+    before, after = Named(1).train(3), Named(2)
+    state = TrainingState({"model": before.model, "optimizer": before}, rng=False)
+    state.flatten()
+    assert state.unsaved.trained is None
+    assert save(model=before.model, optimizer=before).load(model=after.model, optimizer=after) == []
+    assert [each["count"] for each in after.optimizer.state.values()] == [3, 3]
+    before.forgets, after = True, Named(2)
+    with pytest.raises(StateError, match="count of parameter 0 in Counting 0 is not what it was"):
+        save(model=before.model, optimizer=before).load(model=after.model, optimizer=after)
+
+
+class Owner:
+    """Has a tensor that an optimizer trains, or a module has, and takes another one in its place if `replaces`."""
+
+    def __init__(self, tensor: torch.Tensor, *, replaces: bool) -> None:
+        self.tensor, self.replaces = tensor, replaces
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.replaces:
+            self.tensor = state["tensor"]
+            if self.optimizer is not None:
+                self.optimizer = torch.optim.SGD([self.tensor], lr=0.1)
+        else:
+            self.tensor.data.copy_(state["tensor"])
+
+
+def test_an_object_that_makes_another_tensor_of_what_is_trained_is_refused() -> None:
+    def made(value: float, *, replaces: bool) -> dict[str, Any]:
+        owner = Owner(torch.full((2,), value).requires_grad_(), replaces=replaces)
+        return {"owner": owner, "optimizer": torch.optim.SGD([owner.tensor], lr=0.1)}
+
+    for replaces in (False, True):
+        saved = save(**made(1.0, replaces=replaces))
+        for value in (1.0, 2.0):  # equal ones come apart later
+            again = made(value, replaces=replaces)
+            if replaces:
+                with pytest.raises(
+                    StateError, match=r"optimizer: parameter 0 of group 0 was in the state of a register"
+                ):
+                    saved.load(**again)
+            else:
+                assert saved.load(**again) == []
+                assert again["optimizer"].param_groups[0]["params"][0].tolist() == [1.0, 1.0]
+
+
+def test_an_object_that_makes_its_optimizer_anew_is_loaded() -> None:
+    def made(value: float) -> Owner:
+        owner = Owner(torch.full((2,), value).requires_grad_(), replaces=True)
+        owner.optimizer = torch.optim.SGD([owner.tensor], lr=0.1)
+        return owner
+
+    after = made(2.0)
+    assert save(owner=made(1.0)).load(owner=after) == []
+    assert after.tensor.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_module_leaves_out_and_an_object_replaces_is_refused(shared: bool) -> None:
+    before, after = Adapted(1.0), Adapted(2.0)
+    saved = save(model=before, owner=Owner(before.base, replaces=True))
+    with pytest.raises(StateError, match=r"model\.base was in the state of a registered object, which has another"):
+        saved.load(model=after, owner=Owner(after.base if shared else after.base.clone(), replaces=True))
+
+
+class Tagged(nn.Parameter):
+    """A class of a script's own for parameters."""
+
+
+@pytest.mark.parametrize("how", ["left out", "rounded"])
+def test_parameters_of_a_class_of_their_own_are_compared(how: str) -> None:
+    def made(value: float) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.weight = Tagged(torch.full((2, 2), value))
+
+        def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            weight = state.pop("weight")
+            if how == "rounded":
+                state["weight"] = weight.round()
+
+        model.register_state_dict_post_hook(hook)
+        model.register_load_state_dict_pre_hook(
+            lambda module, state, *rest: state.setdefault("weight", module.weight.detach())
+        )
+        return model
+
+    saved = save(model=made(1.25))
+    with pytest.raises(StateError, match=r"model\.weight is not what it was, and no registered object's state has it"):
+        saved.load(model=made(1.0))
+
+
+def test_a_view_that_does_not_show_all_of_a_tensor_is_no_copy_of_it() -> None:
+    class Hankel(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4, 4), value))
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {"first": self.weight.detach().as_strided((4, 4), (1, 1))}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            self.weight.data.flatten()[:7].copy_(torch.cat([state["first"][0], state["first"][1:, 3]]))
+
+    with pytest.raises(StateError, match=r"model\.weight is not what it was"):
+        save(model=Hankel(1.0)).load(model=Hankel(2.0))
+
+
+def test_two_modules_whose_tensors_have_one_name_are_refused() -> None:
+    models = {"net": nn.Sequential(nn.Linear(2, 2)), "net.0": nn.Linear(2, 2)}
+    with pytest.raises(
+        StateError, match=r"models\.net\.0\.weight is a tensor of two modules: give one of them another"
+    ):
+        save(models=models)
+    models["net.0"] = models["net"][0]  # type: ignore[index]
+    save(models=models)
+
+
+def test_a_module_may_have_a_method_of_its_own_for_the_names_of_its_parameters() -> None:
+    class Old(nn.Linear):
+        def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+            return super().named_parameters(prefix, recurse)
+
+        def named_buffers(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+            return super().named_buffers(prefix, recurse)
+
+    def made() -> dict[str, Any]:
+        model = Old(2, 2)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    after = made()
+    before = made()
+    assert save(**before).load(**after) == []
+    assert torch.equal(before["model"].weight, after["model"].weight)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is widely copied: its slow weights are under `id(parameter)`, which no other process knows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                slow += (parameter.detach() - slow) / 2
+
+    def state_dict(self) -> Any:
+        fast = self.optimizer.state_dict()
+        slow = {id(key) if isinstance(key, torch.Tensor) else key: state for key, state in self.state.items()}
+        return {"fast": fast["state"], "slow": slow, "param_groups": fast["param_groups"]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict({"state": state["fast"], "param_groups": state["param_groups"]})
+        super().load_state_dict({"state": state["slow"], "param_groups": state["param_groups"]})
+
+
+def test_state_that_comes_back_under_keys_of_another_process_is_refused() -> None:
+    def made(steps: int) -> dict[str, Any]:
+        model, optimizer = trained(lambda parameters: Lookahead(torch.optim.Adam(parameters, lr=0.1)), steps)
+        return {"model": model, "optimizer": optimizer}
+
+    saved = save(**made(2))
+    with pytest.raises(
+        StateError, match="optimizer: what Lookahead 0 has a state for is not what it was, and no regis"
+    ):
+        saved.load(**made(0))
+
+
+class Trainer:
+    """Has models and their optimizers, and may leave something out of their states."""
+
+    def __init__(self, steps: int, change: Callable[[dict[str, Any]], Any]) -> None:
+        self.parts = [trained(lambda parameters: torch.optim.Adam(parameters, lr=0.1), steps) for _ in range(2)]
+        self.change = change
+
+    def state_dict(self) -> dict[str, Any]:
+        states: dict[str, Any] = {str(at): [part.state_dict() for part in both] for at, both in enumerate(self.parts)}
+        self.change(states)
+        return states
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for both, parts in zip(self.parts, state.values(), strict=True):
+            for part, of_part in zip(both, parts, strict=False):
+                part.load_state_dict(of_part)
+
+
+def _zero_steps(states: dict[str, Any]) -> None:
+    """The other optimizer has the same numbers of steps."""
+    given = states["0"][1]
+    states["0"][1] = {**given, "state": {at: {**each, "step": torch.zeros(())} for at, each in given["state"].items()}}
+
+
+def _leave_out(states: dict[str, Any]) -> None:
+    for parts in states.values():
+        del parts[1]
+
+
+@pytest.mark.parametrize(("change", "what"), [(_zero_steps, "step"), (_leave_out, "exp_avg")])
+def test_what_an_object_shows_of_its_optimizers_is_compared_one_by_one(
+    change: Callable[[dict[str, Any]], Any], what: str
+) -> None:
+    saved = save(trainer=Trainer(2, lambda _: None))
+    assert saved.load(trainer=Trainer(0, lambda _: None)) == []
+    saved = save(trainer=Trainer(2, change))
+    with pytest.raises(StateError, match=rf"trainer: {what} of parameter 0 in Adam 0 is not what it was, and no regis"):
+        saved.load(trainer=Trainer(0, change))
+
+
+def test_parts_of_a_state_whose_names_are_alike_are_told_apart() -> None:
+    """What is under the names "a" and "b" is lost here, and what is under "a.b" comes back."""
+
+    def scaled(given: Any, factor: float) -> Any:
+        states = given["state"].items()
+        return {**given, "state": {at: {"a": {"b": 0}, "a.b": state["a.b"] * factor} for at, state in states}}
+
+    def made(value: int) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = {"a": {"b": value}, "a.b": 2.0}
+        optimizer.register_state_dict_post_hook(lambda _, given: scaled(given, 2))
+        optimizer.register_load_state_dict_pre_hook(lambda _, given: scaled(given, 0.5))
+        return optimizer
+
+    optimizer = made(3)
+    parameter = optimizer.param_groups[0]["params"]
+    saved = save(optimizer=optimizer, owner=Owner(parameter[0], replaces=False))
+    after = made(3)
+    with pytest.raises(StateError, match=r"optimizer: a\.b of parameter 0 in SGD 0 is not what it was"):
+        saved.load(optimizer=after, owner=Owner(after.param_groups[0]["params"][0], replaces=False))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from cluster import Host, kill, recovered, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
+from launchers import run_ctl
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]
-
-CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
 
 
 class Login(Host):
@@ -36,8 +35,7 @@ class Login(Host):
 
     def ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `resilientctl` in this login."""
-        command = [sys.executable, "-P", "-c", CTL, *arguments]
-        return subprocess.run(command, env=self.environ(), capture_output=True, text=True, timeout=120)
+        return run_ctl(arguments, self.environ())
 
 
 @pytest.fixture

@@ -73,10 +73,10 @@ def modelled(option: Option, hosts: int, per_host: int, key: str) -> list[HostBy
     holding = Holding(senders=per_host)
     for step in option.steps:
         if not isinstance(step, Comm):
-            holding = replace(holding, payloads=1 if isinstance(step, Comp) else 0)
+            holding = replace(holding, messages=1 if isinstance(step, Comp) else 0)
             continue
         ranks = {Phase.FLAT: hosts * per_host, Phase.INTER: hosts}.get(step.phase, per_host)
-        held_bytes = holding.region * 4 * NUMEL * (holding.payloads * RATIO if step.compressed else 1)
+        held_bytes = holding.region * 4 * NUMEL * (holding.messages * RATIO if step.compressed else 1)
         for source, target, moved_bytes in moves(step, ranks, held_bytes):
             if step.phase is Phase.INTER:
                 root = zlib.crc32(key.encode()) % hosts

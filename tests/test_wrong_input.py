@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, Host, kill, wait_until
+from launchers import run_python
 
 pytestmark = pytest.mark.jobs
 
@@ -49,9 +48,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def on_etcd(cluster: Cluster, endpoint: str, *, nproc: int = 1) -> list[str]:
+def on_etcd(cluster: Cluster, endpoint: str, *, nnodes: int = 1, nproc: int = 1) -> list[str]:
     return [
-        "--nnodes=1",
+        f"--nnodes={nnodes}",
         f"--nproc-per-node={nproc}",
         "--rdzv-backend=etcd-v3",
         f"--rdzv-endpoint={endpoint}",
@@ -91,14 +90,16 @@ def test_no_room_is_refused_before_the_first_step(cluster: Cluster, script: Path
 
 
 def test_slots_that_can_never_be_made_end_the_run_at_once(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
-    host = cluster.host("a")
+    host, other = cluster.host("a"), cluster.host("b")
     host.prefix = ["prlimit", f"--fsize={1 << 20}"]
-    host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "1024", "5", "0"])
-    assert host.wait() == 1
+    for each in (host, other):
+        each.launch(on_etcd(cluster, etcd_endpoint, nnodes=2), [str(script), "1024", "500", "0.1"])
+    assert (host.wait(), other.wait()) == (1, 1)
     assert "SlotSizeError" in host.output
-    assert "no restart cures this: cannot allocate a slot" in host.output
     assert f"at most {1 << 20} bytes: raise that (`ulimit -f unlimited`" in host.output
-    assert host.starts() == 1
+    assert host.starts() == other.starts() == 1
+    for each in (host, other):
+        assert "no restart cures this: cannot allocate a slot" in each.output, each.output
 
 
 def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
@@ -201,8 +202,7 @@ def test_another_world_size_is_refused(cluster: Cluster, script: Path, etcd_endp
 
 def test_without_a_daemon_it_warns_once_and_trains(script: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RESILIENT_")}
-    command = [sys.executable, "-P", str(script), "4", "3", "0"]
-    done = subprocess.run(command, env={**environment, "RANK": "0"}, capture_output=True, text=True, timeout=60)
+    done = run_python([str(script), "4", "3", "0"], {**environment, "RANK": "0", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in done.stdout.splitlines() if "step" in line] == [1, 2, 3]
     assert done.stderr.count("RuntimeWarning") == 1, done.stderr

@@ -45,7 +45,7 @@ class _Phase(IntEnum):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Job:
+class _Capture:
     step: int
     node: Node
     plan: CapturePlan
@@ -74,7 +74,7 @@ class Capturer:
         self._changed = threading.Condition()
         self._newest = 0
         self._told: Message | None = None  # the capture that was missed last, as the daemon knows
-        self._job: _Job | None = None
+        self._capture: _Capture | None = None
         self._idle = False
         self._closing = False
         self._preferred_offset = 0
@@ -103,9 +103,9 @@ class Capturer:
     @property
     def reads(self) -> bool:
         """Whether a capture reads live tensors, or waits for a slot and then will."""
-        job = self._job
+        capture = self._capture
         # Copies from devices go on after the release, and the stream of training must still be told.
-        return job is not None and job.phase < (_Phase.COMPLETE if job.staged.captures else _Phase.RELEASED)
+        return capture is not None and capture.phase < (_Phase.COMPLETE if capture.staged.captures else _Phase.RELEASED)
 
     def on_attached(self) -> None:
         """Take the news of an attachment: slots may be other files now, and may have room again."""
@@ -118,9 +118,9 @@ class Capturer:
         """Take the news of a commit, or of the next capture."""
         with self._changed:
             self._slots.hear(watermark, next_)
-            job = self._job
-            if job is not None and job.phase is _Phase.PENDING and job.step < self._slots.next:
-                self._skip(job)
+            capture = self._capture
+            if capture is not None and capture.phase is _Phase.PENDING and capture.step < self._slots.next:
+                self._skip(capture)
             self._tell_missed()
             self._changed.notify_all()
 
@@ -166,36 +166,38 @@ class Capturer:
             if plan is None or not plan.matches(flat):
                 plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
             with self._changed:
-                self._changed.wait_for(lambda: self._job is None or self._job.phase >= _Phase.COPIED)
+                self._changed.wait_for(lambda: self._capture is None or self._capture.phase >= _Phase.COPIED)
             staged = plan.stage(flat)
         except BaseException:
             # The script may catch it and go on: then the other ranks must not wait for this capture.
             with self._changed:
-                self._pass(step)
+                self._pass(step, failed=True)
             raise
-        job = _Job(step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained, apart=state.apart)
+        capture = _Capture(
+            step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained, apart=state.apart
+        )
         with self._changed:
-            self._job = job
-            if self._idle and not self._must_allocate(job):
+            self._capture = capture
+            if self._idle and not self._must_allocate(capture):
                 # Claimed at once, so that a training step shorter than a thread switch is captured all the same.
-                self._claim(job)
+                self._claim(capture)
             self._changed.notify_all()
-            self._await_slots(job)
+            self._await_slots(capture)
         self._raise_failure()
 
-    def _await_slots(self, job: _Job) -> None:
+    def _await_slots(self, capture: _Capture) -> None:
         """Wait for the first slots, so that all ranks begin with the same step; shorter for larger ones in their place.
 
         A state that grows with every step would else never have slots before the step after it.
         """
         first = not self._slots.slots
-        if not first and (not self._outgrown(job) or self._patience_spent):
+        if not first and (not self._outgrown(capture) or self._patience_spent):
             return
         arrived = self._changed.wait_for(
             lambda: (
-                job.phase is not _Phase.PENDING
-                or job.plan is self._refused
-                or (bool(self._slots.slots) and not self._outgrown(job))
+                capture.phase is not _Phase.PENDING
+                or capture.plan is self._refused
+                or (bool(self._slots.slots) and not self._outgrown(capture))
             ),
             _ALLOCATE_S if first else _GROW_S,
         )
@@ -208,14 +210,14 @@ class Capturer:
         Those on devices may be changed by what is put on the current streams from then on, which waits for their copy.
         """
         with self._changed:
-            job = self._job
-            if job is None:
+            capture = self._capture
+            if capture is None:
                 return
-            if job.phase is _Phase.PENDING:
-                self._skip(job)
-            job.hurries = True
-            self._changed.wait_for(lambda: job.phase >= _Phase.RELEASED)
-        job.staged.hold()
+            if capture.phase is _Phase.PENDING:
+                self._skip(capture)
+            capture.hurries = True
+            self._changed.wait_for(lambda: capture.phase >= _Phase.RELEASED)
+        capture.staged.hold()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the newest submitted step is captured, waiting up to `timeout_s` for it.
@@ -225,19 +227,21 @@ class Capturer:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or (job := self._current) is None or job.phase >= _Phase.COMPLETE,
+                lambda: (
+                    self._failure is not None or (capture := self._current) is None or capture.phase >= _Phase.COMPLETE
+                ),
                 timeout_s,
             )
-            captured = (job := self._current) is not None and job.phase is _Phase.COMPLETE
+            captured = (capture := self._current) is not None and capture.phase is _Phase.COMPLETE
         self._raise_failure()
         return captured
 
     def wait_decided(self, timeout_s: float) -> bool:
         """Return whether the newest submitted step is committed, or never will be, within `timeout_s`."""
         with self._changed:
-            job = self._current
-            return job is None or self._changed.wait_for(
-                lambda: job.phase is _Phase.SKIPPED or self._slots.next > job.step, timeout_s
+            capture = self._current
+            return capture is None or self._changed.wait_for(
+                lambda: capture.phase is _Phase.SKIPPED or self._slots.next > capture.step, timeout_s
             )
 
     @property
@@ -250,20 +254,20 @@ class Capturer:
         """Let a copy under way end, and give up a waiting one; then close the link and unmap the slots."""
         with self._changed:
             self._closing = True
-            job = self._job
-            if job is not None:
-                if job.phase is _Phase.PENDING:
-                    self._skip(job)
-                self._changed.wait_for(lambda: job.phase >= _Phase.COMPLETE)
+            capture = self._capture
+            if capture is not None:
+                if capture.phase is _Phase.PENDING:
+                    self._skip(capture)
+                self._changed.wait_for(lambda: capture.phase >= _Phase.COMPLETE)
             self._changed.notify_all()
         self._link.close()
         self._thread.join()
         self._slots.close()
 
     @property
-    def _current(self) -> _Job | None:
+    def _current(self) -> _Capture | None:
         """The capture of the newest submitted step, None without one."""
-        return self._job if self._job is not None and self._job.step == self._newest else None
+        return self._capture if self._capture is not None and self._capture.step == self._newest else None
 
     def _raise_failure(self) -> None:
         with self._changed:
@@ -278,58 +282,58 @@ class Capturer:
                     self._idle = True
                     self._changed.wait()
                     self._idle = False
-                job = self._job
-            if action == "stop" or job is None:
+                capture = self._capture
+            if action == "stop" or capture is None:
                 return
             try:
-                with _device(job.plan):
+                with _device(capture.plan):
                     if action == "allocate":
-                        self._allocate(job)
+                        self._allocate(capture)
                     else:
-                        self._capture(job)
+                        self._copy(capture)
             except Exception:  # noqa: BLE001 - the boundary of this thread: training goes on without the capture
-                _log.exception("the capture of step %d failed", job.step)
+                _log.exception("the capture of step %d failed", capture.step)
                 with self._changed:
                     if action == "allocate":
-                        self._refused, self._refused_s = job.plan, time.monotonic()
-                    self._skip(job)
+                        self._refused, self._refused_s = capture.plan, time.monotonic()
+                    self._skip(capture)
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
         """Return what the capture thread does next, None if it waits; what it copies has claimed its slot."""
-        job = self._job
-        if job is None:
+        capture = self._capture
+        if capture is None:
             return "stop" if self._closing else None
-        allocates = self._must_allocate(job)
-        if job.phase is _Phase.PENDING and not allocates:
-            self._claim(job)
-        if job.phase is _Phase.COPYING:
+        allocates = self._must_allocate(capture)
+        if capture.phase is _Phase.PENDING and not allocates:
+            self._claim(capture)
+        if capture.phase is _Phase.COPYING:
             return "copy"
         if self._closing:
             return "stop"
         # Slots in use are asked for again at once, so that the daemon hears what they hold; the first ones on demand.
-        return "allocate" if allocates and (job.phase is _Phase.PENDING or self._slots.slots) else None
+        return "allocate" if allocates and (capture.phase is _Phase.PENDING or self._slots.slots) else None
 
-    def _must_allocate(self, job: _Job) -> bool:
-        return job.plan is not self._refused and (self._stale or self._outgrown(job))
+    def _must_allocate(self, capture: _Capture) -> bool:
+        return capture.plan is not self._refused and (self._stale or self._outgrown(capture))
 
-    def _outgrown(self, job: _Job) -> bool:
-        return not self._slots.fits(len(job.plan.tensors), job.plan.layout.payload_bytes)
+    def _outgrown(self, capture: _Capture) -> bool:
+        return not self._slots.fits(len(capture.plan.tensors), capture.plan.layout.payload_bytes)
 
-    def _claim(self, job: _Job) -> None:
-        if not self._outgrown(job):
-            job.target = self._slots.take(job.step)
-        if job.target is not None:
-            job.phase = _Phase.COPYING
+    def _claim(self, capture: _Capture) -> None:
+        if not self._outgrown(capture):
+            capture.target = self._slots.take(capture.step)
+        if capture.target is not None:
+            capture.phase = _Phase.COPYING
 
-    def _skip(self, job: _Job) -> None:
-        if job.phase < _Phase.COMPLETE:
-            job.phase = _Phase.SKIPPED
-            self._pass(job.step)
+    def _skip(self, capture: _Capture) -> None:
+        if capture.phase < _Phase.COMPLETE:
+            capture.phase = _Phase.SKIPPED
+            self._pass(capture.step)
         self._changed.notify_all()
 
-    def _pass(self, step: int) -> None:
+    def _pass(self, step: int, *, failed: bool = False) -> None:
         self.stats.skipped += 1
-        self._slots.give_up(step)
+        self._slots.give_up(step, failed=failed)
         self._tell_missed()
 
     def _tell_missed(self) -> None:
@@ -338,29 +342,29 @@ class Capturer:
             self._told = missed
             self._link.notify("missed", **missed)
 
-    def _allocate(self, job: _Job) -> None:
+    def _allocate(self, capture: _Capture) -> None:
         with self._changed:
             self._stale = False
         try:
-            slots = self._slots.map(self._ask_slots(job), pin=bool(job.plan.devices))
+            slots = self._slots.map(self._ask_slots(capture), pin=bool(capture.plan.devices))
         except (CheckpointError, OSError) as error:
-            self._refuse(job, error)
+            self._refuse(capture, error)
             return
         with self._changed:
             self._slots.use(slots)
             self._tell_missed()
-            if job.phase is _Phase.PENDING:
-                self._claim(job)
+            if capture.phase is _Phase.PENDING:
+                self._claim(capture)
             self._changed.notify_all()
         for mapped in slots:
             if mapped.held is not None and mapped.held[0] == self._env.generation:
                 # The daemon may have missed it while it was away.
                 self._announce(mapped)
 
-    def _ask_slots(self, job: _Job) -> list[str]:
-        """Return the paths of slots that the daemon has for captures like `job`."""
-        manifest_bytes = len(encode(job.plan.tensors, job.node)) + self._digester_of(job).encoded_bytes
-        payload_bytes = job.plan.layout.payload_bytes
+    def _ask_slots(self, capture: _Capture) -> list[str]:
+        """Return the paths of slots that the daemon has for captures like `capture`."""
+        manifest_bytes = len(encode(capture.plan.tensors, capture.node)) + self._digester_of(capture).encoded_bytes
+        payload_bytes = capture.plan.layout.payload_bytes
         if self._slots.fits(manifest_bytes, payload_bytes):
             first = self._slots.slots[0].slot
             return self._lend(first.payload_offset, first.capacity_bytes)
@@ -369,7 +373,7 @@ class Capturer:
             try:
                 return self._lend(*plan_layout(manifest_bytes * 3 // 2, payload_bytes * 3 // 2))
             except MemoryBudgetError:
-                _log.info("no room for slots that are larger than step %d needs", job.step)
+                _log.info("no room for slots that are larger than step %d needs", capture.step)
         return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=self._preferred_offset))
 
     def _lend(self, payload_offset: int, capacity_bytes: int) -> list[str]:
@@ -379,9 +383,9 @@ class Capturer:
         paths: list[str] = answer["paths"]
         return paths
 
-    def _refuse(self, job: _Job, error: CheckpointError | OSError) -> None:
+    def _refuse(self, capture: _Capture, error: CheckpointError | OSError) -> None:
         with self._changed:
-            self._refused, self._refused_s = job.plan, time.monotonic()
+            self._refused, self._refused_s = capture.plan, time.monotonic()
             if not self._slots.slots:
                 if isinstance(error, SlotSizeError):
                     # No restart cures this one: the launcher shall not try.
@@ -392,29 +396,29 @@ class Capturer:
                 return
         _log.error("no slots of the size that captures need now (%s); captures are skipped", error)
 
-    def _capture(self, job: _Job) -> None:
-        target, plan = job.target, job.plan
+    def _copy(self, capture: _Capture) -> None:
+        target, plan = capture.target, capture.plan
         assert target is not None
         started_s = time.monotonic()
-        digester = self._digester_of(job)
-        manifest = encode(plan.tensors, job.node)
+        digester = self._digester_of(capture)
+        manifest = encode(plan.tensors, capture.node)
         if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
             with self._changed:
                 self._stale = True
-                self._skip(job)
+                self._skip(capture)
             return
         target.held = None
         target.slot.begin()
         copied = self._copier.copy(
             plan,
-            job.staged,
+            capture.staged,
             target,
-            hurries=lambda: job.hurries,
-            on_released=lambda: self._advance(job, _Phase.RELEASED),
-            on_copied=lambda: self._advance(job, _Phase.COPIED),
+            hurries=lambda: capture.hurries,
+            on_released=lambda: self._advance(capture, _Phase.RELEASED),
+            on_copied=lambda: self._advance(capture, _Phase.COPIED),
         )
         if copied.changed is not None:
-            self._discard(job, copied.changed)
+            self._discard(capture, copied.changed)
             return
         payload = target.slot.buffer[target.slot.payload_offset :]
         target.slot.publish(
@@ -423,40 +427,40 @@ class Capturer:
             rank=self._env.rank,
             world_size=self._env.world_size,
             generation=self._env.generation,
-            step=job.step,
+            step=capture.step,
             payload_bytes=plan.layout.payload_bytes,
-            manifest=digester.extend(manifest, payload, copied.checksums, job.staged.fingerprints),
+            manifest=digester.extend(manifest, payload, copied.checksums, capture.staged.fingerprints),
             checksums=copied.checksums,
         )
-        target.held = (self._env.generation, job.step)
+        target.held = (self._env.generation, capture.step)
         self._announce(target)
         self.stats.captures += 1
         self.stats.bytes += plan.layout.payload_bytes
         self.stats.capture_s += time.monotonic() - started_s
-        self._advance(job, _Phase.COMPLETE)
+        self._advance(capture, _Phase.COMPLETE)
 
-    def _digester_of(self, job: _Job) -> Digester:
-        plan = job.plan
+    def _digester_of(self, capture: _Capture) -> Digester:
+        plan = capture.plan
         if self._digester is None or self._digester[0] is not plan:
             pieces = [(leaf, piece.start) for _, leaf, piece in plan.live_pieces]
             digester = Digester(
                 plan.specs,
                 plan.layout,
-                job.node,
+                capture.node,
                 pieces,
                 rank=self._env.rank,
-                trained=job.trained,
-                apart=job.apart,
+                trained=capture.trained,
+                apart=capture.apart,
             )
             self._digester = plan, digester
         return self._digester[1]
 
-    def _discard(self, job: _Job, changed: str) -> None:
+    def _discard(self, capture: _Capture, changed: str) -> None:
         name = object_name(changed)
         _log.warning(
             "step %d was not captured: %s changed while it was being copied behind training; "
             "from now on all of %r is copied inside step()",
-            job.step,
+            capture.step,
             changed,
             name,
         )
@@ -464,7 +468,7 @@ class Capturer:
             self._eager.add(name)
             self._plan = None
             self.stats.discarded += 1
-            self._skip(job)
+            self._skip(capture)
 
     def _announce(self, mapped: MappedSlot) -> None:
         assert mapped.held is not None
@@ -472,9 +476,9 @@ class Capturer:
         self._link.notify("complete", path=str(mapped.slot.path), generation=generation, step=step)
         self._on_complete(str(mapped.slot.path), mapped.held)
 
-    def _advance(self, job: _Job, phase: _Phase) -> None:
+    def _advance(self, capture: _Capture, phase: _Phase) -> None:
         with self._changed:
-            job.phase = phase
+            capture.phase = phase
             self._changed.notify_all()
 
 

@@ -65,7 +65,7 @@ def fingerprint_cpu(words: Tensor, starts: Tensor, sizes: Tensor, weights: Tenso
         sizes: The bytes of each fragment, int64, 0 to `FRAGMENT_BYTES`.
         weights: int64, `FRAGMENT_BYTES` // 4 + 1 of them.
     """
-    found = torch.empty(len(starts), _LANES, dtype=torch.int64)
+    found = torch.empty(len(starts), _LANES, dtype=torch.int64, device="cpu")
     _sum_on_cpu(_words(words), starts.numpy(), sizes.numpy(), _unsigned(weights), _unsigned(found))
     return found
 

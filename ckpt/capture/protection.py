@@ -169,12 +169,14 @@ class ProtectionWatch:
         self._worst = max(self._worst, present.steps_at_risk if lasting else 0)
         if (lasting or self._late_commits >= _LATE_COMMITS) and self._worst >= 2 * self._told:
             self._told_s = self._told_s if self._told else now_s
-            self._told = self._most = max(self._worst, 1)
+            self._told = max(self._worst, 1)
             self._tell(self._told, self._reason(now_s))
         elif self._told and present and self._good_commits >= _GOOD_COMMITS:
             self._unprotected_s += now_s - self._told_s
             self._told = self._worst = 0
             self._tell(0, "")
+        if self._told:
+            self._most = max(self._most, self._worst)
 
     def _reason(self, now_s: float) -> str:
         standing_s = now_s - max(self._moved_s, self._first_s or 0.0)

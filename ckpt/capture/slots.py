@@ -102,7 +102,7 @@ class TwoSlots:
         self._env = env
         self._passed = 0
         self._taken = 0
-        self._failed = False
+        self._failed = range(0)  # what may have been asked for when a capture failed
         self.watermark: Pair | None = None
         self.next = 1
         self.slots: list[MappedSlot] = []
@@ -113,8 +113,7 @@ class TwoSlots:
             return
         if watermark is not None:
             self.watermark = max(watermark, self.watermark or watermark)
-        if next_[1] > self.next:
-            self.next, self._failed = next_[1], False
+        self.next = max(next_[1], self.next)
 
     def map(self, paths: Sequence[str], *, pin: bool) -> list[MappedSlot]:
         """Return the slots at `paths` for `use`, those that are mapped already as they are.
@@ -168,18 +167,20 @@ class TwoSlots:
         """The step of the newest capture while it may yet be committed, None otherwise."""
         return self._taken if self._taken >= self.next else None
 
-    def give_up(self, step: int) -> None:
-        """Take note that `step` cannot be captured any more; if it is being captured, that has failed."""
-        self._passed = max(step, self._passed)
+    def give_up(self, step: int, *, failed: bool = False) -> None:
+        """Take note that `step` cannot be captured any more: that has `failed`, as it has if it is being captured."""
         if self._taken == step:
-            self._taken, self._failed = 0, True
+            self._taken, self._failed = 0, range(1, step + 1)
+        elif failed:
+            self._failed = range(self._passed + 1, step + 1)
+        self._passed = max(step, self._passed)
 
     @property
     def missed(self) -> Message | None:
         """That this rank will never make the capture of `next`, as the daemon is told; None if it may."""
         if self._env.world_size == 1 or self._taken >= self.next or self._passed < self.next:
             return None
-        return {"next": self.next, "step": self._passed, "late": not self._failed}
+        return {"next": self.next, "step": self._passed, "late": self.next not in self._failed}
 
     def close(self) -> None:
         """Unmap the slots."""
@@ -200,7 +201,7 @@ def _held(slot: Slot, env: TrainerEnv) -> Pair | None:
     except SlotError:
         return None
     ours = (header.run_id, header.rank) == (env.run_id, env.rank)
-    return (header.generation, header.step) if ours else None
+    return header.pair if ours else None
 
 
 def _identity(file: str | int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class DcpSource:
         self.left_out: dict[str, str] = {}
         # Of these only shapes and dtypes are looked at: one element each, so that they take no memory.
         tensors = {
-            name: torch.empty((1,) * len(item.size), dtype=item.properties.dtype).expand(item.size)
+            name: torch.empty((1,) * len(item.size), dtype=item.properties.dtype, device="cpu").expand(item.size)
             for name, item in described.items()
             if isinstance(item, TensorStorageMetadata)
         }
@@ -101,7 +101,7 @@ class DcpSource:
             if batch and size_bytes + spec.nbytes > _BATCH_BYTES:
                 break
             if name is not None and isinstance(leaf, torch.Tensor):
-                batch[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                batch[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 size_bytes += spec.nbytes
         return batch
 

@@ -52,7 +52,7 @@ class StoredTensor:
         else:
             # Rows of the first dimension lie behind each other; of the others only a part may be wanted.
             start, rows = offsets[0] * (self._spec.nbytes // shape[0]), torch.Size((sizes[0], *shape[1:]))
-        tensor = torch.empty(rows, dtype=self.dtype)
+        tensor = torch.empty(rows, dtype=self.dtype, device="cpu")
         if tensor.numel():
             raw = tensor.reshape(-1).view(torch.uint8)
             self._data.read_into(raw.numpy().data, self._offset + start)

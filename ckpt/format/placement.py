@@ -27,7 +27,7 @@ class Placement:
     groups: tuple[tuple[int, ...], ...]
     replicas: int
 
-    def keepers(self) -> tuple[tuple[int, ...], ...]:
+    def holders(self) -> tuple[tuple[int, ...], ...]:
         """Return for each host those that keep its checkpoints, itself first (Section 6.4)."""
         kept_by = {
             host: tuple(group[(position + k) % len(group)] for k in range(self.replicas))
@@ -80,7 +80,7 @@ def placement(
 
 def replica_hosts(hosts: int, replicas: int, labels: Sequence[str] | None = None) -> tuple[tuple[int, ...], ...]:
     """Return for each host those that keep its checkpoints, itself first; arguments as for `placement`."""
-    return placement(hosts, replicas, labels=labels).keepers()
+    return placement(hosts, replicas, labels=labels).holders()
 
 
 def _deal(sizes: Sequence[int], labels: Sequence[str]) -> list[list[int]]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import SlotError
+from .pair import Pair
 
 CHUNK_BYTES: Final = 1 << 20
 """Payload bytes that share one checksum."""
@@ -66,6 +67,11 @@ class SlotHeader:
     table_checksum: int
     payload_offset: int
     payload_bytes: int
+
+    @property
+    def pair(self) -> Pair:
+        """Generation and step."""
+        return self.generation, self.step
 
     @property
     def used_bytes(self) -> int:

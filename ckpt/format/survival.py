@@ -37,14 +37,14 @@ def union_bound(plan: Placement, failures: int) -> Fraction:
     hosts = _check(plan, failures)
     if failures < plan.replicas:
         return Fraction(1)
-    fatal = len({frozenset(keepers) for keepers in plan.keepers()})
+    fatal = len({frozenset(holders) for holders in plan.holders()})
     chance = Fraction(fatal * comb(hosts - plan.replicas, failures - plan.replicas), comb(hosts, failures))
     return max(Fraction(0), 1 - chance)
 
 
 def fatal_domains(plan: Placement, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the labels of the domains that take the last copy of a checkpoint with them when they are lost whole."""
-    inside = ({labels[host] for host in keepers} for keepers in plan.keepers())
+    inside = ({labels[host] for host in holders} for holders in plan.holders())
     return tuple(sorted({label for domains in inside if len(domains) == 1 for label in domains}))
 
 

@@ -307,10 +307,32 @@ def refuse(trainer: Any) -> None:
     Raises:
         StateError: It names the setting and the remedy.
     """
+    _refuse_strategy(trainer.strategy)
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise StateError("reload_dataloaders_every_n_epochs: the loaders of an epoch are not kept. Leave it out")
+    if trainer._val_check_time_interval is not None:
+        raise StateError("val_check_interval by time: nobody can repeat it. Give a number of batches")
+    if _takes_iterator(trainer.lightning_module):
+        raise StateError("training_step(dataloader_iter): what it draws is not known. Let it take a batch")
+    lightning = framework("lightning.pytorch", _REQUIREMENT)
+    _refuse_callbacks(trainer.callbacks, lightning.Callback)
+    warn_of_silent(
+        [each for each in trainer.callbacks if type(each).state_dict is lightning.Callback.state_dict],
+        "lightning",
+        "give it state_dict() and load_state_dict()",
+    )
+    if type(trainer.lightning_module).on_save_checkpoint is not lightning.LightningModule.on_save_checkpoint:
+        warnings.warn(
+            "what on_save_checkpoint() of the module adds to a file is in no checkpoint here. If training depends on "
+            "it, give ResilientCallback(name=object) an object with state_dict() that has it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse_strategy(strategy: Any) -> None:
     strategies = framework("lightning.pytorch.strategies", _REQUIREMENT)
-    callback = framework("lightning.pytorch", _REQUIREMENT).Callback
     known = (strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy)
-    strategy = trainer.strategy
     if type(strategy) not in known:
         raise StateError(
             f"{type(strategy).__qualname__} is not supported: use one device, strategy='ddp', or FSDP2 by "
@@ -322,37 +344,22 @@ def refuse(trainer: Any) -> None:
             f"tensor_parallel_size={strategy.device_mesh['tensor_parallel'].size()}: only FSDP2 is supported. Use "
             "ModelParallelStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1)"
         )
-    if trainer.reload_dataloaders_every_n_epochs:
-        raise StateError("reload_dataloaders_every_n_epochs: the loaders of an epoch are not kept. Leave it out")
-    if trainer._val_check_time_interval is not None:
-        raise StateError("val_check_interval by time: nobody can repeat it. Give a number of batches")
-    if _takes_iterator(trainer.lightning_module):
-        raise StateError("training_step(dataloader_iter): what it draws is not known. Let it take a batch")
+
+
+def _refuse_callbacks(callbacks: list[Any], base: Any) -> None:
+    """Refuse callbacks, made from the framework's class `base`, whose state cannot be kept."""
     changing = framework("lightning.pytorch.callbacks", _REQUIREMENT)
-    for each in trainer.callbacks:
+    for each in callbacks:
         if isinstance(each, tuple(getattr(changing, name) for name in _CHANGING)):
             raise StateError(
                 f"{type(each).__qualname__} makes other optimizers, schedules or steps on the way, which are not kept: "
                 "leave it out, or do what it does in the module"
             )
-        if type(each).on_save_checkpoint is not callback.on_save_checkpoint:
+        if type(each).on_save_checkpoint is not base.on_save_checkpoint:
             raise StateError(
                 f"{type(each).__qualname__} has its state by on_save_checkpoint(), which is for files: give it "
                 "state_dict() and load_state_dict(), or leave it out"
             )
-    warn_of_silent(
-        [each for each in trainer.callbacks if type(each).state_dict is callback.state_dict],
-        "lightning",
-        "give it state_dict() and load_state_dict()",
-    )
-    base = framework("lightning.pytorch", _REQUIREMENT).LightningModule
-    if type(trainer.lightning_module).on_save_checkpoint is not base.on_save_checkpoint:
-        warnings.warn(
-            "what on_save_checkpoint() of the module adds to a file is in no checkpoint here. If training depends on "
-            "it, give ResilientCallback(name=object) an object with state_dict() that has it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _takes_iterator(module: Any) -> bool:

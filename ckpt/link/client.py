@@ -23,6 +23,7 @@ from ..format.wire import Message, dial, encode, recv_message
 _DIAL_S: Final = 5.0
 _RETRY_S: Final = 0.1
 _REFUSED_S: Final = 1.0
+_UNREAD_BYTES: Final = 1 << 20
 
 
 class DaemonClient:
@@ -60,6 +61,7 @@ class DaemonClient:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._connected_at_s: float | None = None
+        self._is_full = False
         self._welcome = threading.Event()
         self._lost_s: float | None = None
         self._pending: dict[int, tuple[bytes, Future[Message]]] = {}
@@ -194,6 +196,9 @@ class DaemonClient:
             if self._closed.is_set():
                 return
             self._connection, self._connected_at_s = connection, time.monotonic()
+            self._is_full = False
+        # Where steps take a millisecond, a busy daemon is hundreds of messages behind, and each takes 768 bytes here.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         connection.sendall(encode({"id": 0, **self._hello}))
         while (message := recv_message(connection)) is not None:
             if message.get("id") == 0:
@@ -202,6 +207,8 @@ class DaemonClient:
                 self._on_message(message)
             else:
                 self._answer(message)
+        if self._is_full:
+            raise WireError("it has not read its messages for so long that the socket is full")
         if self._welcome.is_set():
             raise ConnectionResetError("closed by the daemon")
         raise WireError("it closed the connection before it answered")
@@ -230,10 +237,14 @@ class DaemonClient:
     def _send(self, frame: bytes) -> None:
         if self._connection is None or not self._welcome.is_set():
             return
+        sent = 0
         try:
             sent = self._connection.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._is_full = sent != len(frame)
+        except BlockingIOError:
+            self._is_full = True
         except OSError:
-            sent = 0
+            pass
         if sent != len(frame):
             self._shut()
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .held import held_optimizers, local, parameters
-from .tree import extent, overlaps, same
+from .tree import extent, is_strided, overlaps, same, same_keys
 
 
 def without_uncastable(state: Any) -> Any:
@@ -72,7 +72,7 @@ class OwnTensors:
         self._groups = [
             (optimizer, groups, [(group, dict(group)) for group in groups])
             for optimizer in optimizers
-            if (groups := getattr(optimizer, "param_groups", None))
+            if (groups := getattr(optimizer, "param_groups", None)) and not _borrows_groups(optimizer)
         ]
         self._states = [
             (optimizer, key, state, dict(state))
@@ -84,7 +84,7 @@ class OwnTensors:
         in_state = [
             value for *_, before in self._states for value in before.values() if isinstance(value, torch.Tensor)
         ]
-        extents = {id(tensor): extent(local(tensor)) for tensor in [*trained, *in_state]}
+        extents = {id(tensor): extent(plain) for tensor in [*trained, *in_state] if is_strided(plain := local(tensor))}
         self._overlapping = set(chain(*overlaps({key: place for key, place in extents.items() if place[0] < place[1]})))
 
     def put_back(self) -> None:
@@ -115,6 +115,12 @@ class OwnTensors:
             optimizer.state[key] = _refilled(state, loaded_state, taken)
 
 
+def _borrows_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the groups are a property that cannot be set: those of the optimizer inside."""
+    shown = getattr(type(optimizer), "param_groups", None)
+    return isinstance(shown, property) and shown.fset is None
+
+
 def _refilled(before: dict[Any, Any], loaded: dict[Any, Any], taken: set[int]) -> dict[Any, Any]:
     """Return `before` with the content of `loaded`, or `loaded` where `before` is taken, or another kind of dict."""
     if before is loaded or type(before) is not type(loaded) or id(before) in taken:
@@ -131,6 +137,8 @@ def _lies_alike(original: Any, new: Any) -> bool:
     if not isinstance(new, torch.Tensor) or type(original) is not type(new):
         return False
     one, other = local(original), local(new)
+    if not is_strided(one) or not is_strided(other):
+        return False
     return one.stride() == other.stride() and other.untyped_storage().nbytes() == other.nbytes
 
 
@@ -151,7 +159,10 @@ def _filled(original: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if (original.dtype, original.shape, original.device) != (new.dtype, new.shape, new.device):
         return new
     with torch.no_grad():
-        return original.copy_(new)
+        try:
+            return original.copy_(new)
+        except RuntimeError:  # several of its elements are one in memory
+            return new
 
 
 def put(item: Any, wanted: Any) -> None:
@@ -172,7 +183,7 @@ def put(item: Any, wanted: Any) -> None:
         elif id(container) in live:
             container[key] = value
     for now, value in _dicts(item.state_dict(), wanted):
-        if id(now) in live and list(now) != list(value) and now.keys() == value.keys():
+        if id(now) in live and not same_keys(now, value) and now.keys() == value.keys():
             ordered = {key: now[key] for key in value}
             now.clear()
             now.update(ordered)
@@ -192,6 +203,8 @@ def _share_options(item: Any, wanted: Any) -> None:
 
 def _become(now: torch.Tensor, wanted: torch.Tensor) -> None:
     """Give `now` the dtype, device and bytes of `wanted`, for everybody who has a reference to it."""
+    if (local(now) is now) != (local(wanted) is wanted):
+        return  # a load_state_dict() may shard what it is given
     with torch.no_grad():
         if (now.dtype, now.device.type, now.shape) == (wanted.dtype, wanted.device.type, wanted.shape):
             now.copy_(wanted)

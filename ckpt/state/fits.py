@@ -1,15 +1,24 @@
-"""Comparing a checkpoint with the registered objects before anything is loaded: what can be seen not to fit."""
+"""Whether a checkpoint fits the registered objects, before anything is loaded, and what they must be by then.
 
-from collections.abc import Iterable, Iterator
+A restarted script has to make the tensors of modules and the groups of optimizers before it restores. One that changes
+them in the middle trains on, and only its restart would find that nothing fits. So it is told.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import StateError
 from ..format.manifest import Node, TensorSpec
 from .tree import unflatten
 
 _MAX_DIFFERENCES: Final = 5
+
+Layout = Mapping[str, object]
+"""Path → shape and dtype of a tensor of a module, None while it has none; or the sizes of an optimizer's groups."""
 
 
 def check_fits(
@@ -70,6 +79,8 @@ def _module_differences(name: str, saved: Any, current: dict[str, Any]) -> Itera
             yield f"{name}.{key}: in the checkpoint, but not in the model"
             continue
         now = current[key]
+        if is_extra(key):
+            continue
         if isinstance(before, TensorSpec) and isinstance(now, TensorSpec):
             if before.content != now.content:
                 yield f"{name}.{key}: {before} in the checkpoint, {now} in the model"
@@ -97,3 +108,49 @@ def is_optimizer_state(saved: Any) -> bool:
             members = [group.get("params") if isinstance(group, dict) else None for group in groups]
             return all(isinstance(ids, list) and all(type(item) is int for item in ids) for ids in members)
     return False
+
+
+def is_extra(key: str) -> bool:
+    """Tell whether `key` of a module's state is what `get_extra_state()` returned, which has no fixed form."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def layout(
+    states: Mapping[str, Any],
+    modules: Mapping[str, torch.nn.Module],
+    optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
+) -> Layout:
+    """Return the layout of a state.
+
+    Args:
+        states: What `state_dict()` returned, by the name of the object.
+        modules: Those of the objects that are modules.
+        optimizers: Those that an object is or holds.
+    """
+    found: dict[str, object] = {
+        f"{name}.{key}": None if is_lazy(value) else (value.shape, value.dtype)
+        for name in modules
+        for key, value in states[name].items()
+        if isinstance(value, torch.Tensor) and not is_extra(key)
+    }
+    for name, several in optimizers.items():
+        found[name] = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in several]
+    return found
+
+
+def difference(before: Layout, now: Layout) -> str | None:
+    """Return what to tell of a layout that is not as it was at `restore()`, None if it is."""
+    if before == now:
+        return None
+    new = (f"{path} is new" for path in now if path not in before)
+    gone = (f"{path} is gone" for path in before if path not in now)
+    other = (
+        f"{path} has other {'groups' if isinstance(now[path], list) else 'shapes'}"
+        for path in now
+        if before.get(path) is not None and before[path] != now[path]
+    )
+    change = next(chain(new, gone, other), None)
+    return change and (
+        f"{change} since restore(): a restarted script must make that change before it calls restore(), or its "
+        "recovery is refused. checkpointer.planned_step says there which step it goes on from"
+    )

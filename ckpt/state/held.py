@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Final
 
+import numpy as np
 import torch
 import xxhash
 
@@ -61,9 +62,47 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [tensor for group in _groups([optimizer]) for tensor in group]
 
 
+def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield key and tensor of all parameters in `module`; a method of its own may leave some out."""
+    return torch.nn.Module.named_parameters(module, remove_duplicate=False)
+
+
+def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield key and tensor of all buffers in `module`."""
+    return torch.nn.Module.named_buffers(module, remove_duplicate=False)
+
+
 def state_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return what `optimizer` has for its parameters, by parameter; nothing if it is a wrapper without a state."""
     return getattr(optimizer, "state", None) or {}
+
+
+def has_hooks(item: torch.nn.Module | Optimizer) -> bool:
+    """Tell whether a hook, or a method of its own, may change what torch's `state_dict()` gives of `item`.
+
+    A hook that comes before changes the item itself at most, which training goes on with.
+    """
+    if isinstance(item, torch.nn.Module):
+        plain = torch.nn.Module
+        return any(
+            each._state_dict_hooks
+            or getattr(each.state_dict, "__func__", None) is not plain.state_dict
+            or getattr(each._save_to_state_dict, "__func__", None) is not plain._save_to_state_dict
+            for each in item.modules()
+        )
+    return getattr(item.state_dict, "__func__", None) is not Optimizer.state_dict or bool(
+        getattr(item, "_optimizer_state_dict_post_hooks", None)
+    )
+
+
+def mistaken_key(optimizer: Optimizer) -> Any:
+    """Return a key of its own in an optimizer's state that `state_dict()` takes for a parameter's position, or None."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return None  # it may tell them apart
+    own = (key for key in state_of(optimizer) if not isinstance(key, torch.Tensor))
+    numbers = [key for key in own if isinstance(key, int | float | np.generic)]
+    positions = range(len(parameters(optimizer)) if numbers else 0)
+    return next((key for key in numbers if key in positions), None)
 
 
 def _groups(optimizers: Iterable[Optimizer]) -> list[list[torch.Tensor]]:
@@ -116,7 +155,7 @@ class ParameterOrder:
         in_modules: dict[str, torch.Tensor] = {
             f"{name}.{key}": parameter
             for name, module in modules.items()
-            for key, parameter in module.named_parameters(remove_duplicate=False)
+            for key, parameter in named_parameters(module)
         }
         if not (_are_same(groups, self._groups) and _are_one(in_modules, self.in_modules) and self._are_leaves(flat)):
             keys = {id(parameter): key for key, parameter in self.in_modules.items()}
@@ -188,7 +227,9 @@ class ParameterOrder:
             unkept = (
                 name
                 for name, tensor in self.elsewhere.items()
-                if tensor.requires_grad and not equal[id(tensor)] and not covered.covers(extent(local(tensor)))
+                if tensor.requires_grad
+                and not equal[id(tensor)]
+                and not (is_strided(plain := local(tensor)) and covered.covers(extent(plain)))
             )
             self.unkept = next(unkept, None)
         self._named = {}
@@ -230,7 +271,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 def equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, list[int]]:
     """Return the indices of those of `leaves` that are equal to each of `tensors`."""
-    forms = {_form(tensor) for tensor in tensors.values()}
+    forms = {_form(tensor) for tensor in tensors.values() if is_strided(tensor)}
     contents: dict[Hashable, list[int]] = {}
     for index, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor) and _form(leaf) in forms:
@@ -252,7 +293,7 @@ def in_memory(leaf: Any) -> Hashable:
     """Return what equal tensors in the same memory have in common; of others something that nothing else has."""
     tensor = local(leaf)
     if isinstance(tensor, torch.Tensor) and is_strided(tensor) and tensor.data_ptr():
-        return tensor.data_ptr(), tensor.shape, tensor.dtype
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return id(leaf)
 
 
@@ -308,7 +349,7 @@ def unregistered(optimizer: Optimizer, objects: dict[str, Any]) -> str | None:
         f"{name}.{key}"
         for name, item in objects.items()
         if isinstance(item, torch.nn.Module)
-        for key, parameter in item.named_parameters()
+        for key, parameter in named_parameters(item)
         if id(parameter) in mine
     ]
     inside = set(map(id, wrapped))

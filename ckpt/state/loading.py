@@ -17,7 +17,7 @@ from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
 from .exact import OwnTensors, put, sharing_kept, without_uncastable
 from .fits import check_fits, some
-from .held import dict_items, held_optimizers, parameters
+from .held import dict_items, held_optimizers, named_parameters, parameters
 from .state import TrainingState, get_rng, set_rng
 from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, shard_spec, unflatten
 from .values import renew
@@ -49,9 +49,15 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         raise SlotError(f"manifest tree has a {type(values).__name__} for the values, not a dict")
     rng = unflatten(saved["rng"], loader.own)
     # Modules first: what others share with them is right by the time that they load it.
-    states = {name: _module_state(item, objects[name], loader) for name, item in modules.items()}
+    states = {name: _module_state(item, objects[name], loader, kinds) for name, item in modules.items()}
     states |= {
-        name: unflatten(node, loader.own if name in state.held else loader.own_leaf, containers, kinds)
+        name: unflatten(
+            node,
+            # An optimizer casts what it loads, and of a leaf that requires grad the cast would be none.
+            loader.own if isinstance(state.objects[name], torch.optim.Optimizer) else loader.own_leaf,
+            containers,
+            kinds,
+        )
         for name, node in objects.items()
         if name not in modules
     }
@@ -62,6 +68,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
             state.objects[name].load_state_dict(without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
     for tensors in before:
         tensors.put_back()
+    state.find_trained()  # an object may have made its optimizers anew
     with _loading("state_dict() of what was loaded"):
         leaves = Flattener({name: item.state_dict() for name, item in state.objects.items()}).leaves
     renew(state.values, values, others=leaves, shared=loader.owned(leaf_paths(saved["objects"]).values()))
@@ -71,15 +78,15 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     if state.has_rng and rng is None:
         warnings.append("the checkpoint has no states of random number generators, which stay what they are")
     warnings += _check(state, manifest, payload, states, before)
-    if others := list(unsaved.lost(was_unsaved, state.unsaved.digests)):
-        raise _inexact(others)
-    warnings += unsaved.other_buffers(was_unsaved, state.unsaved.digests)
     for optimizer, names in trained:
         lost = [name for name in names if name not in _trained(optimizer, modules)]
         if lost:
             raise _inexact(
                 [f"{name}: load_state_dict() made another parameter of it than the optimizer has" for name in lost]
             )
+    if others := list(unsaved.lost(was_unsaved, state.unsaved.digests, state.objects, state.held)):
+        raise _inexact(others)
+    warnings += unsaved.other_buffers(was_unsaved, state.unsaved.digests)
     # Last, because making a state may draw numbers.
     if state.has_rng and rng is not None:
         with _loading("rng: setting it"):
@@ -168,6 +175,7 @@ def _differences(
         found = list(comparison.differences(befores[name], afters[name], name))
         if not found:
             unshared += comparison.aliases(befores[name], afters[name], name)
+            unshared += comparison.frozen(befores[name], afters[name], name)
         if _is_strict(item):
             strict += found or comparison.sharing(befores[name], afters[name], name)
         else:
@@ -236,15 +244,15 @@ def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Modul
     return [
         f"{name}.{key}"
         for name, module in modules.items()
-        for key, parameter in module.named_parameters()
+        for key, parameter in named_parameters(module)
         if id(parameter) in mine
     ]
 
 
-def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader") -> Any:
+def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader", kinds: dict[int, str]) -> Any:
     current = module.state_dict()
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
-    state = OrderedDict((key, unflatten(child, loader.own_copy)) for key, child in entries(node).items())
+    state = OrderedDict((key, unflatten(child, loader.own_copy, kinds=kinds)) for key, child in entries(node).items())
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
     return state
 
@@ -306,7 +314,9 @@ class _LeafLoader:
             array = np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
             return _laid_out(array, spec.stride or ())
         dtype = getattr(torch, spec.dtype)
-        stored = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
+        stored = (
+            data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
+        )
         if spec.within is not None:
             made = self._shared(spec, stored, *spec.within)
         else:

@@ -8,9 +8,9 @@ import torch
 
 from ..errors import SlotError
 from ..format.manifest import Node
-from .held import Optimizer, local
+from .held import Optimizer, local, named_buffers, named_parameters
 from .memory import Extents, writable
-from .tree import bytes_of, extent, is_strided, unflatten
+from .tree import extent, is_strided, unflatten
 
 _CLASSES: Final = "classes"
 _FROZEN: Final = "frozen"
@@ -76,22 +76,14 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{attribute} of {name} was {value}, is {not value}, and restore() leaves it to the script"
 
 
-def not_shown(modules: dict[str, torch.nn.Module]) -> str | None:
-    """Return what to tell of values that `state_dict()` gives otherwise than the module has them: hooks may do that."""
-    found = [
-        f"{name}.{key}"
-        for name, module in modules.items()
-        for state in [module.state_dict()]
-        for key, tensor in chain(module.named_parameters(), module.named_buffers())
-        if isinstance(shown := state.get(key), torch.Tensor) and not _is_shown(local(tensor), local(shown))
-    ]
-    if not found:
-        return None
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return (
-        f"state_dict() gives other values than {found[0]}{more} has: a recovery goes on with what it gives. "
-        "Remove the hook that changes them"
-    )
+def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:
+    """Return what to tell of two tensors whose names are the same, as those of "a" and "a.b" may be."""
+    known: dict[str, torch.Tensor] = {}
+    for name, module in modules.items():
+        for key, tensor in chain(named_parameters(module), named_buffers(module)):
+            if known.setdefault(f"{name}.{key}", tensor) is not tensor:
+                return f"{name}.{key} is a tensor of two modules: give one of them another name"
+    return None
 
 
 def read_only(modules: dict[str, torch.nn.Module]) -> str | None:
@@ -109,12 +101,3 @@ def read_only(modules: dict[str, torch.nn.Module]) -> str | None:
     places = Extents(writable())
     key = next((key for key, place in extents.items() if place[0] < place[1] and not places.covers(place)), None)
     return key and f"{key} lies in memory that cannot be written, as of a file mapped for reading, {remedy}"
-
-
-def _is_shown(tensor: torch.Tensor, shown: torch.Tensor) -> bool:
-    if any(not is_strided(each) or each.is_meta for each in (tensor, shown)):
-        return True  # captures refuse such a leaf, or the module makes it a tensor of its own kind
-    if (tensor.dtype, tensor.shape) != (shown.dtype, shown.shape):
-        return False
-    is_one = extent(tensor) == extent(shown) and tensor.stride() == shown.stride()
-    return is_one or torch.equal(bytes_of(tensor), bytes_of(shown))

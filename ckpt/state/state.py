@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -13,9 +12,9 @@ import xxhash
 
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
-from .held import ParameterOrder, held_optimizers, local, parameters, state_of
-from .layout import Layout, difference, layout
-from .outside import not_shown, outside, read_only
+from .fits import Layout, difference, layout
+from .held import ParameterOrder, held_optimizers, local, mistaken_key, parameters, state_of
+from .outside import ambiguous, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
 
@@ -71,7 +70,8 @@ class TrainingState:
         self.has_rng = rng
         self._begun: Layout | None = None
         self._layout: Layout = {}
-        self._find_trained()
+        self.find_trained()
+        self._check_modules()
 
     def replace(self, registered: dict[str, Any]) -> None:
         """Register other objects under names that are registered already.
@@ -95,7 +95,8 @@ class TrainingState:
             if any(path == name or path.startswith(f"{name}.") for path in registered):
                 item = registered.get(name, item)
                 self._containers[name] = item, dict(_leaves(name, item))
-        self._find_trained()
+        self.find_trained()
+        self._check_modules()
         if self._begun is not None:
             self.begin()
 
@@ -128,15 +129,21 @@ class TrainingState:
         Raises:
             StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
+        for name, several in self.held.items():
+            for optimizer in several:
+                if (key := mistaken_key(optimizer)) is not None:
+                    raise StateError(
+                        f"{name}: {type(optimizer).__qualname__} has the key {key!r} in its state, which its "
+                        f"state_dict() takes for parameter {int(key)}: give it another one, such as text"
+                    )
         objects = self._states()
         rng = get_rng() if self.has_rng else None
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
             flat.add("order", self.order.names(self.held, self.modules, flat))
             flat.add("outside", self.outside())
-            self.unsaved.take(self.modules, self.held, objects, self.order, flat)
-            if self.unsaved.digests:
-                flat.add("unsaved", self.unsaved.digests)
+            self.unsaved.take(self.objects, self.held, objects, self.order, flat)
+            flat.add("unsaved", self.unsaved.to_compare())
             if flat.shared:
                 flat.add("shared", flat.shared)
             if flat.kinds:
@@ -214,7 +221,8 @@ class TrainingState:
 
         return load(self, manifest, payload)
 
-    def _find_trained(self) -> None:
+    def find_trained(self) -> None:
+        """Look for the modules and optimizers of the objects, which may make others when they load."""
         held = {name: held_optimizers(item) for name, item in self.objects.items()}
         self.held = {name: several for name, several in held.items() if several}
         self.modules = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
@@ -225,10 +233,10 @@ class TrainingState:
         self.order = ParameterOrder()
         self.unsaved = Unsaved()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
-        if text := read_only(self.modules):
+
+    def _check_modules(self) -> None:
+        if text := ambiguous(self.modules) or read_only(self.modules):
             raise StateError(text)
-        if text := not_shown(self.modules):
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _check_arrays(self, flat: Flattener) -> None:
         """Refuse arrays of objects that share memory with something else, which a checkpoint does not bring back."""

@@ -50,8 +50,9 @@ _byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
 PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _DTYPES: Final = frozenset(getattr(torch, name) for name in ITEM_BYTES)
 _REMEDY: Final = (
-    "give only plain Python data, tensors and numpy arrays, also in what state_dict() returns: a deque as list(deque), "
-    "a generator of random numbers by its get_state(), getstate() or bit_generator.state"
+    "give objects with state_dict() and load_state_dict(), or plain Python data, tensors and numpy arrays, also in "
+    "what state_dict() returns: a deque as list(deque), a generator of random numbers by its get_state(), getstate() "
+    "or bit_generator.state; in place of a DataLoader resilient_run.integrations.torch.ResumableLoader(loader)"
 )
 
 
@@ -165,7 +166,7 @@ class Flattener:
             tag = "C" if type(value) is Counter else "d"
             node = [tag, [self._encode(key) for key in value], list(self._children(value.items()))]
             kind = _kind(value)
-            if kind is not None and len(place) > _ROOTS:
+            if kind is not None and len(place) >= _ROOTS:
                 self.kinds.append((place, kind))
         self._containers[id(value)] = node, [place]
         return node
@@ -292,7 +293,15 @@ class Flattener:
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Tell whether `tensor` is one of torch's own classes whose memory its shape and strides describe."""
-    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_plain and (type(tensor) in PLAIN_TENSORS or _is_named(type(tensor)))
+
+
+def _is_named(kind: type[torch.Tensor]) -> bool:
+    """Tell whether `kind` is another class for parameters, with torch's own operations."""
+    plain = torch.nn.Parameter
+    methods = ("__torch_function__", "__torch_dispatch__")
+    return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in methods)
 
 
 def extent(leaf: Leaf) -> Extent:
@@ -381,7 +390,7 @@ def link(root: Node, shared: Any) -> None:
                 if position < 0 or children[begin + position] != node:
                     raise ValueError(f"other content at {parent} {position}")
                 children[begin + position] = node
-    except (TypeError, ValueError, IndexError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
         raise SlotError(f"manifest tree is malformed: shared places {str(shared)[:80]}: {error!r}") from error
 
 
@@ -393,9 +402,10 @@ def kinds_at(root: Node, kinds: Any) -> dict[int, str]:
     """
     try:
         found = {id(node): kind for place, kind in kinds if (node := _at(root, place))[0] == "d"}
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise SlotError(f"manifest tree is malformed: kinds {str(kinds)[:80]}: {error!r}") from error
-    if len(found) != len(kinds) or not all(kind == _ORDERED or kind in _FACTORIES for kind in found.values()):
+    known = {_ORDERED, *_FACTORIES}
+    if len(found) != len(kinds) or not all(isinstance(kind, str) and kind in known for kind in found.values()):
         raise SlotError(f"manifest tree is malformed: kinds {str(kinds)[:80]}")
     return found
 
@@ -535,7 +545,15 @@ def _name(value: object) -> str:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the content of `tensor` as bytes of the CPU, contiguous; of its memory where that is possible."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.flatten().view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return plain.flatten().view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Tell whether two dicts have the same keys in the same order; NumPy compares its numbers with each of a tuple."""
+    return len(one) == len(other) and all(
+        left is right or (type(left) is type(right) and hash(left) == hash(right) and left == right)
+        for left, right in zip(one, other, strict=True)
+    )
 
 
 def same(left: Any, right: Any) -> bool:

@@ -1,34 +1,45 @@
-"""Tensors that training goes on with and no `state_dict()` shows: of them a checkpoint has digests, and no more."""
+"""What training goes on with and no `state_dict()` shows as it is: of it a checkpoint has digests, and no more."""
 
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Final
 
 import torch
-import xxhash
 
 from ..errors import SlotError
 from ..format.manifest import Node
-from .held import Optimizer, ParameterOrder, dict_items, equal_leaves, in_memory, local, parameters, state_of
-from .tree import Flattener, bytes_of, is_strided, unflatten
+from .held import Optimizer, ParameterOrder, equal_leaves, has_hooks, local, named_buffers, named_parameters, state_of
+from .shown import NOTHING, FlatTensors, digest_of, form_of, is_shown, left_out, live_parts, places_of
+from .tree import Flattener, is_strided, unflatten
 
 _PARAMETERS: Final = "parameters"
 _BUFFERS: Final = "buffers"
+_CHANGED: Final = "changed"
+_OPTIMIZERS: Final = "optimizers"
+_PLACES: Final = "places"
+_EXTRA: Final = "extra"
+_KINDS: Final = frozenset({_PARAMETERS, _BUFFERS, _CHANGED, _OPTIMIZERS, _PLACES, _EXTRA})
 
 REMEDY: Final = "Register the module or the optimizer that has it, or a list of such tensors"
+_REMEDY: Final = f"{REMEDY}; if a hook or a method makes state_dict() give something else, remove it"
 
 _Known = tuple["weakref.ref[torch.Tensor]", int, int, str]
 
 
 class Unsaved:
-    """The digests of parameters and buffers that are in no object's state, taken at each capture.
+    """The digests of what is in no object's state, or not as it is, taken at each capture.
 
-    A tensor that does not require grad is hashed again when torch says that it was written, or has other memory: a
-    frozen model is large.
+    These are parameters and buffers, extra state of modules, and what optimizers have. A frozen parameter, or a buffer
+    that is not persistent, is hashed again when torch says that it was written, or has other memory: a frozen model is
+    large. All else is hashed each time.
 
     Attributes:
-        digests: Those taken last, for a manifest: by "parameters" and "buffers", then by path.
-        trained: What to tell of a parameter that is trained and in no object's state, None if none is.
+        digests: Those taken last, for a manifest, by kind and then by path: "parameters", and persistent "buffers"
+            among them, that no state has; other "buffers"; parameters and buffers that a state has, "changed" by a hook
+            or a method; what is not shown of "optimizers"; "places", for which an optimizer has states that are shown
+            in a form of its object's own; "extra" states of modules that a hook changes.
+        trained: What to tell of something that is trained and in no object's state as it is, None if nothing is.
         changing: What to tell of a buffer that was another one when `take` was called before, None if none was.
     """
 
@@ -38,11 +49,11 @@ class Unsaved:
         self.trained: str | None = None
         self.changing: str | None = None
         self._known: dict[str, _Known] = {}
-        self._whole: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._judged: dict[str, bool] = {}
 
     def take(
         self,
-        modules: dict[str, torch.nn.Module],
+        objects: dict[str, Any],
         held: dict[str, list[Optimizer]],
         states: dict[str, Any],
         order: ParameterOrder,
@@ -51,74 +62,78 @@ class Unsaved:
         """Take the digests anew.
 
         Args:
-            modules: The registered modules by name.
-            held: The optimizers that objects are or hold, by the object's name.
+            objects: The registered objects by name.
+            held: The optimizers that they are or hold, by name.
             states: What the `state_dict()` of each object returned, by name.
             order: Of the optimizers' parameters; its `names` was called for `flat`.
             flat: The flattened state.
         """
-        hidden = list(_hidden(modules, states, order.in_modules))
-        kept = {in_memory(leaf) for leaf in flat.leaves} if hidden else set()
-        hidden = [(kind, path, tensor) for kind, path, tensor in hidden if in_memory(tensor) not in kept]
         before, known = self.digests, self._known
         self.digests, self._known = {}, {}
-        left_out = self._left_out(held, states, flat)
-        others = [(_PARAMETERS, *item) for item in [*order.elsewhere.items(), *left_out.items()]]
-        for kind, path, tensor in [*hidden, *others]:
+        modules = _modules(objects)
+        hooked = {name: module for name, module in modules.items() if has_hooks(module)}
+        hidden = list(_hidden(modules, hooked, states, order.in_modules))
+        kept = FlatTensors(flat)
+        hidden = [item for item in hidden if item[0] == _CHANGED or item[2] not in kept]
+        every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere.items())]
+        # torch does not count what its fused optimizers write.
+        written = {id(key) for several in held.values() for each in several for key in state_of(each)} if every else ()
+        for kind, path, tensor in every:
             plain = local(tensor)
             if is_strided(plain) and not plain.is_meta:
-                self.digests.setdefault(kind, {})[path] = self._digest(path, plain, known.get(path))
-        dropped = (path for kind, path, tensor in hidden if kind == _PARAMETERS and tensor.requires_grad)
-        trained = next(dropped, order.unkept or next(iter(left_out), None))
-        self.trained = trained and (
-            f"{trained} is trained, and no registered object's state has it as it is: a recovery compares it, and is "
-            f"refused unless it is the same by then. {REMEDY}"
+                is_frozen = kind == _PARAMETERS and isinstance(tensor, torch.nn.Parameter) and id(tensor) not in written
+                may_last = kind == _BUFFERS or is_frozen
+                digest = self._digest(path, plain, known.get(path)) if may_last else digest_of(plain)
+                self.digests.setdefault(kind, {})[path] = digest
+        missing, unknown, places = left_out(objects, held, states, kept)
+        for kind, found in ((_OPTIMIZERS, missing | unknown), (_EXTRA, dict(_changed_extra(hooked, states)))):
+            digests = {path: form for path, item in found.items() if (form := form_of(item)) is not None}
+            if digests:
+                self.digests[kind] = digests
+        if places:
+            self.digests[_PLACES] = places
+        dropped = [path for kind, path, tensor in hidden if kind == _CHANGED or tensor.requires_grad]
+        dropped += filter(None, [order.unkept])
+        dropped += [path for path in self.digests.get(_PARAMETERS, {}) if self._changes(_PARAMETERS, path, before)]
+        dropped += self._lost(missing.keys() & self.digests.get(_OPTIMIZERS, {}).keys(), missing, flat)
+        dropped += self.digests.get(_EXTRA, {})
+        self.trained = (
+            f"{dropped[0]} is trained, and no registered object's state has it as it is: a recovery compares it, and "
+            f"is refused unless it is the same by then. {_REMEDY}"
+            if dropped
+            else None
         )
-        buffers, earlier = self.digests.get(_BUFFERS, {}), before.get(_BUFFERS, {})
-        changing = next((path for path, digest in buffers.items() if earlier.get(path, digest) != digest), None)
+        changing = next(
+            (path for path in self.digests.get(_BUFFERS, {}) if self._changes(_BUFFERS, path, before)), None
+        )
         self.changing = changing and (
             f"{changing} changes, and state_dict() leaves it out: it is not part of checkpoints, and a recovery goes "
             "on with another one. Make it persistent if training depends on it"
         )
 
-    def _left_out(
-        self, held: dict[str, list[Optimizer]], states: dict[str, Any], flat: Flattener
-    ) -> dict[str, torch.Tensor]:
-        """Return what optimizers have for their parameters and no object's state has, as SAM leaves out its base's.
+    def to_compare(self) -> dict[str, dict[str, str]]:
+        """Return `digests` for a manifest, with those of parameters also if there are none: older ones do not tell."""
+        return {_PARAMETERS: {}, **self.digests}
 
-        A scheduler holds an optimizer, too, and is not meant to keep it: only objects count that keep some optimizer.
-        """
-        due = {
-            optimizer: name
-            for name, several in held.items()
-            for optimizer in several
-            if self._whole.get(optimizer, 0) != len(state_of(optimizer)) and _keeps(states[name])
-        }
-        found: dict[str, torch.Tensor] = {}
-        kept = {in_memory(leaf) for leaf in flat.leaves} if due else set()
-        for optimizer, name in due.items():
-            places = {id(parameter): place for place, parameter in enumerate(parameters(optimizer))}
-            tensors = {
-                f"{name}: {key} of parameter {places.get(id(parameter))} in {type(optimizer).__qualname__}": tensor
-                for parameter, state in state_of(optimizer).items()
-                for key, tensor in _tensors(state, "")
-                if in_memory(tensor) not in kept
-            }
-            equal = equal_leaves(
-                {id(tensor): local(tensor) for tensor in tensors.values()}, dict(enumerate(flat.leaves))
-            )
-            lost = {path: tensor for path, tensor in tensors.items() if not equal[id(tensor)]}
-            if not lost:
-                self._whole[optimizer] = len(state_of(optimizer))
-            found |= lost
-        return found
+    def _changes(self, kind: str, path: str, before: dict[str, dict[str, str]]) -> bool:
+        now = self.digests[kind][path]
+        return before.get(kind, {}).get(path, now) != now
+
+    def _lost(self, paths: set[str], missing: dict[str, Any], flat: Flattener) -> list[str]:
+        """Return which of this has no equal in the state, either: its object may hand out copies of it."""
+        new = paths - self._judged.keys()
+        if new:
+            tensors = {path: missing[path] for path in new if isinstance(missing[path], torch.Tensor)}
+            equal = equal_leaves({id(each): local(each) for each in tensors.values()}, dict(enumerate(flat.leaves)))
+            self._judged |= {path: path not in tensors or not equal[id(tensors[path])] for path in new}
+        return [path for path in missing if path in paths and self._judged[path]]
 
     def _digest(self, path: str, tensor: torch.Tensor, known: _Known | None) -> str:
         if tensor.requires_grad or tensor.is_inference():
-            return _digest(tensor)
+            return digest_of(tensor)
         place = tensor.data_ptr(), tensor._version
         if known is None or known[0]() is not tensor or known[1:3] != place:
-            known = weakref.ref(tensor), *place, _digest(tensor)
+            known = weakref.ref(tensor), *place, digest_of(tensor)
         self._known[path] = known
         return known[3]
 
@@ -130,18 +145,37 @@ def parse(node: Node) -> dict[str, dict[str, str]]:
         SlotError: It is malformed.
     """
     found = unflatten(node, lambda index: index)
-    parts = found.values() if isinstance(found, dict) and found.keys() <= {_PARAMETERS, _BUFFERS} else [None]
+    parts = found.values() if isinstance(found, dict) and found.keys() <= _KINDS else [None]
     if all(isinstance(part, dict) and all(isinstance(item, str) for item in [*part, *part.values()]) for part in parts):
         return dict(found)
-    raise SlotError(f"manifest has {str(found)[:200]} for tensors that are not saved")
+    raise SlotError(f"manifest has {str(found)[:200]} for what is not saved")
 
 
-def lost(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yield which parameters are not what the checkpoint's step had."""
-    after = now.get(_PARAMETERS, {})
-    for path, digest in saved.get(_PARAMETERS, {}).items():
-        if after.get(path) != digest:
-            yield f"{path} is in no registered object's state, and not what it was. {REMEDY}"
+def lost(
+    saved: dict[str, dict[str, str]],
+    now: dict[str, dict[str, str]],
+    objects: dict[str, Any],
+    held: dict[str, list[Optimizer]],
+) -> Iterator[str]:
+    """Yield what is not what the checkpoint's step had, but for buffers that are not persistent."""
+    before, after = saved.get(_PARAMETERS, {}), now.get(_PARAMETERS, {})
+    found = [path for path, digest in before.items() if after.get(path) != digest]
+    for path in after.keys() - before.keys() if _PARAMETERS in saved else ():
+        yield (
+            f"{path} was in the state of a registered object, which has another tensor in its place now: "
+            "load_state_dict() has to fill the one that there is"
+        )
+    for kind in (_CHANGED, _OPTIMIZERS, _EXTRA):
+        # What is shown as it is in only one of the two: the checkpoint has the other's.
+        before = saved.get(kind, {})
+        if paths := dict.fromkeys([*before, *now.get(kind, {})]):
+            live = _live(kind, _modules(objects), held)
+            found += [path for path in paths if form_of(live.get(path, NOTHING)) != before.get(path)]
+    if placed := saved.get(_PLACES):
+        places = places_of(held)
+        found += [path for path, digest in placed.items() if places.get(path) != digest]
+    for path in found:
+        yield f"{path} is not what it was, and no registered object's state has it as it is. {_REMEDY}"
 
 
 def other_buffers(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -152,31 +186,64 @@ def other_buffers(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str
             yield f"{path} is another one, which state_dict() leaves out"
 
 
+def _modules(objects: dict[str, Any]) -> dict[str, torch.nn.Module]:
+    return {name: item for name, item in objects.items() if isinstance(item, torch.nn.Module)}
+
+
+def _live(kind: str, modules: dict[str, torch.nn.Module], held: dict[str, list[Optimizer]]) -> dict[str, Any]:
+    """Return what the objects have now of this kind, by path, whether a state shows it or not."""
+    if kind == _OPTIMIZERS:
+        return live_parts(held)
+    if kind == _EXTRA:
+        return {f"{name}.{key}": made for name, module in modules.items() for key, made in _extra(module)}
+    return {
+        f"{name}.{key}": tensor
+        for name, module in modules.items()
+        for key, tensor in chain(named_parameters(module), named_buffers(module))
+    }
+
+
 def _hidden(
-    modules: dict[str, torch.nn.Module], states: dict[str, Any], parameters: dict[str, torch.Tensor]
+    modules: dict[str, torch.nn.Module],
+    hooked: dict[str, torch.nn.Module],
+    states: dict[str, Any],
+    parameters: dict[str, torch.Tensor],
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    shown = {f"{name}.{key}" for name in modules for key in states[name]}
+    """Yield kind, path and tensor of the parameters and buffers that are not in a module's state as they are."""
+    given = {f"{name}.{key}": shown for name in modules for key, shown in states[name].items()}
+    begins = tuple(f"{name}." for name in hooked)
     for path, parameter in parameters.items():
-        if path not in shown:
+        if path not in given:
             yield _PARAMETERS, path, parameter
+        elif path.startswith(begins) and not is_shown(parameter, given[path]):
+            yield _CHANGED, path, parameter
     for name, module in modules.items():
-        for key, buffer in module.named_buffers():
-            if key not in states[name]:
-                yield _BUFFERS, f"{name}.{key}", buffer
+        passing: set[str] | None = None
+        for key, buffer in named_buffers(module):
+            if (path := f"{name}.{key}") not in given:
+                passing = _not_persistent(module) if passing is None else passing
+                yield _BUFFERS if key in passing else _PARAMETERS, path, buffer
+            elif name in hooked and not is_shown(buffer, given[path]):
+                yield _CHANGED, path, buffer
 
 
-def _keeps(state: Any) -> bool:
-    return any("param_groups" in str(key).split(".") for key, _ in dict_items(state))
+def _not_persistent(module: torch.nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name in inner._non_persistent_buffers_set
+    }
 
 
-def _tensors(state: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in what an optimizer has for a parameter, and what to call each."""
-    if isinstance(state, torch.Tensor):
-        yield key, state
-    elif isinstance(state, dict | list | tuple):
-        for name, child in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _tensors(child, f"{key}.{name}" if key else str(name))
+def _extra(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield key and extra state of the modules in `module` that have one."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        if type(inner).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", inner.get_extra_state()
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(bytes_of(tensor).numpy().data)}"
+def _changed_extra(hooked: dict[str, torch.nn.Module], states: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, module in hooked.items():
+        for key, made in _extra(module):
+            if (form := form_of(made)) is not None and form_of(states[name].get(key, NOTHING)) != form:
+                yield f"{name}.{key}", made

@@ -11,7 +11,7 @@ import torch
 
 from .held import local
 from .memory import Extents, overlap, writable
-from .tree import PLAIN_TENSORS, Extent, Leaf, extent, same
+from .tree import PLAIN_TENSORS, Extent, Leaf, extent, same, same_keys
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _NAMED: Final = 5
@@ -233,7 +233,7 @@ def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return list(one) == list(other) and all(_alike(value, other[key]) for key, value in one.items())
+        return same_keys(one, other) and all(_alike(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_alike, one, other))
     return _equal(one, other) if isinstance(one, torch.Tensor | np.ndarray) else repr(one) == repr(other)

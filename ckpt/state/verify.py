@@ -113,6 +113,14 @@ class Comparison:
                     path=place, text=f"one object with {origin_path} now, two in the checkpoint", plain=True
                 )
 
+    def frozen(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
+        """Yield which leaves require grad in only one of the two; call it as `sharing`."""
+        for before, after, place in _pairs(saved, now, path):
+            if before[0] == "x":
+                was, is_ = self._manifest.tensors[before[1]].grad, self._specs[after[1]].grad
+                if was != is_:
+                    yield Difference(path=place, text=f"requires_grad was {was}, is {is_}", plain=True)
+
     def _dict(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         befores = {json.dumps(key): child for key, child in zip(saved[1], saved[2], strict=True)}
         afters = {json.dumps(key): child for key, child in zip(now[1], now[2], strict=True)}
@@ -195,13 +203,15 @@ def _plainly(path: str, text: str) -> Difference:
 
 
 def _key(node: Node) -> str:
-    return node if isinstance(node, str) else str(unflatten(node, lambda index: f"leaf {index}"))
+    # A number of NumPy is another key than the number that it is equal to.
+    key = unflatten(node, lambda index: f"leaf {index}")
+    return key if isinstance(key, str) else repr(key)
 
 
 def _bytes(leaf: Leaf) -> torch.Tensor:
     """Return the content of `leaf` as bytes of the CPU, contiguous."""
     if isinstance(leaf, bytes):
-        return torch.frombuffer(bytearray(leaf), dtype=torch.uint8) if leaf else torch.empty(0, dtype=torch.uint8)
+        return torch.from_numpy(np.frombuffer(leaf, dtype=np.uint8).copy())
     if isinstance(leaf, np.ndarray):
         return _bytes(leaf.tobytes())
     return bytes_of(leaf)

@@ -169,7 +169,7 @@ class Exchange:
             except (OSError, SlotError) as error:
                 _log.debug("the capture of step %d is gone: %s", version[1], error)
                 continue
-            if (header.generation, header.step) != version:
+            if header.pair != version:
                 continue
             answer = edge.announce(page)
             if answer is Reply.LATER:

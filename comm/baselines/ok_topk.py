@@ -118,10 +118,8 @@ class OkTopk(SparseScheme):
         ranks, rank = self.transport.size, self.transport.rank
         count = torch.tensor([mine.count], device=mine.indices.device).view(torch.uint8)
         sizes = [count.numel()] * ranks
-        counts = [
-            int(message.clone().view(torch.int64))
-            for message in bruck.all_gather(self.transport, range(ranks), count, sizes_bytes=sizes)
-        ]
+        every = bruck.all_gather(self.transport, range(ranks), count, sizes_bytes=sizes)
+        counts: list[int] = torch.cat(every).view(torch.int64).tolist()
         if max(counts) * ranks > _UNBALANCED * sum(counts):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
             mine = _moved(self.transport, mine, list(accumulate(counts)), ends, dtype)

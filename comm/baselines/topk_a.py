@@ -25,8 +25,7 @@ class TopkA(SparseScheme):
         messages = bruck.all_gather(self.transport, ranks, mine.to_message(), sizes_bytes=sizes)
         sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
         lists = [Entries.from_message(message, dtype) for message in messages]
-        for entries in lists:
-            add_to(sums, entries)
+        add_to(sums, *lists)
         if sums is not total:
             total.copy_(sums)
         values = torch.cat([total[entries.indices] for entries in lists])

@@ -24,8 +24,9 @@ class TopkDSA(SparseScheme):
         blocks = TeamBlocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
         mine = take(accumulated, top_k(accumulated, blocks.kept), dtype)
         bounds = [blocks.span(block)[1] for block in range(ranks - 1)]
-        cuts = torch.searchsorted(mine.indices, torch.tensor(bounds, dtype=torch.int32, device=mine.indices.device))
-        parts = zip(mine.indices.tensor_split(cuts.cpu()), mine.values.tensor_split(cuts.cpu()), strict=True)
+        inner = torch.tensor(bounds, dtype=torch.int32, device=mine.indices.device)
+        cuts = torch.searchsorted(mine.indices, inner).cpu()
+        parts = zip(mine.indices.tensor_split(cuts), mine.values.tensor_split(cuts), strict=True)
         received = transport.all_to_all(
             [Entries(indices=indices, values=values).to_message() for indices, values in parts]
         )

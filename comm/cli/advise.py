@@ -36,8 +36,8 @@ def advise(
 
     Run it as the job is run: `resilient-run … --no-python resilient-comm advise train.py --its-own args`. The script
     runs on every rank as it is, but the gradients of its DistributedDataParallel are summed in one way after the
-    other, and it is ended after about a minute. What it trains in that time is of no use, so let it write no
-    checkpoints where others stand; a Checkpointer of resilient-run makes none.
+    other, and it is ended after about a minute. The model that it trains in that time is useless, so do not let
+    it overwrite checkpoints; a Checkpointer of resilient-run makes none.
     """
     if "RANK" not in os.environ:
         raise click.UsageError("advise runs on the ranks of a job: resilient-run … --no-python resilient-comm advise …")

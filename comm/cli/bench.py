@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,9 @@ from ..schemes import SCHEMES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _TIMEOUT = timedelta(seconds=300)
+_Rows = list[dict[str, Any]]
+_Measured = Callable[[Any], _Rows]
+"""What a rank does with its transport."""
 _SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -56,7 +60,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     multiple=True,
     default=(4,),
     show_default=True,
-    help="Ranks over loopback; inside torchrun its ranks are taken.",
+    help="Ranks over loopback; inside torchrun, its ranks are used.",
 )
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="The first is not measured.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of the messages' time.")
@@ -84,13 +88,12 @@ def bench(
             f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
         )
     cases = [(size, density) for size in sizes for density in densities]
-    names = schemes or tuple(SCHEMES)
+    measured = partial(_measured, names=schemes or tuple(SCHEMES), cases=cases, steps=steps, repeats=repeats)
     try:
-        rows = (
-            _in_job(names, cases, steps=steps, repeats=repeats)
-            if "RANK" in os.environ
-            else [row for count in workers for row in _on_loopback(count, names, cases, steps=steps, repeats=repeats)]
-        )
+        if "RANK" in os.environ:
+            rows = _in_job(measured)
+        else:
+            rows = [row for count in workers for row in _on_loopback(count, measured)]
         if not rows:
             return
         if picture is not None:
@@ -100,9 +103,7 @@ def bench(
     click.echo(json.dumps({"measured": rows}) if as_json else _text(rows))
 
 
-def _on_loopback(
-    count: int, names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
-) -> list[dict[str, Any]]:
+def _on_loopback(count: int, measured: _Measured) -> _Rows:
     from torch._C._distributed_c10d import HashStore
     from torch.distributed import ProcessGroupGloo
 
@@ -110,17 +111,15 @@ def _on_loopback(
 
     store = HashStore()
 
-    def rank(number: int) -> list[dict[str, Any]]:
+    def rank(number: int) -> _Rows:
         group: Any = ProcessGroupGloo(store, number, count, _TIMEOUT)
-        return _measured(RecordingTransport(group), names, cases, steps=steps, repeats=repeats)
+        return measured(RecordingTransport(group))
 
     with ThreadPoolExecutor(count) as pool:
         return next(iter(pool.map(rank, range(count))))
 
 
-def _in_job(
-    names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
-) -> list[dict[str, Any]]:
+def _in_job(measured: _Measured) -> _Rows:
     """Return what was measured on rank 0, nothing on the others."""
     import torch.distributed as dist
 
@@ -130,13 +129,13 @@ def _in_job(
     with joined_job(_TIMEOUT) as device:
         group = dist.group.WORLD
         assert group is not None
-        rows = _measured(RecordingTransport(group, device), names, cases, steps=steps, repeats=repeats)
+        rows = measured(RecordingTransport(group, device))
         return rows if dist.get_rank() == 0 else []
 
 
 def _measured(
-    transport: Any, names: Sequence[str], cases: Sequence[tuple[int, float]], *, steps: int, repeats: int
-) -> list[dict[str, Any]]:
+    transport: Any, *, names: Sequence[str], cases: Sequence[tuple[int, float]], steps: int, repeats: int
+) -> _Rows:
     from ..measure.timing import example_gradient, inputs_for, measure, scheme_at
 
     rows = []
@@ -164,7 +163,7 @@ def _measured(
     return rows
 
 
-def _text(rows: list[dict[str, Any]]) -> str:
+def _text(rows: _Rows) -> str:
     width = max(len(row["scheme"]) for row in rows)
     lines = []
     for case in dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in rows):
@@ -182,8 +181,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines[1:])
 
 
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-
+def _draw(rows: _Rows, path: Path) -> None:
     timed = [row for row in rows if "refused" not in row]
     cases = list(dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in timed))
     figure = load_figure()(figsize=(7, 1 + 2.4 * len(cases)), layout="constrained")

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -14,7 +16,7 @@ from ..espresso.fusion_cluster import cluster_plan
 from ..plan.cluster import read_cluster
 from ..plan.constraints import CONSTRAINTS, allowed
 from ..plan.fields import LARGEST, is_text, read_object
-from ..plan.model import Model, read_model
+from ..plan.model import Model, Tensor, fused, neighbours, read_model
 from ..plan.picture import SUFFIXES, PictureError, draw
 from ..plan.plan import Plan
 from ..plan.system import read_system
@@ -30,14 +32,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.Choice([*PLANNERS, *ESPRESSO_PLANNERS, _FUSED]),
     default="cupcake",
     show_default=True,
-    help="Who plans; those named espresso choose a path of the tree for each tensor.",
+    help="The planner; those named espresso choose a path of the tree for each tensor.",
 )
 @click.option("--model", "model_path", type=_FILE, required=True, help="JSON file with the gradients of the model.")
 @click.option("--system", "system_path", type=_FILE, required=True, help="JSON file with the costs of the cluster.")
 @click.option(
     "--flops-per-s",
     type=float,
-    help="The model file has operations (bwd_flop) in place of backward_s: the device does so many in a second.",
+    help="The model file has operations (bwd_flop) in place of backward_s: how many the device does in a second.",
 )
 @click.option("--compressor", help="The compressor that the costs are for; the plan file keeps its name.")
 @click.option(
@@ -73,10 +75,15 @@ def plan(
         raise click.BadParameter("write its name, as the plan file is to have it", param_hint="--compressor")
     try:
         model = read_model(model_path, flops_per_s=flops_per_s)
-        found = _plan(model, system_path, planner, compressor, constraints)
-        if not all(time_s <= LARGEST for time_s in (found.iteration_s, *found.baselines_s.values())):
+        groups = neighbours(model)
+        found = _plan(fused(model, groups), system_path, planner, compressor, constraints)
+        if len(groups) < len(model.tensors):
+            found = _apart(found, model, groups, read_object(system_path).number("forward_s", "seconds"))
+        times_s = {found.planner: found.iteration_s, **found.baselines_s}
+        if too_long := [name for name, time_s in times_s.items() if not time_s <= LARGEST]:
             raise FileError(
-                f"{system_path}: an iteration of {found.iteration_s:.3g} s: write costs in seconds and bytes"
+                f"{system_path}: an iteration of {times_s[too_long[0]]:.3g} s ({too_long[0]}): "
+                f"write costs in seconds and bytes"
             )
     except (FileError, ValueError) as error:
         raise click.UsageError(str(error)) from error
@@ -90,6 +97,21 @@ def plan(
     except OSError as error:
         raise click.ClickException(f"{out}: {error.strerror}: name a file that can be written") from error
     click.echo(json.dumps(found.document()) if as_json else _text(found))
+
+
+def _apart(found: Plan, model: Model, together: Sequence[Sequence[Tensor]], forward_s: float) -> Plan:
+    """Return the plan for all tensors of a model that was planned for groups of neighbours."""
+    names = {group[0].name: tuple(tensor.name for tensor in group) for group in together}
+    return replace(
+        found,
+        groups=tuple(
+            replace(group, tensors=tuple(name for first in group.tensors for name in names[first]))
+            for group in found.groups
+        ),
+        # Others may fuse otherwise.
+        bound_s=min(found.bound_s, forward_s + model.backward_s),
+        reason=f"{len(model.tensors)} tensors were taken as {len(together)}; {found.reason}",
+    )
 
 
 def _plan(model: Model, system_path: Path, planner: str, compressor: str | None, constraints: tuple[str, ...]) -> Plan:

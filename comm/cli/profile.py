@@ -152,31 +152,28 @@ def _espresso(
     fabric: Fabric, coders: Mapping[str, CoderPoints], compressor: Compressor, sizes: Sequence[int], repeats: int
 ) -> dict[str, Any]:
     ratio = coders["gpu"].ratio
-    # Payloads add up on their way, so messages become larger than one compression makes them.
-    messages = sorted({max(4, round(ratio * size)) for size in (*sizes, 4 * sizes[-1], 16 * sizes[-1])})
 
     def link(transport: Transport, *, sharing: int = 1) -> dict[str, Any]:
         """Measure a link whose adapters `sharing` ranks use at the same time."""
         if transport.size == 1:
             return {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
-
-        def costs(
-            routines: Sequence[Routine], sizes: Sequence[int], compressor: Compressor | None = None
-        ) -> dict[str, Any]:
-            found = {}
-            for routine in routines:
-                # All ranks together hold as much after an all-gather as before another collective.
-                each = transport.size if routine is Routine.ALL_GATHER and compressor is None else 1
-                held = [size // each for size in sizes]
-                seconds = probe_link(
-                    transport, routine, held, repeats=repeats, compressor=compressor, everyone=fabric.flat
-                )
-                found[str(routine)] = _table([sharing * size for size in held], seconds)
-            return found
-
-        dense = costs(PROBED, sizes)
+        dense = {}
+        for routine in PROBED:
+            # All ranks together hold as much after an all-gather as before another collective.
+            each = transport.size if routine is Routine.ALL_GATHER else 1
+            held = [size // each for size in sizes]
+            seconds = probe_link(transport, routine, held, repeats=repeats, everyone=fabric.flat)
+            dense[str(routine)] = _table([sharing * size for size in held], seconds)
         first = dense.pop(str(PROBED[0]))
-        return {**first, "routines": dense, "compressed": costs(PROBED_COMPRESSED, messages, compressor)}
+        # They add up on their way, so messages become larger than one compression makes them.
+        messages = sorted({max(4, round(ratio * size)) for size in (*sizes, 4 * sizes[-1], 16 * sizes[-1])})
+        compressed = {}
+        for routine in PROBED_COMPRESSED:
+            seconds = probe_link(
+                transport, routine, messages, repeats=repeats, compressor=compressor, everyone=fabric.flat
+            )
+            compressed[str(routine)] = _table([sharing * size for size in messages], seconds)
+        return {**first, "routines": dense, "compressed": compressed}
 
     hosts, per_host = fabric.inter.size, fabric.intra.size
     return {

@@ -12,7 +12,7 @@ import click
 from torch import Tensor
 
 from ..errors import CommError, FileError
-from ..measure.survey import Survey, survey
+from ..measure.gradient_stats import GradientStats, gradient_stats
 from ..recorder import read_gradients
 
 _NAME: Final = re.compile(r"rank(\d+)-step(\d+)\.pt")
@@ -48,7 +48,7 @@ def stats(paths: tuple[Path, ...], servers: int | None, least_elements: int, as_
     try:
         steps = _steps(paths)
         found = {
-            name: {step: survey(gradients, servers=servers) for step, gradients in by_step.items()}
+            name: {step: gradient_stats(gradients, servers=servers) for step, gradients in by_step.items()}
             for name, by_step in _by_name(steps).items()
             if next(iter(by_step.values()))[0].numel() >= least_elements
         }
@@ -103,7 +103,7 @@ def _by_name(steps: dict[int, list[dict[str, Tensor]]]) -> dict[str, dict[int, l
     return found
 
 
-def _row(name: str, found: Sequence[Survey]) -> tuple[str, ...]:
+def _row(name: str, found: Sequence[GradientStats]) -> tuple[str, ...]:
     def mean(values: Iterable[float]) -> float:
         listed = list(values)
         return sum(listed) / len(listed)

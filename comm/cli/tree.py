@@ -30,7 +30,7 @@ _SUBTREES: tuple[tuple[str, str, Callable[[], Iterable[Steps]]], ...] = (
     multiple=True,
     help="Only options that meet this; may be given several times.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tree(count: bool, constraints: tuple[str, ...], as_json: bool) -> None:
     """Show every way to synchronize a tensor: compressed or not, where, and by which collectives."""
     try:

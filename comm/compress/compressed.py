@@ -43,8 +43,8 @@ class Compressed(Scheme):
             sizes_bytes = [message.numel()] * self.transport.size if alike else None
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
-            for received in all_gather(self.transport, message, sizes_bytes=sizes_bytes):
-                compressor.add(received, total, seed=seed)
+            messages = all_gather(self.transport, message, sizes_bytes=sizes_bytes)
+            compressor.add_all((received, total, seed) for received in messages)
         self.memory.settle([key], total)
         total = total.view(gradient.shape)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total

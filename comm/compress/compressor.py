@@ -1,6 +1,7 @@
 """What gradient compressors have in common: a tensor becomes a message, and a message a tensor again."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from ..errors import CommError
 from ..net.transport import from_bytes, to_bytes
 from ..ops.coo import Coo, coo_decode
+from ..ops.kernels import checked_together
 from ..ops.scatter import scatter_add
 
 _INDEX_BYTES = 4
@@ -47,6 +49,12 @@ class Compressor(ABC):
     def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
         """Add what a message decodes to, to the 1-D tensor `total`, in place."""
         total += self.decompress(message, total.numel(), total.dtype, seed=seed)
+
+    def add_all(self, messages: Iterable[tuple[Tensor, Tensor, int]]) -> None:
+        """Do `add` for each (message, total, seed), in this order; a GPU is waited for once."""
+        with checked_together():
+            for message, total, seed in messages:
+                self.add(message, total, seed=seed)
 
     def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
         """Subtract what a message of a tensor of `dtype` decodes to from `dense`, which may be wider, in place."""

@@ -146,8 +146,7 @@ class TwoStep(Scheme):
         Raises:
             CommError: It is not of this scheme.
         """
-        if state.get("scheme") != self.name:
-            raise CommError(f"{self.name} cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
+        self.check_own(state)
         self._own.load_state_dict(state["own"])
         self._sums.load_state_dict(state["sums"])
 

@@ -1,7 +1,7 @@
 """What each step of an option costs: the rounds of its collectives on links, curves for the compressor (Section 4.3).
 
 A participant holds a *region* of the tensor: all of it, or its part after a reduce-scatter or all-to-all. Compressed
-data cannot be summed in the network, so an all-gather, all-to-all or gather of it leaves as many *payloads* of that
+data cannot be summed in the network, so an all-gather, all-to-all or gather of it leaves as many *messages* of that
 region as there were participants, and these travel on together until a decompression sums them. The GPUs of a host
 share its adapter; after a rooted collective in the host only the root sends.
 """
@@ -29,13 +29,13 @@ class Holding:
 
     Attributes:
         region: Its part of the tensor's elements.
-        payloads: How many compressed payloads of the region it holds; 0 when it is dense.
+        messages: How many compressed messages of the region it holds; 0 when it is dense.
         pieces: How many parts of the region are compressed by themselves, because they go different ways.
         senders: GPUs of a host that hold something and share the adapter.
     """
 
     region: float = 1.0
-    payloads: int = 0
+    messages: int = 0
     pieces: int = 1
     senders: int = 1
 
@@ -81,7 +81,7 @@ class Costs:
 
     def _costed(self, step: Step, ways: tuple[Phase, ...], holding: Holding) -> tuple[CostedStep | None, Holding]:
         if isinstance(step, Comp):
-            holding = replace(holding, payloads=1, pieces=math.prod(map(self._participants, ways)))
+            holding = replace(holding, messages=1, pieces=math.prod(map(self._participants, ways)))
         resource, seconds, after = self._cost(step, holding)
         costed = CostedStep(resource=resource, seconds=seconds, label=str(step)) if resource else None
         return costed, after
@@ -92,7 +92,7 @@ class Costs:
             after = held_after(step, holding, self._participants(step.phase))
         else:
             resource, taken = Resource(step.device.value), self._code(step, holding)
-            after = holding if isinstance(step, Comp) else replace(holding, payloads=0, pieces=1)
+            after = holding if isinstance(step, Comp) else replace(holding, messages=0, pieces=1)
         return resource, np.where(self._sizes_bytes > 0, taken, 0.0), after
 
     def _code(self, step: Comp | Decomp, holding: Holding) -> Array:
@@ -102,8 +102,8 @@ class Costs:
         if isinstance(step, Comp):
             return calls * coder.compress.over(call_bytes)
         if self._cluster.compressor.batched:
-            return coder.decompress.over(call_bytes) + coder.accumulate.over((holding.payloads - 1) * call_bytes)
-        further = (holding.payloads - 1) * coder.accumulate.over(call_bytes)
+            return coder.decompress.over(call_bytes) + coder.accumulate.over((holding.messages - 1) * call_bytes)
+        further = (holding.messages - 1) * coder.accumulate.over(call_bytes)
         return calls * (coder.decompress.over(call_bytes) + further)
 
     def _comm(self, step: Comm, holding: Holding) -> tuple[Resource | None, Array]:
@@ -112,7 +112,7 @@ class Costs:
             return None, np.zeros_like(self._sizes_bytes)
         held_bytes = holding.region * self._sizes_bytes
         if step.compressed:
-            held_bytes = held_bytes * (holding.payloads * cluster.compressor.ratio)
+            held_bytes = held_bytes * (holding.messages * cluster.compressor.ratio)
         between = step.phase is Phase.INTER or (step.phase is Phase.FLAT and cluster.hosts > 1)
         resource, link = (Resource.INTER, cluster.inter) if between else (Resource.INTRA, cluster.intra)
         if step.phase is Phase.FLAT and between:
@@ -158,16 +158,16 @@ class Costs:
 
 def held_after(step: Comm, holding: Holding, participants: int) -> Holding:
     """Return what a participant holds after a collective."""
-    region, payloads, pieces, senders = holding.region, holding.payloads, holding.pieces, holding.senders
+    region, messages, pieces, senders = holding.region, holding.messages, holding.pieces, holding.senders
     match step.routine:
         case Routine.REDUCE_SCATTER:
             region /= participants
         case Routine.ALL_TO_ALL:
-            region, payloads, pieces = region / participants, payloads * participants, pieces // participants
+            region, messages, pieces = region / participants, messages * participants, pieces // participants
         case Routine.GATHER:
-            payloads *= participants
+            messages *= participants
         case Routine.ALL_GATHER if step.role is Role.WHOLE:
-            payloads *= participants
+            messages *= participants
         case Routine.ALL_GATHER:
             region *= participants
             pieces *= participants if step.compressed else 1
@@ -175,4 +175,4 @@ def held_after(step: Comm, holding: Holding, participants: int) -> Holding:
             pass
     if step.phase is Phase.INTRA1 and step.routine.rooted:
         senders = 1
-    return Holding(region=region, payloads=payloads, pieces=pieces, senders=senders)
+    return Holding(region=region, messages=messages, pieces=pieces, senders=senders)

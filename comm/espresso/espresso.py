@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -94,6 +95,20 @@ class Espresso:
         among = list(choices)
         return search(self.problem, self.problem.fronts(among), start or self.problem.quickest(among))
 
+    @cached_property
+    def optimum(self) -> Found:
+        """The best strategy of all options: on GPUs first, then on one device for each tensor, then all."""
+        found: Found | None = None
+        stages: list[list[int]] = []
+        for constraint in (gpu_only, same_device, None):
+            choices = [i for i, option in enumerate(self.options) if constraint is None or constraint(option)]
+            if choices and choices not in stages:
+                stages.append(choices)
+        for choices in stages:
+            found = self.best(choices, start=None if found is None else found.strategy)
+        assert found is not None
+        return found
+
     def plain(self, strategy: Strategy) -> Strategy:
         """Return the strategy with flat all-reduces in place of other options without compression, unless slower."""
         plain = next((index for index, option in enumerate(self.options) if str(option) == ALL_REDUCE), None)
@@ -125,93 +140,58 @@ def _on_cpu(option: Option) -> Option:
     return Option(tuple(moved(step) for step in option.steps))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStrategy:
-    """A strategy, and a time that none of those looked at beats; without the forward pass, 0 if unknown."""
-
-    strategy: Strategy
-    bound_s: float = 0.0
+Planner = Callable[[Espresso], Strategy]
 
 
-Planner = Callable[[Espresso], PlannedStrategy]
-
-
-def exact(job: Espresso) -> PlannedStrategy:
-    """Return the best strategy of all options: on GPUs first, then on one device for each tensor, then all."""
-    strategy: Strategy | None = None
-    bound_s = 0.0
-    stages: list[list[int]] = []
-    for constraint in (gpu_only, same_device, None):
-        choices = [i for i, option in enumerate(job.options) if constraint is None or constraint(option)]
-        if choices and choices not in stages:
-            stages.append(choices)
-    for choices in stages:
-        found = job.best(choices, start=strategy)
-        strategy, bound_s = found.strategy, found.bound_s
-    assert strategy is not None
-    return PlannedStrategy(strategy=strategy, bound_s=bound_s)
-
-
-def paper(job: Espresso) -> PlannedStrategy:
+def paper(job: Espresso) -> Strategy:
     """Return what Algorithm 4.1 finds, and then Algorithm 4.2 where the compressor runs on CPUs."""
     problem = job.problem
     fronts = problem.fronts(job.among(gpu_only))
     found = greedy(problem, fronts, problem.quickest(job.among(uncompressed)), job.sizes_bytes)
     if Device.CPU in job.cluster.compressor.coders:
         found = offload(problem, found, {choice: job.on_cpu(choice) for choice in set(found)})
-    return PlannedStrategy(strategy=found)
+    return found
 
 
 def restricted(*constraints: Constraint) -> Planner:
     """Return the exact planner for the options that meet all constraints."""
-
-    def plan(job: Espresso) -> PlannedStrategy:
-        found = job.best(job.among(*constraints))
-        return PlannedStrategy(strategy=found.strategy)
-
-    return plan
+    return lambda job: job.best(job.among(*constraints)).strategy
 
 
 def or_dense(constraint: Constraint) -> Planner:
     """Return the exact planner for the options that meet a constraint and those without compression."""
-
-    def plan(job: Espresso) -> PlannedStrategy:
-        return PlannedStrategy(strategy=job.best(job.or_dense(constraint)).strategy)
-
-    return plan
+    return lambda job: job.best(job.or_dense(constraint)).strategy
 
 
-def myopic(job: Espresso) -> PlannedStrategy:
+def myopic(job: Espresso) -> Strategy:
     """Return what is quickest for each tensor alone."""
-    return PlannedStrategy(strategy=job.problem.quickest(range(len(job.options))))
+    return job.problem.quickest(range(len(job.options)))
 
 
-def hipress(job: Espresso) -> PlannedStrategy:
+def hipress(job: Espresso) -> Strategy:
     """Return what is quickest for each tensor alone when GPUs may compress what travels between hosts."""
     between_hosts = job.among(compressed, gpu_only, dense_in_hosts)
-    return PlannedStrategy(strategy=job.problem.quickest([*job.without, *between_hosts]))
+    return job.problem.quickest([*job.without, *between_hosts])
 
 
-def hitopkcomm(job: Espresso) -> PlannedStrategy:
+def hitopkcomm(job: Espresso) -> Strategy:
     """Return all-gathers between hosts of all tensors, compressed on GPUs."""
-    return PlannedStrategy(strategy=job.problem.quickest(job.among(gpu_only, inter_all_gather)))
+    return job.problem.quickest(job.among(gpu_only, inter_all_gather))
 
 
-def byteps(job: Espresso) -> PlannedStrategy:
+def byteps(job: Espresso) -> Strategy:
     """Return two-step sums between hosts of all tensors but the smallest, compressed on CPUs."""
     compress = job.problem.quickest(job.among(cpu_only, inter_all_to_all))
     leave = job.problem.quickest(job.among(uncompressed))
-    return PlannedStrategy(
-        strategy=tuple(
-            choices[size_bytes < BYTEPS_LEAST_BYTES]
-            for size_bytes, choices in zip(job.sizes_bytes, zip(compress, leave, strict=True), strict=True)
-        )
+    return tuple(
+        choices[size_bytes < BYTEPS_LEAST_BYTES]
+        for size_bytes, choices in zip(job.sizes_bytes, zip(compress, leave, strict=True), strict=True)
     )
 
 
 ESPRESSO_PLANNERS: Mapping[str, Planner] = MappingProxyType(
     {
-        "espresso": exact,
+        "espresso": lambda job: job.optimum.strategy,
         "espresso-greedy": paper,
         "espresso-all": restricted(compressed),
         "espresso-myopic": myopic,
@@ -250,12 +230,10 @@ def espresso_plan(
     """
     begin_s = time.perf_counter()
     job = Espresso(model, cluster, options)
-    planned = ESPRESSO_PLANNERS[planner](job)
-    strategy = job.plain(planned.strategy)
+    strategy = job.plain(ESPRESSO_PLANNERS[planner](job))
     planning_s = time.perf_counter() - begin_s
     makespan_s = job.problem.iteration_s(strategy)
     others = _others(job, planner) if baselines else {}
-    bound_s = planned.bound_s or exact(job).bound_s
     chosen = [job.options[choice] for choice in strategy]
     return Plan(
         planner=planner,
@@ -268,7 +246,7 @@ def espresso_plan(
         reason=_reason(job, planner, chosen, cluster.forward_s + makespan_s, others),
         iteration_s=cluster.forward_s + makespan_s,
         planning_s=planning_s,
-        bound_s=cluster.forward_s + min(bound_s, makespan_s),
+        bound_s=cluster.forward_s + min(job.optimum.bound_s, makespan_s),
         baselines_s=others,
         timeline=tuple(_spans(job.problem, strategy)),
     )
@@ -280,7 +258,7 @@ def _others(job: Espresso, planner: str) -> dict[str, float]:
     for name, plan in ESPRESSO_PLANNERS.items():
         if name != planner:
             try:
-                found[name] = job.cluster.forward_s + job.problem.iteration_s(plan(job).strategy)
+                found[name] = job.cluster.forward_s + job.problem.iteration_s(plan(job))
             except NoPlanError:
                 continue
     return found
@@ -306,7 +284,7 @@ def _spans(problem: Problem, strategy: Strategy) -> Iterable[BusySpan]:
     for span in problem.timeline(strategy).spans:
         if span.end_s > span.start_s:
             yield BusySpan(
-                lane=span.lane,
+                lane=span.queue,
                 kind=kinds.get(span.label, "communicate"),
                 group=places[span.tensor],
                 begin_s=span.start_s,

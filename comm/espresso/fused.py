@@ -13,15 +13,15 @@ from ..cupcake.fusion_baselines import bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
 from ..plan.curve import FREE
-from ..plan.model import Model, Tensor
+from ..plan.model import Model, Tensor, fused
 from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, Plan
 from ..plan.system import System
 from ..plan.tree import Option, all_options
 from .espresso import espresso_plan
 from .fusion_search import Fusions
 
-BUCKETS_BYTES = tuple(1 << exponent for exponent in range(16, 27))
-"""64 KiB to 64 MiB."""
+LEAST_BUCKET_BYTES = 64 << 10
+"""Larger ones are larger by powers of two, up to one that holds everything."""
 
 _Groups = tuple[tuple[Tensor, ...], ...]
 
@@ -109,9 +109,13 @@ def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
     sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
     problem = FusionProblem(model.tensors, sizes)
     fusions: dict[_Groups, None] = {tuple((tensor,) for tensor in model.tensors): None}
-    for size_bytes in BUCKETS_BYTES:
-        fusions[_grouped(model, bucketed(problem, size_bytes))] = None
-    return list(fusions)
+    size_bytes = LEAST_BUCKET_BYTES
+    while True:
+        groups = _grouped(model, bucketed(problem, size_bytes))
+        fusions[groups] = None
+        if len(groups) == 1:
+            return list(fusions)
+        size_bytes *= 2
 
 
 def _grouped(model: Model, strategy: Strategy) -> _Groups:
@@ -119,18 +123,7 @@ def _grouped(model: Model, strategy: Strategy) -> _Groups:
 
 
 def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Option]) -> Plan:
-    fused = Model(
-        name=model.name,
-        tensors=tuple(
-            Tensor(
-                name=group[0].name,
-                numel=sum(tensor.numel for tensor in group),
-                backward_s=sum(tensor.backward_s for tensor in group),
-            )
-            for group in groups
-        ),
-    )
-    plan = espresso_plan(fused, cluster, options=options, baselines=False)
+    plan = espresso_plan(fused(model, groups), cluster, options=options, baselines=False)
     names = [tuple(tensor.name for tensor in group) for group in groups]
     return replace(
         plan,

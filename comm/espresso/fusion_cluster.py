@@ -10,13 +10,11 @@ from ..errors import FileError
 from ..plan.cluster import Cluster
 from ..plan.curve import Affine, Curve, Table
 from ..plan.model import Model
-from ..plan.plan import ALL_REDUCE, COMPRESSED, Plan
+from ..plan.plan import ALL_REDUCE, COMPRESSED, FLAT, Plan
 from ..plan.system import System
 from ..plan.tree import Comm, Device, parse
 from .cost import Costs
 
-# What the run-time does with a group that a plan calls compressed.
-FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
 # Only what travels between hosts is compressed (thesis, Section 5.4.1); each GPU of a host has a part of it.
 BETWEEN_HOSTS = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
 
@@ -57,15 +55,15 @@ def fusion_system(cluster: Cluster, option: str) -> System:
             f"compressors.{cluster.compressor.name}.gpu is missing: these planners compress where gradients are"
         )
     if option == FLAT:
-        part, payloads = 1.0, cluster.hosts * cluster.gpus_per_host
+        part, messages = 1.0, cluster.hosts * cluster.gpus_per_host
     else:
-        part, payloads = 1.0 / cluster.gpus_per_host, cluster.hosts
+        part, messages = 1.0 / cluster.gpus_per_host, cluster.hosts
     return System(
         forward_s=cluster.forward_s,
         bytes_per_element=cluster.bytes_per_element,
         compress=_sum((coder.compress, 1), part=part),
         communicate=_communication(cluster, option),
-        decompress=_sum((coder.decompress, 1), (coder.accumulate, payloads - 1), part=part),
+        decompress=_sum((coder.decompress, 1), (coder.accumulate, messages - 1), part=part),
         communicate_dense=_communication(cluster, ALL_REDUCE),
     )
 

@@ -34,7 +34,7 @@ class Resource(StrEnum):
         return self in (Resource.INTRA, Resource.INTER)
 
 
-class Lane(StrEnum):
+class Queue(StrEnum):
     """A queue that serves tensors in ready order."""
 
     GPU = "gpu"
@@ -45,7 +45,7 @@ class Lane(StrEnum):
     DECODE = "gpu decode"
 
 
-_LINKS = (Lane.INTRA, Lane.INTER)
+_LINKS = (Queue.INTRA, Queue.INTER)
 
 
 class Place(StrEnum):
@@ -82,12 +82,12 @@ class StepSpan:
     """One step where it runs, seconds since the backward pass began.
 
     Attributes:
-        lane: The queue that serves it.
+        queue: The queue that serves it.
         tensor: The name of the job.
         label: `backward`, or the label of the work.
     """
 
-    lane: Lane
+    queue: Queue
     tensor: str
     label: str
     start_s: float
@@ -145,12 +145,12 @@ class _Derivation:
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
         self.spans: list[StepSpan] = []
-        self._free_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self._free_s: dict[Queue, float] = dict.fromkeys(Queue, 0.0)
         self._decodings: list[tuple[str, Work, float]] = []
 
     def add(self, job: TensorChain) -> None:
         """Place a job behind those before it."""
-        now_s = self._serve(Lane.GPU, job.name, "backward", self._free_s[Lane.GPU], job.backward_s)
+        now_s = self._serve(Queue.GPU, job.name, "backward", self._free_s[Queue.GPU], job.backward_s)
         stolen_s = 0.0
         for work, place in zip(job.chain, places([work.resource for work in job.chain]), strict=True):
             if work.resource is Resource.GPU and place is Place.LAST:
@@ -159,29 +159,29 @@ class _Derivation:
                 stolen_s += work.seconds
                 end_s = now_s + work.seconds
                 self.spans.append(
-                    StepSpan(lane=Lane.GPU, tensor=job.name, label=work.label, start_s=now_s, end_s=end_s)
+                    StepSpan(queue=Queue.GPU, tensor=job.name, label=work.label, start_s=now_s, end_s=end_s)
                 )
                 now_s = end_s
             else:
-                now_s = self._serve(_lane(work.resource, place), job.name, work.label, now_s, work.seconds)
-        self._free_s[Lane.GPU] += stolen_s
+                now_s = self._serve(_queue(work.resource, place), job.name, work.label, now_s, work.seconds)
+        self._free_s[Queue.GPU] += stolen_s
 
     def decode(self) -> None:
         """Place the last GPU steps, after the backward pass."""
-        self._free_s[Lane.DECODE] = self._free_s[Lane.GPU]
+        self._free_s[Queue.DECODE] = self._free_s[Queue.GPU]
         for name, work, ready_s in self._decodings:
-            self._serve(Lane.DECODE, name, work.label, ready_s, work.seconds)
+            self._serve(Queue.DECODE, name, work.label, ready_s, work.seconds)
 
-    def _serve(self, lane: Lane, name: str, label: str, ready_s: float, seconds: float) -> float:
-        start_s = max(ready_s, self._free_s[lane])
+    def _serve(self, queue: Queue, name: str, label: str, ready_s: float, seconds: float) -> float:
+        start_s = max(ready_s, self._free_s[queue])
         end_s = start_s + seconds
-        self.spans.append(StepSpan(lane=lane, tensor=name, label=label, start_s=start_s, end_s=end_s))
-        for taken in _LINKS if lane in _LINKS and not self._overlap else (lane,):
+        self.spans.append(StepSpan(queue=queue, tensor=name, label=label, start_s=start_s, end_s=end_s))
+        for taken in _LINKS if queue in _LINKS and not self._overlap else (queue,):
             self._free_s[taken] = end_s
         return end_s
 
 
-def _lane(resource: Resource, place: Place) -> Lane:
+def _queue(resource: Resource, place: Place) -> Queue:
     if resource is Resource.CPU and place is not Place.EARLY:
-        return Lane.CPU_LATE
-    return Lane(resource.value)
+        return Queue.CPU_LATE
+    return Queue(resource.value)

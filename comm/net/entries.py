@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
+from ..ops.kernels import checked_together
 from ..ops.scatter import coo_add, scatter_add
 from ..ops.topk import topk
 from .transport import from_bytes, to_bytes
@@ -98,9 +99,11 @@ def take(work: Tensor, chosen: Tensor, dtype: torch.dtype) -> Entries:
     return Entries(indices=chosen, values=values)
 
 
-def add_to(dense: Tensor, entries: Entries) -> None:
-    """Add the elements to the flat `dense`, in its precision."""
-    scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
+def add_to(dense: Tensor, *lists: Entries) -> None:
+    """Add the elements to the flat `dense`, in its precision, list by list."""
+    with checked_together():
+        for entries in lists:
+            scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
 
 
 def added(lists: Sequence[Entries], exact: torch.dtype) -> Entries:

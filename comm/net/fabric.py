@@ -37,7 +37,7 @@ class Fabric:
 
 
 def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.device | str = "cpu") -> Fabric:
-    """Return a fabric of process groups of its own; all ranks of the job call this together.
+    """Return a fabric of process groups of its own; all of `ranks` call this together.
 
     Args:
         ranks: Global ranks, those of a host next to each other.
@@ -49,13 +49,9 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     """
     if ranks_per_host < 1 or len(ranks) % ranks_per_host:
         raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
-    hosts = [list(ranks[start : start + ranks_per_host]) for start in range(0, len(ranks), ranks_per_host)]
-    places = [list(place) for place in zip(*hosts, strict=True)]
-    return Fabric(flat=_own([list(ranks)], device), intra=_own(hosts, device), inter=_own(places, device))
-
-
-def _own(groups: Sequence[list[int]], device: torch.device | str) -> Transport:
-    # Every rank of the job makes every group, in the same order.
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    (own,) = (group for ranks, group in made if dist.get_rank() in ranks)
-    return Transport(own, device)
+    host, place = divmod(list(ranks).index(dist.get_rank()), ranks_per_host)
+    return Fabric(
+        flat=Transport.among(ranks, device),
+        intra=Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device),
+        inter=Transport.among(ranks[place::ranks_per_host], device),
+    )

@@ -76,6 +76,9 @@ class Scheme(ABC):
     stages: tuple[Stage, ...] = ("communicate",)
     """What its sums have to do between `begin` and `total`."""
 
+    pool: Transport | None = None
+    """Ranks that it asks about each gradient besides those over which it sums."""
+
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
@@ -109,6 +112,11 @@ class Scheme(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must remember for the next step; tensors are not copied."""
         return {}
+
+    def check_own(self, state: dict[str, Any]) -> None:
+        """Raise CommError unless `state` names this scheme, as the state of one that remembers anything does."""
+        if state.get("scheme") != self.name:
+            raise CommError(f"{self.name} cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` returned on this rank.

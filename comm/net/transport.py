@@ -1,12 +1,15 @@
 """What schemes send: messages of any size between the ranks of one process group, and every byte counted."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from ..errors import MessageError
 from ..plan.collective import turns
@@ -14,6 +17,8 @@ from ..plan.tree import Routine
 
 _SIZE_BYTES = 8
 _AT_ONCE_BYTES = 256 << 10
+_groups_among: Counter[tuple[int, ...]] = Counter()
+"""Ranks → groups that `Transport.among` has made of them in this process."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +79,12 @@ class Transport:
         self.traffic = Traffic()
         self.device = torch.device(device)
         self._group = group
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], device: torch.device | str = "cpu") -> "Transport":
+        """Return the transport of a new process group, which these global ranks, and no others, make together."""
+        _level(ranks)
+        return cls(dist.new_group(list(ranks), use_local_synchronization=True), device)
 
     @property
     def rank(self) -> int:
@@ -149,13 +160,17 @@ class Transport:
         Raises:
             MessageError: A size is not possible.
         """
-        sizes = {
-            r: torch.tensor([message.numel()], device=self.device).view(torch.uint8) for r, message in outgoing.items()
-        }
-        heard = {rank: torch.empty(_SIZE_BYTES, dtype=torch.uint8, device=self.device) for rank in senders}
-        self._pass(sizes, heard)
+        sources = list(senders)
+        # All sizes in one tensor each way: the CPU waits for a GPU whenever it reads one or makes one of numbers.
+        numels = [message.numel() for message in outgoing.values()]
+        sizes = torch.tensor(numels, dtype=torch.int64, device=self.device).view(-1, 1)
+        heard = torch.empty(len(sources), 1, dtype=torch.int64, device=self.device)
+        self._pass(
+            dict(zip(outgoing, sizes.view(torch.uint8), strict=True)),
+            dict(zip(sources, heard.view(torch.uint8), strict=True)),
+        )
         self.traffic.header_bytes += _SIZE_BYTES * len(sizes)
-        announced = {rank: int(size.view(torch.int64).item()) for rank, size in heard.items()}
+        announced = dict(zip(sources, heard.view(-1).tolist(), strict=True))
         for rank, size_bytes in announced.items():
             if size_bytes < 0:
                 raise MessageError(
@@ -240,6 +255,24 @@ class Transport:
             works = [self._group._end_coalescing(self.device)]
         for work in works:
             work.wait()
+
+
+def _level(ranks: Sequence[int]) -> None:
+    """Let all of `ranks`, which call this together, be in as many process groups.
+
+    torch names a new group after that number, and its ranks would wait for each other under different names.
+    """
+    together = tuple(ranks)
+    _groups_among[together] += 1
+    place = f"resilient-run/groups/{hash(together)}/{_groups_among[together]}"
+    store = _get_default_store()
+    store.set(f"{place}/{dist.get_rank()}", str(len(_world.pg_names)))
+    keys = [f"{place}/{rank}" for rank in together]
+    is_extended = store.has_extended_api()  # type: ignore[attr-defined]
+    most = max(map(int, store.multi_get(keys) if is_extended else map(store.get, keys)))
+    while len(_world.pg_names) < most:
+        # Gloo's, which needs no other rank where NCCL would split a communicator.
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def to_bytes(*parts: Tensor) -> Tensor:

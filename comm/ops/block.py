@@ -165,7 +165,7 @@ def _copy_in_kernel(ids: Any, data: Any, block: int, dense: Any) -> None:
     i = cuda.grid(1)
     if i < data.size:
         target = np.int64(ids[i // block]) * block + i % block
-        if target < dense.size:
+        if 0 <= target < dense.size:
             dense[target] = data[i]
 
 

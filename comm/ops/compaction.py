@@ -1,5 +1,6 @@
 """Stable compaction: which elements reach a magnitude, with their indices, ascending."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ from numba import cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .kernels import CudaKernel, bits, cpu_kernel, host, host_bits, magnitude_mask
+from ..errors import OpError
+from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, magnitude_mask
 
 _BYTES_PER_THREAD = 8
 _BLOCK = 64
@@ -122,23 +124,45 @@ def _write(bitmap: Any, ends: Any, indices: Any) -> None:
             word = bitmap[byte]
             for i in range(8):
                 if (word >> i) & 1:
-                    indices[place] = byte * 8 + i
+                    if place < indices.size:
+                        indices[place] = byte * 8 + i
                     place += 1
 
 
 def mark(elements: Tensor) -> Tensor:
-    """Return the bitmap (as `bitmap_encode` defines it) of the elements that are not zero of either sign."""
+    """Return the bitmap (`bitmap_bytes`) of the elements that are not zero of either sign."""
     bitmap = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
     _mark.launch(bitmap.numel(), bits(elements), magnitude_mask(elements), bitmap)
     return bitmap
 
 
-def marked(bitmap: Tensor) -> Tensor:
-    """Return the int32 indices of the bits that are set, ascending."""
+def marked(bitmap: Tensor, count: int | None = None) -> Tensor:
+    """Return the int32 indices of the bits that are set, ascending.
+
+    Args:
+        bitmap: As `mark` makes it.
+        count: How many that should be, where that is known: nobody waits for the GPU then.
+
+    Raises:
+        OpError: They are not so many.
+    """
     counts = torch.empty(-(-bitmap.numel() // _BYTES_PER_THREAD), dtype=torch.int32, device=bitmap.device)
     _count.launch(counts.numel(), bitmap, counts)
     ends = counts.cumsum(0, dtype=torch.int32)
-    indices = torch.empty(int(ends[-1]) if ends.numel() else 0, dtype=torch.int32, device=bitmap.device)
+    if not ends.numel():
+        check_count(count or 0, 0)
+    elif count is None:
+        count = int(ends[-1])
+    else:
+        check_numbers(ends[-1:], partial(check_count, count))
+    # Zeros, because what is found to be wrong only later is used meanwhile.
+    indices = torch.zeros(count or 0, dtype=torch.int32, device=bitmap.device)
     if indices.numel():
         _write.launch(ends.numel(), bitmap, ends, indices)
     return indices
+
+
+def check_count(expected: int, found: int) -> None:
+    """Raise OpError unless as many bits are set as there should be."""
+    if found != expected:
+        raise OpError(f"bitmap: {found} bits are set, of {expected}; pass the count it was made with")

@@ -87,7 +87,7 @@ def _encode_cuda(dense: Tensor) -> Coo:
 @CudaKernel
 def _place_kernel(indices: Any, values: Any, dense: Any) -> None:
     i = cuda.grid(1)
-    if i < indices.size:
+    if i < indices.size and 0 <= indices[i] < dense.size:
         dense[indices[i]] = values[i]
 
 

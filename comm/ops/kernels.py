@@ -1,6 +1,8 @@
 """How torch tensors become arguments of numba kernels: on the CPU, on CUDA, and in numba's CUDA simulator."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,15 +62,67 @@ def check_list(name: str, indices: Tensor, values: Tensor | None = None) -> None
 
 def check_range(name: str, indices: Tensor, numel: int) -> None:
     """Raise OpError when an index is not in [0, numel): what came from elsewhere is never written past a tensor."""
-    if indices.numel():
-        if indices.device.type == "cpu":
-            low, high = _bounds(host(indices))
-        else:
-            low, high = (int(bound) for bound in torch.aminmax(indices))
+
+    def judge(low: int, high: int) -> None:
         if low < 0 or high >= numel:
             raise OpError(
                 f"{name}: indices from {low} to {high} do not fit {numel} elements; pass the tensor they were made from"
             )
+
+    if not indices.numel():
+        return
+    if numel == 0:
+        judge(0, 0)
+    if is_on_host(indices):
+        judge(*_bounds(host(indices)))
+    else:
+        check_numbers(torch.stack(torch.aminmax(indices)), judge)
+
+
+class _Waiting(threading.local):
+    """What this thread has still to check."""
+
+    checks: list[tuple[Tensor, Callable[..., None]]] | None = None
+
+
+_waiting = _Waiting()
+
+
+@contextmanager
+def checked_together() -> Iterator[None]:
+    """Read what the operations of this block have to check on a GPU once, at its end: the CPU waits for each reading.
+
+    Until then, kernels leave out what does not fit. A block within another one is part of it.
+
+    Raises:
+        OpError: As the operations would have raised it.
+    """
+    if _waiting.checks is not None:
+        yield
+        return
+    checks = _waiting.checks = []
+    try:
+        yield
+    finally:
+        _waiting.checks = None
+    if checks:
+        numbers = torch.cat([each for each, _ in checks]).tolist()
+        for each, judge in checks:
+            own, numbers = numbers[: each.numel()], numbers[each.numel() :]
+            judge(*own)
+
+
+def check_numbers(numbers: Tensor, judge: Callable[..., None]) -> None:
+    """Call `judge` with the integers of a 1-D tensor on a GPU; at the end of `checked_together`, if that is open."""
+    if _waiting.checks is None:
+        judge(*numbers.tolist())
+    else:
+        _waiting.checks.append((numbers.long(), judge))
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether the CPU reads a tensor without waiting for a GPU."""
+    return tensor.device.type == "cpu"
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -138,14 +138,16 @@ def _coo_add_cpu(indices: Tensor, values: Tensor, other_indices: Tensor, other_v
 @CudaKernel
 def _add_kernel(dense: Any, indices: Any, values: Any) -> None:
     i = cuda.grid(1)
-    if i < indices.size:
+    if i < indices.size and 0 <= indices[i] < dense.size:
         cuda.atomic.add(dense, indices[i], values[i])
 
 
 def _scatter_add_cuda(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    if dense.dtype not in _NATIVE:
-        return _scatter_add_reference(dense, indices, values)
     elements = _checked("scatter_add", dense, indices, values)
+    if dense.dtype not in _NATIVE:
+        # An index that is found not to fit only later must not end the process meanwhile.
+        elements.index_add_(0, indices.clamp(0, max(0, elements.numel() - 1)), values.detach())
+        return dense
     _add_kernel.launch(indices.numel(), elements, indices.contiguous(), values.contiguous())
     return dense
 

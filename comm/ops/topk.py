@@ -16,10 +16,13 @@ from .kernels import CudaKernel, bits, cpu_kernel, flat, host_bits, magnitude_ma
 from .op import Op
 from .spread import murmur, write_samples
 
+SLACK = 1.25
+"""How many times more or fewer elements than were wanted a sampled threshold may select."""
 _DIGIT_BITS = 11
 _DIGITS = 1 << _DIGIT_BITS
 _HISTOGRAM_THREADS = 1 << 18
 _LANES = 4
+_SAMPLED = 0.01
 _MIN_SAMPLES = 256
 _MAX_SAMPLES = 1 << 14
 _MIN_SAMPLED = 1 << 15
@@ -40,32 +43,64 @@ def _topk_reference(dense: Tensor, k: int) -> Coo:
     return Coo(order.int(), elements[order])
 
 
-def _sampled_reference(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, slack: float = 1.25) -> Coo:
+def _sampled_reference(dense: Tensor, k: int, *, seed: int) -> Coo:
     """Return about `k` elements of large magnitude, ascending by index: all that reach a threshold found by sampling.
 
-    The threshold is the magnitude that the k/numel-th of a sample reaches. Where more than k * slack or fewer than
-    k / slack elements reach it, the result is that of `topk`, exactly k.
+    The threshold is the magnitude that the k/numel-th of a sample reaches. Where more than k * `SLACK` or fewer than
+    k / `SLACK` elements reach it, the result is that of `topk`, exactly k.
 
     Args:
         dense: Floating point, of any shape.
-        k: How many, at most `slack` times more or less.
+        k: How many, at most `SLACK` times more or less.
         seed: In [0, 2^32): which sample; the same one gives the same result on all backends.
-        fraction: Of elements to sample, in (0, 1]; at least 256 elements.
-        slack: At least 1.
 
     Raises:
         OpError: An argument is out of its range, `dense` is not floating point, or has more than 2^31-1 elements.
     """
     elements = _checked("sampled_topk", dense, k)
-    limits = _limits(elements.numel(), k, seed, fraction, slack)
+    limits = _limits(elements.numel(), k, seed)
     if limits is None:
         return _topk_reference(elements, k)
-    magnitudes = _magnitudes(elements)
-    chosen = magnitudes >= _sampled_threshold(elements, k, seed, fraction)
-    if not limits[0] <= int(chosen.sum()) <= limits[1]:
-        return _topk_reference(elements, k)
+    found = _reach_reference(elements, _sampled_threshold(elements, k, seed), limits[1])
+    return _topk_reference(elements, k) if found is None or found.indices.numel() < limits[0] else found
+
+
+def _reach_reference(dense: Tensor, threshold: int, most: int) -> Coo | None:
+    """Return the elements of `dense` whose magnitude reaches `threshold`, ascending by index; None if more than `most`.
+
+    Args:
+        dense: Floating point, of any shape.
+        threshold: A magnitude as an integer, as `sample` returns them; 1 or more.
+        most: How many are too many to be written.
+
+    Raises:
+        OpError: `dense` is not floating point, or has more than 2^31-1 elements.
+    """
+    elements = _checked("reach", dense, most)
+    chosen = _magnitudes(elements) >= threshold
+    if int(chosen.sum()) > most:
+        return None
     found = chosen.nonzero().view(-1)
     return Coo(found.int(), elements[found])
+
+
+def sample(dense: Tensor, k: int, *, seed: int) -> Tensor:
+    """Return the magnitudes of elements drawn at random, with repetitions, as integers that are ordered as they are.
+
+    One of a hundred is drawn, but at least 256.
+
+    Args:
+        dense: Floating point, of any shape.
+        k: How many elements will be wanted.
+        seed: In [0, 2^32): which sample.
+
+    Raises:
+        OpError: `k` is negative, `dense` is not floating point, or has more than 2^31-1 elements.
+    """
+    elements = _checked("sample", dense, k)
+    count, _ = _sample_size(elements.numel(), k)
+    chosen = (murmur(torch.arange(count, device=elements.device), seed) * elements.numel()) >> 32
+    return _magnitudes(elements[chosen])
 
 
 def _checked(name: str, dense: Tensor, k: int) -> Tensor:
@@ -74,14 +109,11 @@ def _checked(name: str, dense: Tensor, k: int) -> Tensor:
     return flat(name, dense)
 
 
-def _limits(numel: int, k: int, seed: int, fraction: float, slack: float) -> tuple[int, int] | None:
+def _limits(numel: int, k: int, seed: int) -> tuple[int, int] | None:
     """Return how few and how many elements will do; None where there is nothing to choose."""
-    if not (0 < fraction <= 1 and slack >= 1 and 0 <= seed < 2**32):
-        raise OpError(
-            f"sampled_topk: fraction {fraction}, slack {slack}, seed {seed}; "
-            f"give a fraction in (0, 1], a slack of 1 or more and a seed of 32 bits"
-        )
-    return (ceil(k / slack), floor(k * slack)) if 0 < k < numel else None
+    if not 0 <= seed < 2**32:
+        raise OpError(f"sampled_topk: seed {seed}; give one of 32 bits")
+    return (ceil(k / SLACK), floor(k * SLACK)) if 0 < k < numel else None
 
 
 def _magnitudes(elements: Tensor) -> Tensor:
@@ -93,16 +125,15 @@ def _nan_magnitude(dtype: torch.dtype) -> int:
     return int(bits(infinity)) + 1
 
 
-def _sample_size(numel: int, k: int, fraction: float) -> tuple[int, int]:
+def _sample_size(numel: int, k: int) -> tuple[int, int]:
     """Return how many elements to sample, and which of the largest of them is the threshold."""
-    count = min(numel, max(_MIN_SAMPLES, ceil(numel * fraction)))
-    return count, max(1, round(k * count / numel))
+    count = min(numel, max(_MIN_SAMPLES, ceil(numel * _SAMPLED)))
+    return count, max(1, round(k * count / max(1, numel)))
 
 
-def _sampled_threshold(elements: Tensor, k: int, seed: int, fraction: float) -> int:
-    count, rank = _sample_size(elements.numel(), k, fraction)
-    chosen = (murmur(torch.arange(count, device=elements.device), seed) * elements.numel()) >> 32
-    return int(_magnitudes(elements[chosen]).topk(rank).values[-1])
+def _sampled_threshold(elements: Tensor, k: int, seed: int) -> int:
+    _, rank = _sample_size(elements.numel(), k)
+    return int(sample(elements, k, seed=seed).topk(rank).values[-1])
 
 
 @cpu_kernel
@@ -187,18 +218,18 @@ def _topk_cpu(dense: Tensor, k: int) -> Coo:
     return _without_later_ties(found, threshold, ties) if ties < equal else found
 
 
-def _sampled_cpu(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, slack: float = 1.25) -> Coo:
+def _sampled_cpu(dense: Tensor, k: int, *, seed: int) -> Coo:
     elements = _checked("sampled_topk", dense, k)
-    limits = _limits(elements.numel(), k, seed, fraction, slack)
+    limits = _limits(elements.numel(), k, seed)
     if limits is None:
         return _topk_cpu(elements, k)
     array = host_bits(elements)
-    size, rank = _sample_size(elements.numel(), k, fraction)
+    size, rank = _sample_size(elements.numel(), k)
     chosen = np.empty(size, np.int32)
     write_samples(seed, elements.numel(), chosen)
     threshold, _, _ = _threshold(array[chosen], _nan_magnitude(elements.dtype), rank)
-    found = reaching(elements, threshold, limits[1])
-    return _topk_cpu(elements, k) if found is None or found[0].numel() < limits[0] else Coo(*found)
+    found = _reach_cpu(elements, threshold, limits[1])
+    return _topk_cpu(elements, k) if found is None or found.indices.numel() < limits[0] else found
 
 
 @CudaKernel
@@ -267,16 +298,26 @@ def _topk_cuda(dense: Tensor, k: int) -> Coo:
     return _without_later_ties(found, threshold, ties) if ties < equal else found
 
 
-def _sampled_cuda(dense: Tensor, k: int, *, seed: int, fraction: float = 0.01, slack: float = 1.25) -> Coo:
+def _sampled_cuda(dense: Tensor, k: int, *, seed: int) -> Coo:
     elements = _checked("sampled_topk", dense, k)
-    limits = _limits(elements.numel(), k, seed, fraction, slack)
+    limits = _limits(elements.numel(), k, seed)
     if limits is None:
         return _topk_cuda(elements, k)
-    indices = _indices_cuda(elements, _sampled_threshold(elements, k, seed, fraction))
-    if not limits[0] <= indices.numel() <= limits[1]:
-        return _topk_cuda(elements, k)
-    return Coo(indices, elements.index_select(0, indices))
+    found = _reach_cuda(elements, _sampled_threshold(elements, k, seed), limits[1])
+    return _topk_cuda(elements, k) if found is None or found.indices.numel() < limits[0] else found
+
+
+def _reach_cpu(dense: Tensor, threshold: int, most: int) -> Coo | None:
+    found = reaching(_checked("reach", dense, most), threshold, most)
+    return None if found is None else Coo(*found)
+
+
+def _reach_cuda(dense: Tensor, threshold: int, most: int) -> Coo | None:
+    elements = _checked("reach", dense, most)
+    indices = _indices_cuda(elements, threshold)
+    return Coo(indices, elements.index_select(0, indices)) if indices.numel() <= most else None
 
 
 topk = Op(name="topk", reference=_topk_reference, cpu=_topk_cpu, cuda=_topk_cuda)
 sampled_topk = Op(name="sampled_topk", reference=_sampled_reference, cpu=_sampled_cpu, cuda=_sampled_cuda)
+reach = Op(name="reach", reference=_reach_reference, cpu=_reach_cpu, cuda=_reach_cuda)

@@ -9,6 +9,8 @@ from .fields import FileFields, read_object
 from .tree import Device, Routine
 
 VERSION = 1
+MOST_GPUS = 100_000
+"""Their messages take seconds to count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +45,8 @@ class Coder:
 
     Attributes:
         compress: Compression.
-        decompress: Decompression of one payload.
-        accumulate: Decompression of each further payload of the same elements onto the sum.
+        decompress: Decompression of one message.
+        accumulate: Decompression of each further message of the same elements onto the sum.
     """
 
     compress: Curve
@@ -60,7 +62,7 @@ class CompressorCost:
         name: What it is called.
         ratio: Compressed bytes for each dense byte.
         coders: The devices that can run it. On CPUs all workers of a host do at the same time.
-        batched: One call handles all pieces of a tensor that go different ways, and all payloads that are summed; else
+        batched: One call handles all pieces of a tensor that go different ways, and all messages that are summed; else
             each takes a call, as in the run-time here.
         announced: Its messages differ in size from rank to rank, so that ranks tell each other the sizes first.
     """
@@ -138,6 +140,8 @@ def cluster_of(fields: FileFields, compressor: str | None = None) -> Cluster:
         flat=_link(fields.object("flat", "the network as all GPUs together see it")) if "flat" in fields else None,
     )
     fields.close()
+    if cluster.hosts * cluster.gpus_per_host > MOST_GPUS:
+        raise fields.wrong("hosts", f"describe no more than {MOST_GPUS} GPUs in all")
     measured = cluster.intra.measured or cluster.inter.measured
     if measured and cluster.flat is None and min(cluster.hosts, cluster.gpus_per_host) > 1:
         raise fields.wrong("flat", "where links are measured points, say what collectives of all GPUs cost as well")

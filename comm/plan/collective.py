@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 from .tree import Routine
 
 _LEAST_SEGMENT_BYTES = 128 << 10
@@ -91,6 +93,11 @@ def rounds(routine: Routine, ranks: int, cut: int = 1) -> tuple[Round, ...]:
 @cache
 def turns(routine: Routine, ranks: int, rank: int, cut: int = 1) -> tuple[tuple[Hop | None, Hop | None], ...]:
     """Return what a rank sends and receives in the rounds in which it does either."""
+    if routine is Routine.ALL_TO_ALL:
+        return tuple(
+            (Hop(rank, to, (to,)), Hop(source, rank, (rank,)))
+            for to, source in (((rank + d) % ranks, (rank - d) % ranks) for d in range(1, ranks))
+        )
     found = []
     for hops in rounds(routine, ranks, cut):
         sent = next((hop for hop in hops if hop.sender == rank), None)
@@ -109,8 +116,54 @@ def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1) -> Load:
         most, more = load(routine, hosts, per_host, ranks), cut - ranks
         moved, crossed = (round(share * ranks) + more for share in (most.rank, most.adapter))
         return Load(startups=most.startups, rank=moved / cut, adapter=crossed / cut if hosts > 1 else 0.0)
+    moved, crossed, startups = _moved(routine, ranks, per_host, cut)
+    whole = blocks(routine, ranks, cut)
+    return Load(startups=startups if cut == 1 else ranks - 1, rank=moved / whole, adapter=crossed / whole)
+
+
+def _moved(routine: Routine, ranks: int, per_host: int, cut: int) -> tuple[int, int, int]:
+    """Return the blocks that `rounds` moves through the busiest rank and adapter, and the number of rounds.
+
+    Without writing the rounds out: of thousands of ranks they have millions of messages.
+    """
+    match routine:
+        case Routine.ALL_REDUCE:
+            count = 2 * (ranks - 1)
+            return count, count * _crossing(1, ranks, per_host), count
+        case Routine.ALL_TO_ALL:
+            crossed = sum(_crossing(distance, ranks, per_host) for distance in range(1, ranks))
+            return ranks - 1, crossed, ranks - 1
+        case Routine.ALL_GATHER | Routine.REDUCE_SCATTER:
+            stride = ranks & -ranks
+            moved = startups = ranks // stride - 1
+            crossed = startups * _crossing(stride, ranks, per_host)
+            while stride > 1:
+                stride //= 2
+                count = ranks // (2 * stride)
+                places = np.arange(ranks)
+                leaving = places // per_host != (places ^ stride) // per_host
+                crossed += count * int(np.bincount(places[leaving] // per_host, minlength=1).max())
+                moved, startups = moved + count, startups + 1
+            return moved, crossed, startups
+        case Routine.GATHER:
+            return ranks - 1, ranks - per_host, ranks - 1
+        case Routine.BROADCAST | Routine.REDUCE if cut > 1:
+            # In each round of a chain at most one message leaves a host, and one enters it: those between two hosts.
+            steps = range(cut + ranks - 2)
+            spans = ((max(0, step - cut + 1) // per_host, min(step + 1, ranks - 1) // per_host) for step in steps)
+            return len(steps), sum(first < last for first, last in spans), len(steps)
+        case _:
+            return _counted(rounds(routine, ranks, cut), per_host)
+
+
+def _crossing(distance: int, ranks: int, per_host: int) -> int:
+    """Return how many ranks of a host send to another host if all send to the one that far ahead, less than `ranks`."""
+    return per_host - max(0, per_host - distance) - max(0, per_host - (ranks - distance))
+
+
+def _counted(found: tuple[Round, ...], per_host: int) -> tuple[int, int, int]:
     moved = crossed = 0
-    for hops in rounds(routine, ranks, cut):
+    for hops in found:
         moved += max(len(hop.blocks) for hop in hops)
         leaving: Counter[int] = Counter()
         entering: Counter[int] = Counter()
@@ -120,9 +173,7 @@ def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1) -> Load:
                 leaving[source] += len(hop.blocks)
                 entering[target] += len(hop.blocks)
         crossed += max((*leaving.values(), *entering.values()), default=0)
-    whole = blocks(routine, ranks, cut)
-    startups = len(rounds(routine, ranks, cut)) if cut == 1 else ranks - 1
-    return Load(startups=startups, rank=moved / whole, adapter=crossed / whole)
+    return moved, crossed, len(found)
 
 
 def _all_gather(ranks: int) -> tuple[Round, ...]:

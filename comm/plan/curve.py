@@ -33,7 +33,10 @@ class Affine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Measured points, joined by lines: constant below the first, the last line goes on (never down) above the last."""
+    """Measured points, joined by lines: constant below the first; above the last the last line goes on.
+
+    If that does not rise, as measurements have it by chance, the line from the first to the last goes on, never down.
+    """
 
     sizes_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -65,7 +68,11 @@ class Table:
 
     def _beyond(self) -> float:
         """Return the seconds for each further byte above the last point."""
-        return max(0.0, self._slope(len(self.seconds) - 1)) if len(self.seconds) > 1 else 0.0
+        if len(self.seconds) == 1:
+            return 0.0
+        if (last := self._slope(len(self.seconds) - 1)) > 0:
+            return last
+        return max(0.0, (self.seconds[-1] - self.seconds[0]) / (self.sizes_bytes[-1] - self.sizes_bytes[0]))
 
     def fields(self) -> dict[str, object]:
         """Return the JSON form."""

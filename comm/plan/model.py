@@ -1,12 +1,15 @@
 """What a planner knows of a model: its gradients, in the order in which the backward pass produces them."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .fields import FileFields, read_object
 
 VERSION = 1
+MOST_TENSORS = 1000
+"""Planners take about as long as the square of their number, and as much memory."""
 # What profiles and published lists of tensors say besides.
 _REMARKS = ("order", "note", "num_tensors", "total_numel", "fp32_MiB")
 
@@ -43,6 +46,45 @@ class Model:
     def numel(self) -> int:
         """Elements of all gradients."""
         return sum(tensor.numel for tensor in self.tensors)
+
+
+def fused(model: Model, groups: Sequence[Sequence[Tensor]]) -> Model:
+    """Return the model with one tensor, named as its first one, for each group of neighbours."""
+    return replace(
+        model,
+        tensors=tuple(
+            Tensor(
+                name=group[0].name,
+                numel=sum(tensor.numel for tensor in group),
+                backward_s=sum(tensor.backward_s for tensor in group),
+            )
+            for group in groups
+        ),
+    )
+
+
+def neighbours(model: Model, most: int = MOST_TENSORS) -> list[list[Tensor]]:
+    """Return the tensors by themselves, or, of more than `most`, as many groups of small ones at most.
+
+    A group is small in elements and in backward time, so that little is lost if it is sent as one.
+    """
+    if len(model.tensors) <= most:
+        return [[tensor] for tensor in model.tensors]
+    shares = [
+        sum(part / whole for part, whole in ((t.numel, model.numel), (t.backward_s, model.backward_s)) if whole)
+        for t in model.tensors
+    ]
+    # All shares are 2 together. Groups that are full have this much each, and each may have one before it that is not.
+    full = 4 / (most - 1)
+    groups: list[list[Tensor]] = []
+    held = full
+    for tensor, share in zip(model.tensors, shares, strict=True):
+        if held >= full or (share >= full and held > 0):
+            groups.append([])
+            held = 0.0
+        groups[-1].append(tensor)
+        held += share
+    return groups
 
 
 def read_model(path: Path, *, flops_per_s: float | None = None) -> Model:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +13,8 @@ COMPRESSED = "compressed"
 DENSE = "dense"
 ALL_REDUCE = "all_reduce@flat"
 """The option of the tree that `dense` stands for."""
+FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
+"""The one that `compressed` stands for: the flat indivisible scheme, as planners of one network have it."""
 DOES_NOT_PAY = "compression does not pay here: do not compress"
 CLOSE = 0.03
 """Predictions are no better: what gains less than this share of an iteration over something simpler is left out."""
@@ -112,16 +114,7 @@ class Plan:
             "baselines_s": dict(self.baselines_s),
             "groups": [list(group.tensors) for group in self.groups],
             "options": [group.option for group in self.groups],
-            "timeline": [
-                {
-                    "lane": span.lane,
-                    "kind": span.kind,
-                    "group": span.group,
-                    "begin_s": span.begin_s,
-                    "end_s": span.end_s,
-                }
-                for span in self.timeline
-            ],
+            "timeline": [asdict(span) for span in self.timeline],
         }
 
     def write(self, path: Path) -> None:

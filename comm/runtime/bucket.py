@@ -1,11 +1,13 @@
 """Sums the gradients that a framework hands over together: large ones by a scheme, all others as one tensor."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ..errors import CommError
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 
@@ -69,3 +71,24 @@ class BucketSum:
         large = iter(self.scheme.reduce_together([each for each in gradients if each[0] in chosen]))
         for name, gradient in gradients:
             gradient.copy_(next(large) if name in chosen else next(sums).view(gradient.shape))
+
+
+def check_pool(pool: Transport | None, sizes: Mapping[str, int], least_elements: int) -> None:
+    """Raise CommError, on all ranks of `pool`, unless the same gradients are large on all of them.
+
+    Args:
+        pool: Of a scheme; None has nothing to check.
+        sizes: Name → elements of this rank's part.
+        least_elements: From how many on a gradient is large.
+    """
+    if pool is None:
+        return
+    own = torch.frombuffer(bytearray(json.dumps(sizes).encode()), dtype=torch.uint8)
+    parts = [json.loads(bytes(each.cpu().numpy())) for each in pool.all_gather(own.to(pool.device))]
+    for name in {name: None for part in parts for name in part}:
+        found = [part.get(name, 0) for part in parts]
+        if min(found) < least_elements <= max(found):
+            raise CommError(
+                f"{name} has {', '.join(map(str, found))} elements on the ranks of the pool: give a least_elements "
+                f"that is larger than all of them, or no larger than any"
+            )

@@ -26,13 +26,12 @@ from ..net.collectives import all_gather_dense, broadcast_from, reduce_scatter, 
 from ..net.fabric import Fabric
 from ..net.scheme import Reduction, Scheme, Whole
 from ..net.transport import Transport, from_bytes, to_bytes
-from ..plan.plan import COMPRESSED, DENSE
+from ..plan.plan import COMPRESSED, DENSE, FLAT
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
 from .pieces import Message, Pieces, gather_all, gather_pieces_to, neighbours, pack, scatter_all, summands, unpack
 
 log = logging.getLogger(__name__)
 
-_FLAT = "comp:gpu > all_gather@flat > decomp:gpu"
 _SCATTERING = (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
 
 _Held = Tensor | Pieces | None
@@ -216,9 +215,11 @@ class _Run(Reduction):
         assert isinstance(held, Pieces)
         where = "cpu" if device is Device.CPU else self._device
         dense = torch.zeros(len(held.pieces), held.numel, dtype=self._dtype, device=where)
-        for row, messages in zip(dense, held.pieces, strict=True):
-            for message in messages:
-                self._memory.compressor.add(self._on(message.data, device), row, seed=message.seed)
+        self._memory.compressor.add_all(
+            (self._on(message.data, device), row, message.seed)
+            for row, messages in zip(dense, held.pieces, strict=True)
+            for message in messages
+        )
         return dense.view(-1).to(self._device)
 
     def _on(self, tensor: Tensor, device: Device) -> Tensor:
@@ -255,8 +256,9 @@ class _Run(Reduction):
             return None
         match step.routine:
             case Routine.BROADCAST:
-                message = None if held is None else pack(_pieces(held))
-                return unpack(broadcast_from(self._root(step.phase), message, transport))
+                message = None if held is None else pack([_pieces(held)])[0]
+                (received,) = unpack([broadcast_from(self._root(step.phase), message, transport)])
+                return received
             case Routine.ALL_TO_ALL:
                 return summands(scatter_all(_pieces(held), transport, alike=self._alike))
             case Routine.GATHER:
@@ -306,12 +308,10 @@ def _pieces(held: _Held) -> Pieces:
 def options_of(texts: Mapping[str, str]) -> dict[str, Option]:
     """Return key → option for what a plan says of each key, without those that it leaves dense.
 
-    `compressed`, which planners of one network say, is the flat indivisible scheme.
-
     Raises:
         CommError: A text is no option of the tree.
     """
     try:
-        return {key: parse(_FLAT if text == COMPRESSED else text) for key, text in texts.items() if text != DENSE}
+        return {key: parse(FLAT if text == COMPRESSED else text) for key, text in texts.items() if text != DENSE}
     except ValueError as error:
         raise CommError(str(error)) from error

@@ -179,7 +179,7 @@ class SparDL(SparseScheme):
         gathers = get_args(Gather)
         own = torch.tensor([sent, kept, way.teams, gathers.index(way.gather)], device=self.transport.device)
         messages = self.transport.all_gather(own.view(torch.uint8), sizes_bytes=[own.nbytes] * way.ranks)
-        said = [message.clone().view(torch.int64).tolist() for message in messages]
+        said = torch.stack(messages).view(torch.int64).tolist()
         for rank, (_, *rest) in enumerate(said):
             first = rank % (way.ranks // said[0][2]) if rest == said[0][1:] else 0
             if said[rank] != said[first]:

@@ -103,8 +103,7 @@ class SparseScheme(Scheme):
         Raises:
             CommError: It is not of this scheme.
         """
-        if state.get("scheme") != self.name:
-            raise CommError(f"{self.name} cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
+        self.check_own(state)
         device = self.transport.device
         self._residuals = {key: residual.to(device) for key, residual in state["residuals"].items()}
         self._memories = dict(state["memories"])

@@ -10,51 +10,48 @@ from .formats import ALL, Format, decode, encode
 from .sparse import Sparse, compress, expand, merge, row_width
 
 
-class AGsparse(Scheme):
-    """Every rank gathers the coordinates of all others and adds them up (one-shot, centralization; thesis 3.2.5).
+class RowScheme(Scheme):
+    """A scheme of the thesis' comparison that sends the rows which have a non-zero.
 
     Args:
         transport: The ranks.
         row: Greatest number of consecutive elements that are sent under one index.
-        formats: What messages may be written in; the thesis has COO only.
+        formats: What messages may be written in; as published these schemes have COO only.
     """
-
-    name = "agsparse"
 
     def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
         super().__init__(transport)
         self._row = row
         self._formats = tuple(formats)
 
+    def _rows(self, gradient: Tensor) -> Sparse:
+        return compress(gradient, row_width(gradient.shape, self._row))
+
+
+class AGsparse(RowScheme):
+    """Every rank gathers the coordinates of all others and adds them up (one-shot, centralization; thesis 3.2.5)."""
+
+    name = "agsparse"
+
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, added in the order of ranks."""
-        own = compress(gradient, row_width(gradient.shape, self._row))
-        messages = self.transport.all_gather(encode(own, self._formats))
-        parts = [decode(message, length=own.length, width=own.width, dtype=gradient.dtype) for message in messages]
+        own = self._rows(gradient)
+        messages = self.transport.all_gather(*encode([own], self._formats))
+        parts = decode(messages, [own.length] * len(messages), width=own.width, dtype=gradient.dtype)
         return expand(merge(parts), gradient)
 
 
-class RecursiveDoubling(Scheme):
+class RecursiveDoubling(RowScheme):
     """Partners at distance 1, 2, 4, … swap what they have summed so far: SSAR of SparCML, Hierarchical Centralization.
 
     With n ranks, n no power of two, the last n - 2^⌊log2 n⌋ first give theirs to a partner and get the sum from it.
-
-    Args:
-        transport: The ranks.
-        row: Greatest number of consecutive elements that are sent under one index.
-        formats: What messages may be written in; SparCML has COO only.
     """
 
     name = "sparcml"
 
-    def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
-        super().__init__(transport)
-        self._row = row
-        self._formats = tuple(formats)
-
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks."""
-        own = compress(gradient, row_width(gradient.shape, self._row))
+        own = self._rows(gradient)
         return expand(sum_by_doubling(self.transport, own, formats=self._formats)[0], gradient)
 
 
@@ -66,11 +63,14 @@ def sum_by_doubling(
     extra = transport.size - power
 
     def read(message: Tensor) -> Sparse:
-        return decode(message, length=own.length, width=own.width, dtype=own.values.dtype)
+        return decode([message], [own.length], width=own.width, dtype=own.values.dtype)[0]
+
+    def write() -> Tensor:
+        return encode([own], formats)[0]
 
     if rank >= power:
         host = rank - power
-        transport.exchange({host: encode(own, formats)}, [])
+        transport.exchange({host: write()}, [])
         return read(transport.exchange({}, [host])[host]), []
     if rank < extra:
         own = merge([own, read(transport.exchange({}, [rank + power])[rank + power])])
@@ -79,8 +79,8 @@ def sum_by_doubling(
         partner = rank ^ distance
         sent.append(own.indices)
         # Both partners add the same two numbers, and a + b is b + a to the last bit: all ranks end equal.
-        own = merge([own, read(transport.swap(encode(own, formats), to=partner, source=partner))])
+        own = merge([own, read(transport.swap(write(), to=partner, source=partner))])
         distance *= 2
     if rank < extra:
-        transport.exchange({rank + power: encode(own, formats)}, [])
+        transport.exchange({rank + power: write()}, [])
     return own, sent

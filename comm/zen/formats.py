@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import MessageError, OpError
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes, bitmap_indices
+from ..ops.kernels import check_range, checked_together
 from ..ops.spread import Spread
 from .hash_bitmap import hash_bitmap_encode
 from .sparse import Sparse
@@ -47,13 +48,19 @@ def cheapest(allowed: Sequence[Format], *, count: int, length: int, row_bytes: i
     return min(allowed, key=lambda form: payload_bytes(form, count=count, length=length, row_bytes=row_bytes))
 
 
-def encode(sparse: Sparse, allowed: Sequence[Format] = ALL) -> Tensor:
-    """Return a message that `decode` reads, in the cheapest format allowed; without rows it is empty."""
+def encode(parts: Sequence[Sparse], allowed: Sequence[Format] = ALL) -> list[Tensor]:
+    """Return a message of each matrix that `decode` reads, in the cheapest format allowed; without rows it is empty."""
+    with checked_together():
+        return [_encode(part, allowed) for part in parts]
+
+
+def _encode(sparse: Sparse, allowed: Sequence[Format]) -> Tensor:
     if not sparse.count:
         return torch.empty(0, dtype=torch.uint8, device=sparse.values.device)
     row_bytes = sparse.width * sparse.values.itemsize
     form = cheapest(allowed, count=sparse.count, length=sparse.length, row_bytes=row_bytes)
-    tag = torch.tensor([form], dtype=torch.uint8, device=sparse.values.device)
+    # Made on the device: a GPU is waited for when it gets numbers of the CPU.
+    tag = torch.full((_TAG_BYTES,), int(form), dtype=torch.uint8, device=sparse.values.device)
     if form is Format.COO:
         return to_bytes(sparse.indices, sparse.values, tag)
     if form is Format.BITMAP:
@@ -63,32 +70,43 @@ def encode(sparse: Sparse, allowed: Sequence[Format] = ALL) -> Tensor:
     return to_bytes(rows, tag)
 
 
-def decode(message: Tensor, *, length: int, width: int, dtype: torch.dtype) -> Sparse:
-    """Return the matrix of a message of `encode`, of `length` rows of `width` elements of `dtype`.
+def decode(messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dtype: torch.dtype) -> list[Sparse]:
+    """Return the matrices of messages of `encode`, each of so many rows of `width` elements of `dtype`.
 
     Raises:
-        MessageError: It is not such a message.
+        MessageError: One is not such a message.
     """
-    if not message.numel():
-        indices = torch.empty(0, dtype=torch.int32, device=message.device)
-        return Sparse(indices=indices, values=indices.new_empty(0, width, dtype=dtype), length=length)
-    form, size = int(message[-1].item()), message.numel() - _TAG_BYTES
-    row_bytes = width * dtype.itemsize
+    tags = [message[-_TAG_BYTES:] for message in messages if message.numel()]
+    forms = iter(torch.cat(tags).tolist() if tags else [])
+    pairs = zip(messages, lengths, strict=True)
+    try:
+        with checked_together():
+            return [
+                _decode(message, next(forms), length, width, dtype)
+                if message.numel()
+                else _nothing(message.device, length, width, dtype)
+                for message, length in pairs
+            ]
+    except OpError as error:
+        raise MessageError(f"a message came that is no matrix: {error}") from error
+
+
+def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) -> Sparse:
+    indices = torch.empty(0, dtype=torch.int32, device=device)
+    return Sparse(indices=indices, values=indices.new_empty(0, width, dtype=dtype), length=length)
+
+
+def _decode(message: Tensor, form: int, length: int, width: int, dtype: torch.dtype) -> Sparse:
+    row_bytes, size = width * dtype.itemsize, message.numel() - _TAG_BYTES
     tag = (torch.uint8, _TAG_BYTES)
     if form == Format.COO:
         count = size // (_INDEX_BYTES + row_bytes)
         indices, values, _ = from_bytes(message, (torch.int32, count), (dtype, count * width), tag)
-        if count and not 0 <= int(indices.min()) <= int(indices.max()) < length:
-            raise MessageError(f"indices of {length} rows reach from {int(indices.min())} to {int(indices.max())}")
+        check_range("rows", indices, length)
     elif form == Format.BITMAP:
         count = max(0, size - bitmap_bytes(length)) // row_bytes
         values, bitmap, _ = from_bytes(message, (dtype, count * width), (torch.uint8, bitmap_bytes(length)), tag)
-        try:
-            indices = bitmap_indices(bitmap, length)
-        except OpError as error:
-            raise MessageError(f"a bitmap came that is none: {error}") from error
-        if indices.numel() != count:
-            raise MessageError(f"a bitmap over {length} rows has {indices.numel()} bits set beside {count} rows")
+        indices = bitmap_indices(bitmap, length, count)
     elif form == Format.DENSE:
         values, _ = from_bytes(message, (dtype, length * width), tag)
         indices = torch.arange(length, dtype=torch.int32, device=message.device)

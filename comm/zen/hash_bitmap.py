@@ -1,7 +1,7 @@
 """The hash bitmap: one bit for each index that a server owns (Algorithm 3.3 of the thesis, section 3.3.4).
 
 The index set I_i of the paper is a table of |G| indices on each worker. Here `Spread` computes it, so neither side
-stores anything. A server that keeps its share dense has the same bitmap from `bitmap_encode`.
+stores anything: `bitmap_indices`, then `indices_at` is the way back.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from ..ops.bitmap import bitmap_bytes, bitmap_indices
+from ..ops.bitmap import bitmap_bytes
 from ..ops.compaction import mark
-from ..ops.kernels import CudaKernel, cpu_kernel, host
+from ..ops.kernels import CudaKernel, check_numbers, cpu_kernel, host
 from ..ops.op import Op
 from ..ops.spread import Spread, count_owners
-from .histogram import indices_at, positions
+from .histogram import indices_of, positions
 
 
 def _encode_reference(indices: Tensor, spread: Spread, part: int) -> Tensor:
@@ -43,16 +43,6 @@ def _not_owned(part: int) -> OpError:
     return OpError(f"hash_bitmap_encode: not all indices are of part {part}; encode what `partition` gave it")
 
 
-def _decode_reference(bitmap: Tensor, spread: Spread, part: int) -> Tensor:
-    """Return the int32 indices that `part` has encoded, ascending.
-
-    Raises:
-        OpError: There is no such part, or the bitmap is not one of it.
-    """
-    spread.check_part(part)
-    return indices_at.reference(bitmap_indices.reference(bitmap, spread.size(part)), spread, part)
-
-
 @cpu_kernel
 def _mark(positions: NDArray[np.int32], bitmap: NDArray[np.uint8]) -> None:
     for i in range(positions.size):
@@ -75,9 +65,15 @@ def _encode_cuda(indices: Tensor, spread: Spread, part: int) -> Tensor:
     spread.check_part(part)
     own = positions.cuda(indices, spread)
     size = spread.size(part)
-    # The position of another part's index may lie behind this part's end.
-    if own.numel() and (int(own.max()) >= size or not torch.equal(indices_at.cuda(own, spread, part), indices)):
-        raise _not_owned(part)
+
+    def judge(others: int) -> None:
+        if others:
+            raise _not_owned(part)
+
+    if own.numel():
+        # The position of another part's index may lie behind this part's end.
+        others = (own >= size) | (indices_of(own, spread, part) != indices)
+        check_numbers(others.any().view(1), judge)
     # Bits of one byte would have to be set one after the other; bytes of their own need no order.
     present = torch.zeros(size, dtype=torch.int8, device=indices.device)
     _set_kernel.launch(own.numel(), own, present)
@@ -87,19 +83,8 @@ def _encode_cuda(indices: Tensor, spread: Spread, part: int) -> Tensor:
 @CudaKernel
 def _set_kernel(positions: Any, present: Any) -> None:
     i = cuda.grid(1)
-    if i < positions.size:
+    if i < positions.size and 0 <= positions[i] < present.size:
         present[positions[i]] = 1
 
 
-def _decode_cuda(bitmap: Tensor, spread: Spread, part: int) -> Tensor:
-    spread.check_part(part)
-    return indices_at.cuda(bitmap_indices.cuda(bitmap, spread.size(part)), spread, part)
-
-
-def _decode_cpu(bitmap: Tensor, spread: Spread, part: int) -> Tensor:
-    spread.check_part(part)
-    return indices_at.cpu(bitmap_indices.cpu(bitmap, spread.size(part)), spread, part)
-
-
 hash_bitmap_encode = Op(name="hash_bitmap_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
-hash_bitmap_decode = Op(name="hash_bitmap_decode", reference=_decode_reference, cpu=_decode_cpu, cuda=_decode_cuda)

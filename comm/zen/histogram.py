@@ -200,6 +200,11 @@ def _indices_kernel(positions: Any, part: int, parts: int, seed: int, chunk: int
 
 def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
     _check_positions(positions, spread, part)
+    return indices_of(positions, spread, part)
+
+
+def indices_of(positions: Tensor, spread: Spread, part: int) -> Tensor:
+    """Return what stands at positions on a GPU, which may lie behind the part's end."""
     positions = positions.contiguous()
     indices = torch.empty_like(positions)
     _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, spread.chunk, indices)

@@ -11,50 +11,34 @@ from ..net.scheme import Scheme
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.block import BLOCK
 from ..ops.spread import murmur
+from .centralized import RowScheme
 from .formats import ALL, Format, decode, encode
 from .partition import Balanced, Even, Partition, join
-from .sparse import Sparse, compress, expand, merge, row_width
+from .sparse import Sparse, compress, expand, merge
 
 
 def push_and_pull(transport: Transport, own: Sparse, cut: Partition, *, formats: Sequence[Format] = ALL) -> Sparse:
     """Return the sum over all ranks of the group; each server adds in the order of ranks."""
     width, dtype = own.width, own.values.dtype
     lengths = [cut.size(server) for server in range(transport.size)]
-    pushed = transport.all_to_all([encode(part, formats) for part in cut.split(own)])
-    length = lengths[transport.rank]
-    share = merge([decode(message, length=length, width=width, dtype=dtype) for message in pushed])
-    pulled = transport.all_gather(encode(share, formats))
-    shares = zip(pulled, lengths, strict=True)
-    parts = [decode(message, length=length, width=width, dtype=dtype) for message, length in shares]
-    return join(cut, parts, own.length)
+    pushed = transport.all_to_all(encode(cut.split(own), formats))
+    share = merge(decode(pushed, [lengths[transport.rank]] * transport.size, width=width, dtype=dtype))
+    pulled = transport.all_gather(*encode([share], formats))
+    return join(cut, decode(pulled, lengths, width=width, dtype=dtype), own.length)
 
 
-class SparsePS(Scheme):
-    """A parameter server on every rank for an even range of the gradient, coordinates both ways (thesis 3.2.5).
-
-    Args:
-        transport: The ranks.
-        row: Greatest number of consecutive elements that are sent under one index.
-        formats: What messages may be written in; the thesis has COO only.
-    """
+class SparsePS(RowScheme):
+    """A parameter server on every rank for an even range of the gradient, coordinates both ways (thesis 3.2.5)."""
 
     name = "sparse-ps"
-
-    def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
-        super().__init__(transport)
-        self._row = row
-        self._formats = tuple(formats)
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, added in the order of ranks."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        own = compress(dense, self._width(dense))
+        own = self._rows(dense)
         cut = Even(length=own.length, servers=self.transport.size)
         total = expand(push_and_pull(self.transport, own, cut, formats=self._formats), dense)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
-
-    def _width(self, gradient: Tensor) -> int:
-        return row_width(gradient.shape, self._row)
 
 
 class OmniReduce(SparsePS):
@@ -65,8 +49,8 @@ class OmniReduce(SparsePS):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
 
-    def _width(self, gradient: Tensor) -> int:
-        return BLOCK
+    def _rows(self, gradient: Tensor) -> Sparse:
+        return compress(gradient, BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,16 +97,12 @@ class Strawman(Scheme):
         self.losses[key] = Loss(elements=own.count, lost=own.count - kept.numel())
         counts: list[int] = torch.bincount(place[first] * ranks // places, minlength=ranks).tolist()
         parts = zip(torch.split(own.indices[kept], counts), torch.split(own.values[kept], counts), strict=True)
-        messages = [
-            encode(Sparse(indices=indices, values=values, length=own.length), (Format.COO,))
-            for indices, values in parts
-        ]
-        total = merge([self._read(message, own) for message in self.transport.all_to_all(messages)])
-        pulled = self.transport.all_gather(encode(total, (Format.COO,)))
-        return expand(merge([self._read(message, own) for message in pulled]), gradient)
+        sparse = [Sparse(indices=indices, values=values, length=own.length) for indices, values in parts]
+        total = self._merged(self.transport.all_to_all(encode(sparse, (Format.COO,))), own)
+        return expand(self._merged(self.transport.all_gather(*encode([total], (Format.COO,))), own), gradient)
 
-    def _read(self, message: Tensor, own: Sparse) -> Sparse:
-        return decode(message, length=own.length, width=1, dtype=own.values.dtype)
+    def _merged(self, messages: Sequence[Tensor], own: Sparse) -> Sparse:
+        return merge(decode(messages, [own.length] * len(messages), width=1, dtype=own.values.dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.kernels import checked_together
 from ..ops.spread import Spread
 from .hash import HashMemory, hierarchical_hash
 from .histogram import Parts, indices_at, partition, positions
@@ -28,11 +29,9 @@ class Partition(Protocol):
 
 def join(cut: Partition, parts: Sequence[Sparse], length: int) -> Sparse:
     """Return the matrix that was split into `parts`; its indices are ascending only within those of a server."""
-    return Sparse(
-        indices=torch.cat([cut.indices(server, part.indices) for server, part in enumerate(parts)]),
-        values=torch.cat([part.values for part in parts]),
-        length=length,
-    )
+    with checked_together():
+        indices = [cut.indices(server, part.indices) for server, part in enumerate(parts)]
+    return Sparse(indices=torch.cat(indices), values=torch.cat([part.values for part in parts]), length=length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

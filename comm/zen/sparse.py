@@ -10,9 +10,11 @@ from torch import Tensor
 from ..errors import CommError
 from ..ops.block import block_decode, block_encode
 from ..ops.coo import coo_decode, coo_encode
+from ..ops.kernels import checked_together
 from ..ops.scatter import coo_add, scatter_add
 
-_DENSE_SHARE = 1 / 64
+_DENSE_SHARE = 1 / 8
+"""From how many entries per element on adding into a dense vector beats sorting indices; of rows there are too few."""
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -118,14 +120,12 @@ def merge(parts: Sequence[Sparse]) -> Sparse:
         one, other = ((part.indices, part.values.view(-1).to(wide)) for part in parts)
         indices, sums = coo_add(*one, *other)
         sums = sums.view(-1, 1)
-    elif sum(part.count for part in parts) >= _DENSE_SHARE * first.length:
-        rows = first.values.new_zeros(first.length, first.width, dtype=wide)
-        for part in parts:
-            if first.width == 1:
-                scatter_add(rows, part.indices, part.values.view(-1).to(wide))
-            else:
-                rows.index_add_(0, part.indices, part.values.to(wide))
-        total = compress(rows, first.width)
+    elif first.width == 1 and sum(part.count for part in parts) >= _DENSE_SHARE * first.length:
+        whole = first.values.new_zeros(first.length, 1, dtype=wide)
+        with checked_together():
+            for part in parts:
+                scatter_add(whole, part.indices, part.values.view(-1).to(wide))
+        total = compress(whole)
         indices, sums = total.indices, total.values
     else:
         indices, places = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import CommError, MessageError
+from ..errors import MessageError
 from ..net.scheme import Dense, Scheme
 from ..net.transport import Transport, from_bytes, to_bytes
 from .centralized import sum_by_doubling
@@ -124,10 +125,7 @@ class Zen(Scheme):
         Raises:
             CommError: They are of another scheme.
         """
-        if state.get("scheme") != self.name:
-            raise CommError(
-                f"a state of {state.get('scheme', 'no scheme')!r} cannot go on as {self.name}; name the same"
-            )
+        self.check_own(state)
         self._seed = state["seed"]
         self._seen = {
             key: _Seen(
@@ -174,10 +172,11 @@ class Zen(Scheme):
         """Return the greatest of each count over all ranks, after making sure that these sum the same thing."""
         own = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
         message = to_bytes(torch.cat([own, torch.tensor(counts, dtype=torch.int64)])).to(self.transport.device)
-        heard = [
-            from_bytes(each, (torch.int64, each.numel() // 8))[0].tolist()
-            for each in self.transport.all_gather(message)
+        messages = [
+            from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in self.transport.all_gather(message)
         ]
+        numbers = iter(torch.cat(messages).tolist())
+        heard = [list(islice(numbers, each.numel())) for each in messages]
         for rank, other in enumerate(heard):
             if other[:4] != own.tolist():
                 raise MessageError(

@@ -13,7 +13,9 @@ MAX_TEXT_BYTES = 4096
 
 
 class Fields:
-    """The fields of one JSON object; every accessor checks type and range and names the field that is wrong.
+    """The fields of one JSON object.
+
+    Every accessor checks type and range, and raises a DaemonError that names the field that is missing or wrong.
 
     Args:
         values: The object.
@@ -25,11 +27,7 @@ class Fields:
         self._what = what
 
     def integer(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> int:
-        """Return the integer field `name`.
-
-        Raises:
-            DaemonError: It is missing, no integer, or outside `low` … `high`.
-        """
+        """Return the integer field `name`."""
         value = self._values.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise self._wrong(name, f"an integer from {low} to {high}")
@@ -40,11 +38,7 @@ class Fields:
         return None if self._values.get(name) is None else self.integer(name, low, high)
 
     def number(self, name: str, low: float = 0.0, high: float = 1e9) -> float:
-        """Return the field `name`, an integer or float.
-
-        Raises:
-            DaemonError: It is missing, no number, or outside `low` … `high`.
-        """
+        """Return the field `name`, an integer or float."""
         value = self._values.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
             raise self._wrong(name, f"a number from {low:g} to {high:g}")
@@ -55,22 +49,14 @@ class Fields:
         return None if self._values.get(name) is None else self.number(name)
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """Return the field `name`, an even number of at most `count` numbers.
-
-        Raises:
-            DaemonError: It is missing, no list, too long, or something in it is not such a number.
-        """
+        """Return the field `name`, an even number of at most `count` numbers."""
         values = self._values.get(name)
         if not isinstance(values, list) or len(values) > count or len(values) % 2:
             raise self._wrong(name, f"an even number of at most {count} numbers")
         return [Fields({name: value}, self._what).number(name) for value in values]
 
     def text(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-        """Return the text field `name`, 1 to `max_bytes` bytes of printable UTF-8.
-
-        Raises:
-            DaemonError: It is missing, no text, empty, too long, or not printable.
-        """
+        """Return the text field `name`, 1 to `max_bytes` bytes of printable UTF-8."""
         value = self._values.get(name)
         # A NUL or a lone surrogate is valid JSON, but not printable, and no file name, key or header can hold it.
         if isinstance(value, str) and value and value.isprintable() and len(value.encode()) <= max_bytes:
@@ -82,22 +68,14 @@ class Fields:
         return "" if self._values.get(name) in ("", None) else self.text(name, max_bytes)
 
     def secret(self, name: str) -> str | None:
-        """Return the text field `name`, None when it is null or missing; what it is instead is in no message.
-
-        Raises:
-            DaemonError: It is no text.
-        """
+        """Return the text field `name`, None when it is null or missing; what it is instead is in no message."""
         value = self._values.get(name)
         if value is None or isinstance(value, str):
             return value
         raise DaemonError(f"{self._what}: field '{name}' must be text")
 
     def flag(self, name: str) -> bool:
-        """Return the boolean field `name`.
-
-        Raises:
-            DaemonError: It is missing or no boolean.
-        """
+        """Return the boolean field `name`."""
         return self._of(name, bool, "true or false")
 
     def optional_flag(self, name: str) -> bool:
@@ -105,41 +83,25 @@ class Fields:
         return False if self._values.get(name) is None else self.flag(name)
 
     def object(self, name: str) -> dict[str, Any]:
-        """Return the field `name`, a JSON object.
-
-        Raises:
-            DaemonError: It is missing or no object.
-        """
+        """Return the field `name`, a JSON object."""
         return self._of(name, dict, "an object")
 
     def objects(self, name: str) -> list[dict[str, Any]]:
-        """Return the field `name`, a list of JSON objects.
-
-        Raises:
-            DaemonError: It is missing or no such list.
-        """
+        """Return the field `name`, a list of JSON objects."""
         value = self._of(name, list, "a list of objects")
         if not all(isinstance(item, dict) for item in value):
             raise self._wrong(name, "a list of objects")
         return value
 
     def integers(self, name: str, high: int = MAX_INTEGER) -> list[int]:
-        """Return the field `name`, a list of integers.
-
-        Raises:
-            DaemonError: It is missing or no such list.
-        """
+        """Return the field `name`, a list of integers."""
         value = self._values.get(name)
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= high for item in value):
             raise self._wrong(name, f"a list of integers from 0 to {high}")
         return value
 
     def binary(self, name: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-        """Return the bytes that the field `name` holds as base64, at most `max_bytes` of them.
-
-        Raises:
-            DaemonError: It is missing or no such text.
-        """
+        """Return the bytes that the field `name` holds as base64, at most `max_bytes` of them."""
         text = self.text(name, max_bytes=2 * max_bytes)
         try:
             value = base64.b64decode(text, validate=True)

@@ -1,11 +1,15 @@
-"""What a launcher says about its job when it opens it."""
+"""What a launcher says about its job when it opens it, and how it reads sizes and ports from its command line."""
 
 import re
 from dataclasses import dataclass, field
 
+import click
+
 from ..etcd.client import EtcdConfig
 from .policy import Policy
 from .record import JobKey
+
+_UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +46,33 @@ class JobSpec:
         return self.run_id, self.host
 
 
-def parse_ports(text: str) -> range:
-    """Return the ports that `text` means: "29600", or "29600-29609".
+def parse_ports(context: click.Context, param: click.Parameter, text: str | None) -> range | None:
+    """Return the ports that an option means, "29600" or "29600-29609", as click wants it from a callback.
 
     Raises:
-        ValueError: It means none.
+        click.BadParameter: It means none.
     """
+    if text is None:
+        return None
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text.strip())
     ports = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise ValueError(f"{text!r} is no port or range of ports: write 29600 or 29600-29609")
+        raise click.BadParameter(f"{text!r} is no port or range of ports: write 29600 or 29600-29609", context, param)
     return ports
+
+
+def parse_size(context: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes that an option means; K, KB and KiB are all 1024 bytes. A callback for click, too.
+
+    Raises:
+        click.BadParameter: It means none.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size_bytes = int(float(match[1]) * _UNIT_BYTES[match[2].upper()]) if match else 0
+    if size_bytes <= 0:
+        raise click.BadParameter(
+            f"{text!r} is not a size: write a positive number and K, M, G or T, as 8G or 512MiB", context, param
+        )
+    return size_bytes

@@ -166,13 +166,7 @@ class Comparer:
                 await self._news.wait()
                 self._news.clear()
                 try:
-                    if self._view.generation != self._generation:
-                        if self._digests.equal is None:
-                            raise _NotYet("it is not known yet what has been learned")
-                        round_ = self._view.round
-                        self._begin(self._view.generation, None if round_ is None else round_.restore)
-                        self._tell()
-                        self._view.notify()
+                    self._follow_generation()
                     await self._look()
                 except (PeerError, EtcdUnavailable, _NotYet) as error:
                     log.info("ranks are compared again in a moment: %s", error)
@@ -180,6 +174,16 @@ class Comparer:
                     self._news.set()
         finally:
             self._observe({})
+
+    def _follow_generation(self) -> None:
+        if self._view.generation == self._generation:
+            return
+        if self._digests.equal is None:
+            raise _NotYet("it is not known yet what has been learned")
+        round_ = self._view.round
+        self._begin(self._view.generation, None if round_ is None else round_.restore)
+        self._tell()
+        self._view.notify()
 
     def _begin(self, generation: int, restored: Pair | None) -> None:
         self._generation = generation

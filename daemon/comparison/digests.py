@@ -134,7 +134,7 @@ class HostDigests:
             try:
                 header = file.slot.header()
                 manifest = file.slot.manifest()
-                if (header.generation, header.step) != pair or file.slot.header() != header:
+                if header.pair != pair or file.slot.header() != header:
                     return None
                 found = digests.parse(manifest)
                 if not self._names.keys() >= found.keys():

@@ -26,15 +26,6 @@ from .etcd import etcd_options, parse_etcd
 _SHOWN = {FAIL: "FAIL", WARN: "warn"}
 
 
-def _ports(context: click.Context, param: click.Parameter, value: str | None) -> range | None:
-    if value is None:
-        return None
-    try:
-        return parse_ports(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, param) from error
-
-
 def _finite(context: click.Context, param: click.Parameter, value: float | None) -> float | None:
     if value is not None and math.isnan(value):
         raise click.BadParameter("nan is no size", context, param)
@@ -61,7 +52,7 @@ def _finite(context: click.Context, param: click.Parameter, value: float | None)
     "--port",
     "ports",
     metavar="PORT|FIRST-LAST",
-    callback=_ports,
+    callback=parse_ports,
     envvar="RESILIENT_PORT",
     help="As --rr-port of the run.",
 )
@@ -90,7 +81,7 @@ def doctor(
 ) -> None:
     """Report what is wrong on this host and with its runs, and what to do about it; exits with 1 if something failed.
 
-    Before a run, say what it will be (--etcd-endpoint, --state-gb, --nproc, --peer); while it runs, nothing is needed.
+    Before a run, describe it (--etcd-endpoint, --state-gb, --nproc, --peer); while it runs, no option is needed.
     It changes nothing, needs no root, and ends within 10 seconds.
     """
     if etcd_conf and etcd_endpoint is None:

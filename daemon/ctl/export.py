@@ -116,6 +116,6 @@ def _copy(path: Path, scratch: Path, rank: int, pair: Pair) -> Slot:
     finally:
         source.close()
     found = copy.adopt(page)
-    if (found.rank, (found.generation, found.step)) != (rank, pair):
+    if (found.rank, found.pair) != (rank, pair):
         raise SlotError(f"rank {rank}: training has overwritten step {pair[1]} meanwhile; try again")
     return copy

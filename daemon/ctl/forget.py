@@ -21,7 +21,7 @@ class _StillRuns(Exception):
 def forget(run_id: str, etcd_endpoint: str, etcd_conf: str, as_json: bool) -> None:
     """Delete what etcd still has of the failed run RUN_ID, so that it cannot be continued and the id is free.
 
-    Refuses while a launcher of the run lives. Slots in memory stay until the daemons collect them (`resilientctl gc`).
+    Refuses while a launcher of the run is alive. Slots in memory stay until daemons collect them (`resilientctl gc`).
     """
     check_run_id(run_id, "RUN_ID")
     config = parse_etcd(etcd_endpoint, etcd_conf)

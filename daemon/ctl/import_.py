@@ -32,7 +32,7 @@ from .etcd import check_run_id, etcd_options, parse_etcd
     help="The run's persistent tier (--rr-persist).",
 )
 @click.option("--step", type=click.IntRange(min=1), help="Completed steps. Default: what `export` wrote there.")
-@click.option("--strict", is_flag=True, help="The run shall refuse it when something that it registers is not there.")
+@click.option("--strict", is_flag=True, help="The run refuses it if something that it registers is missing.")
 @etcd_options(None)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj

@@ -20,6 +20,7 @@ import psutil
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
 
 from ..base.ask import ask_daemon
+from ..base.process import has_capability
 from ..base.record import JobRecord
 from ..base.settings import server_pid
 from ..slots.memory import SHARE, default_limit_bytes, free_bytes, shown
@@ -116,7 +117,7 @@ def _shm_size(plan: RunPlan) -> Iterator[Finding]:
     elif wanted_bytes is not None and size_bytes * SHARE < wanted_bytes:
         yield fail("shm-size", f"{found}; slots take {shown(wanted_bytes)} ({plan.formula})", enlarge)
     elif size_bytes <= _DOCKER_SHM_BYTES:
-        yield fail("shm-size", f"{found}, as in a container that nobody gave more", enlarge)
+        yield fail("shm-size", f"{found}, the default size in a container", enlarge)
     else:
         yield ok("shm-size", found)
 
@@ -156,7 +157,7 @@ def _memory(plan: RunPlan) -> Iterator[Finding]:
 def _memlock(plan: RunPlan) -> Iterator[Finding]:
     whose, pid = _whose(plan)
     limit, wanted = resource.prlimit(pid, resource.RLIMIT_MEMLOCK)[0], plan.slots_bytes
-    if limit == resource.RLIM_INFINITY or _has_capability(pid, _CAP_IPC_LOCK):
+    if limit == resource.RLIM_INFINITY or has_capability(pid, _CAP_IPC_LOCK):
         yield ok("memlock", f"{whose} may lock all memory")
     elif wanted is not None and wanted <= limit:
         yield ok("memlock", f"{whose} may lock {shown(limit)}, slots take {shown(wanted)}")
@@ -186,7 +187,7 @@ def _processes(plan: RunPlan) -> Iterator[Finding]:
     wanted = 64 + (os.cpu_count() or 1) + 32 * plan.nproc
     rooms = {}
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    privileged = any(_has_capability(os.getpid(), each) for each in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE))
+    privileged = any(has_capability(os.getpid(), each) for each in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE))
     if soft != resource.RLIM_INFINITY and os.getuid() != 0 and not privileged:
         rooms["ulimit -u"] = soft - _threads_of(os.getuid()), soft
     for directory in _control_groups():
@@ -318,12 +319,6 @@ def _whose(plan: RunPlan) -> tuple[str, int]:
         if pid is not None and psutil.Process(pid).uids().effective == os.geteuid():
             return f"the daemon (pid {pid})", pid
     return "a process started here", os.getpid()
-
-
-def _has_capability(pid: int, number: int) -> bool:
-    text = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def _threads_of(uid: int) -> int:

@@ -39,7 +39,7 @@ class Gpus:
         """Measure every GPU now; blocks as long as the driver does."""
         self._collect_xids()
         measures = [
-            self._broken(f"gpu {index} xid {xid}", count, f"GPU {index} had XID {xid}, {count} time(s)")
+            self._broken(index, f"xid {xid}", count, f"GPU {index} had XID {xid}, {count} time(s)")
             for (index, xid), count in self._xids.items()
         ]
         for index, device in enumerate(self._devices):
@@ -58,46 +58,26 @@ class Gpus:
             celsius = self._ask(nvml.nvmlDeviceGetTemperature, device, nvml.NVML_TEMPERATURE_GPU)
             ecc, links, (pending, failed) = self._ecc_errors(device), self._link_errors(device), self._repairs(device)
         except nvml.NVMLError_GpuIsLost:
-            yield self._broken(f"gpu {index} lost", 1, f"GPU {index} has fallen off the bus")
+            yield self._broken(index, "lost", 1, f"GPU {index} has fallen off the bus")
             return
         except nvml.NVMLError as error:
-            message = f"the driver cannot tell the state of GPU {index}: {error}"
-            yield Measure(name=f"gpu {index} unknown", kind="gpu", value=1.0, warn=1.0, message=message)
+            yield _measure(index, "unknown", 1, f"the driver cannot tell the state of GPU {index}: {error}", warn=1)
             return
         if celsius is not None:
-            yield Measure(
-                name=f"gpu {index} temperature",
-                kind="gpu",
-                value=celsius,
-                warn=policy.gpu_warn_celsius,
-                fail=policy.gpu_fail_celsius,
-                message=f"GPU {index} is at {celsius} °C",
-            )
+            limits = {"warn": policy.gpu_warn_celsius, "fail": policy.gpu_fail_celsius}
+            yield _measure(index, "temperature", celsius, f"GPU {index} is at {celsius} °C", **limits)
         if ecc is not None:
             new = ecc - self._start[index][0]
-            yield self._broken(f"gpu {index} ecc", new, f"GPU {index} had {new} uncorrectable memory error(s)")
+            yield self._broken(index, "ecc", new, f"GPU {index} had {new} uncorrectable memory error(s)")
         new = links - self._start[index][1]
-        yield Measure(
-            name=f"gpu {index} nvlink",
-            kind="gpu",
-            value=new,
-            warn=policy.gpu_nvlink_warn_errors,
-            fail=policy.gpu_nvlink_fail_errors,
-            message=f"GPU {index} had {new} NVLink error(s)",
-        )
-        yield Measure(
-            name=f"gpu {index} pending",
-            kind="gpu",
-            value=pending,
-            warn=1.0,
-            message=f"GPU {index} must be reset to retire faulty memory",
-        )
-        yield self._broken(f"gpu {index} remapping", failed, f"GPU {index} could not replace faulty memory")
+        limits = {"warn": policy.gpu_nvlink_warn_errors, "fail": policy.gpu_nvlink_fail_errors}
+        yield _measure(index, "nvlink", new, f"GPU {index} had {new} NVLink error(s)", **limits)
+        yield _measure(index, "pending", pending, f"GPU {index} must be reset to retire faulty memory", warn=1)
+        yield self._broken(index, "remapping", failed, f"GPU {index} could not replace faulty memory")
 
-    def _broken(self, name: str, count: int, message: str) -> Measure:
+    def _broken(self, index: int, name: str, count: int, message: str) -> Measure:
         """Return the measure of something that a sound GPU never has."""
-        fail = self._policy.gpu_broken == "fail"
-        return Measure(name=name, kind="gpu", value=count, warn=1.0, fail=1.0 if fail else 0.0, message=message)
+        return _measure(index, name, count, message, warn=1, fail=1 if self._policy.gpu_broken == "fail" else 0)
 
     def _register(self) -> Any:
         """Return the set in which the driver collects XIDs, None where it cannot."""
@@ -157,6 +137,10 @@ class Gpus:
             self._nvml.NVMLError_InvalidArgument,
         ):
             return None
+
+
+def _measure(index: int, name: str, value: float, message: str, *, warn: float, fail: float = 0) -> Measure:
+    return Measure(name=f"gpu {index} {name}", kind="gpu", value=value, warn=warn, fail=fail, message=message)
 
 
 def open_gpus(policy: DetectPolicy) -> Gpus | None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.fields import Fields
-from ..base.files import restore_file_limit
+from ..base.process import restore_file_limit
 from .helper import MODULE
 
 

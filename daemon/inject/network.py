@@ -1,14 +1,15 @@
 """Faults of a network interface of this network namespace, made with `ip` and `tc`; CAP_NET_ADMIN is needed."""
 
 import json
+import os
 import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.fields import Fields
+from ..base.process import has_capability
 
 _CAP_NET_ADMIN = 12
 _COMMAND_S = 10.0
@@ -105,7 +106,7 @@ class SlowInterface:
 
 def _check(interface: str, *, force: bool) -> None:
     """Make sure that a fault may strike the interface: by itself only a veth without the default route."""
-    if not _may_administer():
+    if not has_capability(os.getpid(), _CAP_NET_ADMIN):
         raise DaemonError(f"interface {interface} cannot be struck without CAP_NET_ADMIN")
     found = json.loads(_run("ip", "-json", "-details", "link", "show", "dev", interface))
     kind = found[0].get("linkinfo", {}).get("info_kind", "none")
@@ -141,9 +142,3 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         raise DaemonError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _may_administer() -> bool:
-    status = Path("/proc/self/status").read_text()
-    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(effective, 16) >> _CAP_NET_ADMIN & 1)

@@ -46,7 +46,7 @@ class Offer:
         """Return the offer of the capture with this header."""
         return cls(
             rank=header.rank,
-            pair=(header.generation, header.step),
+            pair=header.pair,
             geometry=Geometry(capacity_bytes=header.used_bytes, payload_offset=header.payload_offset),
             agreed=agreed,
             patience_s=min(patience_s, _MAX_PATIENCE_S),

@@ -44,6 +44,8 @@ class OfferPace:
 class Peer:
     """The daemon of one peer host, over a connection each for offers, urgent fetches, paced ones and questions.
 
+    Every call raises `PeerError` when the peer cannot be reached or does not keep to the protocol.
+
     Args:
         host: Name of the peer.
         address: Where its daemon listens.
@@ -60,30 +62,18 @@ class Peer:
         self._paced = _Channel(host, address, identity)
 
     async def offer(self, offer: wire.Message) -> None:
-        """Announce to the peer what it may fetch; there is no answer.
-
-        Raises:
-            PeerError: It cannot be told.
-        """
+        """Announce to the peer what it may fetch; there is no answer."""
         async with self._offers.use() as sock:
             await _send(sock, {"op": "offer", **offer})
 
     async def ask(self) -> None:
-        """Return once the peer has answered something, however busy the other connections are.
-
-        Raises:
-            PeerError: It does not.
-        """
+        """Return once the peer has answered something, however busy the other connections are."""
         async with self._questions.use() as sock:
             await _send(sock, _request("have", 0, (1, 0)))
             await _receive_answer(sock)
 
     async def have(self, rank: int, pair: Pair) -> Geometry | None:
-        """Return the geometry of the peer's replica of `rank` at `pair`, None when it has none.
-
-        Raises:
-            PeerError: No valid answer.
-        """
+        """Return the geometry of the peer's replica of `rank` at `pair`, None when it has none."""
         async with self._fetches.use() as sock:
             await _send(sock, _request("have", rank, pair))
             answer = await _receive_answer(sock)
@@ -102,7 +92,6 @@ class Peer:
 
         Raises:
             SlotError: The peer does not have the replica any more, or what it sent is corrupt.
-            PeerError: The connection broke, or the peer did not keep to the protocol.
         """
         channel, in_flight, timeout_s = self._fetches, _IN_FLIGHT, _ANSWER_TIMEOUT_S
         if pace is not None:
@@ -132,11 +121,7 @@ class Peer:
                     raise SlotError(f"host {self.host} sent something else than rank {rank} {pair}: {error}") from error
 
     async def digests(self, rank: int, pair: Pair, structure: str, leaves: Sequence[int]) -> wire.Message | None:
-        """Return the peer's digests of a structure at `pair` of its own `rank` and the names of some, None if gone.
-
-        Raises:
-            PeerError: No valid answer.
-        """
+        """Return the peer's digests of a structure at `pair` of its own `rank` and the names of some, None if gone."""
         async with self._questions.use() as sock:
             await _send(sock, {**_request("digests", rank, pair), "structure": structure, "leaves": list(leaves)})
             answer = await _receive_answer(sock)

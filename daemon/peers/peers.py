@@ -310,4 +310,4 @@ def _header_of(file: SlotFile, pair: Pair) -> SlotHeader | None:
         header = file.slot.header()
     except SlotError:
         return None
-    return header if (header.generation, header.step) == pair else None
+    return header if header.pair == pair else None

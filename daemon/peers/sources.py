@@ -147,7 +147,7 @@ class Sources:
         try:
             page = await source.fetch(rank, pair, file.slot, geometry.capacity_bytes)
             header = parse_header(page, file.slot.capacity_bytes)
-            if (header.run_id, header.rank, (header.generation, header.step)) != (self._run_id, rank, pair):
+            if (header.run_id, header.rank, header.pair) != (self._run_id, rank, pair):
                 raise SlotError(f"{source.name} sent another capture than rank {rank} {pair} of {self._run_id!r}")
             await self._slots.accept(file, page, verified=source.verifies)
         finally:

@@ -140,7 +140,7 @@ class TrainerTransport:
             MemoryBudgetError: There is no room for it.
         """
         header = self._checked(receiver, page)
-        rank, pair = header.rank, (header.generation, header.step)
+        rank, pair = header.rank, header.pair
         geometry = Geometry(capacity_bytes=header.used_bytes, payload_offset=header.payload_offset)
         async with self.slots.receiving[rank]:
             self.supersede(rank)

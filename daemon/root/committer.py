@@ -85,6 +85,8 @@ class Committer:
             puts: dict[str, Mapping[str, Any]] = {}
             if move.late:
                 self._lead.missed()
+            elif move.pair is None:
+                self._lead.failed()
             if move.pair is not None:
                 self._lead.kept(move.done - move.pair[1])
                 puts[keys.WATERMARK] = pair_value(move.pair)

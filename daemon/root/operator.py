@@ -11,8 +11,8 @@ import stat
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from ..base.files import restore_file_limit
 from ..base.policy import RootPolicy
+from ..base.process import restore_file_limit
 from ..run.rounds import machine_of
 
 log = logging.getLogger(__name__)

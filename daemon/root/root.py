@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
@@ -172,8 +173,8 @@ class Root:
             self._over_in = seen.generation
         if seen.generation == self._over_in:
             return Decision(actions=(), reason="the run is over")
-        seen = seen.with_absent(self._absent_s(seen))
-        seen = seen.with_shortage(self._short_s(shortage(seen, self._policy, now_unix_s)))
+        seen = replace(seen, absent_s=self._absent_s(seen))
+        seen = replace(seen, short_s=self._short_s(shortage(seen, self._policy, now_unix_s)))
         return decide(seen, self._policy, now_unix_s, corruption=self._corruption)
 
     def _absent_s(self, seen: RootView) -> dict[str, float]:

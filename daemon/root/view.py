@@ -71,14 +71,6 @@ class RootView:
         """Why the current generation is broken, None while it is whole."""
         return self.failures.get(self.generation)
 
-    def with_absent(self, absent_s: Mapping[str, float]) -> Self:
-        """Return this view with how long launchers have been away."""
-        return replace(self, absent_s=absent_s)
-
-    def with_shortage(self, short_s: float) -> Self:
-        """Return this view with how long standbys have been missing."""
-        return replace(self, short_s=short_s)
-
     def with_noted(self, failures: Iterable[Failure]) -> Self:
         """Return this view with `failures` in its history, in the place of what was noted of their generations."""
         history = {failure.generation: failure for failure in (*self.history, *failures)}

@@ -132,6 +132,9 @@ class Lead:
     One, while every rank hears of a commit before its next step. When a rank hears of it too late the lead doubles, and
     it is halved again after a few commits without that; after more and more of them if that was too early. News take
     about as long to the ranks as from them, so the steps that a commit took bound it.
+
+    Captures may fail at every second or third step, as the script has it. So while they fail the lead is longer by one
+    now and then, for as long as 2, 4, 8 … failures: whatever the interval is, another part of it is met.
     """
 
     def __init__(self) -> None:
@@ -139,10 +142,12 @@ class Lead:
         self._steps = 1
         self._patience = _FIRST_PATIENCE
         self._kept = 0
+        self._failures = 0
 
     def kept(self, commit_steps: int) -> None:
         """Record that all ranks captured in time, and that so many steps passed until the commit."""
         self._kept += 1
+        self._failures = 0
         self._steps = min(self._steps, 2 * commit_steps + 1)
         if self._kept >= self._patience and self._steps > 1:
             self._steps, self._kept = self._steps // 2, 0
@@ -153,9 +158,14 @@ class Lead:
         self._patience = min(2 * self._patience, _MOST_PATIENCE) if again else _FIRST_PATIENCE
         self._steps, self._kept = 2 * self._steps, 0
 
+    def failed(self) -> None:
+        """Record that a capture failed, of a rank that heard of it in time."""
+        self._failures += 1
+
     def after(self, step: int, *, every: int) -> int:
         """Return the step to capture next, a multiple of `every`, when `step` is the newest that was completed."""
-        return -(-(step + self._steps) // every) * every
+        longer = self._failures > 1 and self._failures.bit_length() % 2 == 0
+        return -(-(step + self._steps + longer) // every) * every
 
 
 class Tally:
@@ -172,9 +182,9 @@ class Tally:
     def __init__(self, round_: Round, replicas: int, held: Mapping[str, Held]) -> None:
         self._round = round_
         self._ranks: dict[str, list[int]] = {}
-        for owner, keepers in zip(round_.hosts, round_.keepers(replicas), strict=True):
-            for keeper in keepers:
-                self._ranks.setdefault(keeper, []).extend(round_.ranks(owner))
+        for owner, holders in zip(round_.hosts, round_.holders_by_host(replicas), strict=True):
+            for holder in holders:
+                self._ranks.setdefault(holder, []).extend(round_.ranks(owner))
         self._wanted = sum(map(len, self._ranks.values()))
         self._found: Counter[Pair] = Counter()
         self._found_on: dict[str, list[Pair]] = {}

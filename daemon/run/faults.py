@@ -31,7 +31,7 @@ class Nothing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pause:
+class Halt:
     """How long a process stands still; 0: for good."""
 
     duration_s: float = setting(0.0, low=0, high=3600)
@@ -124,8 +124,8 @@ KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind(name="kill-rank", scope=Scope.RANK, what="SIGKILL a rank's trainer"),
-        Kind(name="stop-rank", scope=Scope.RANK, what="SIGSTOP a rank's trainer", parameters=Pause),
-        Kind(name="hang-rank", scope=Scope.RANK, what="block a rank inside Checkpointer.step()", parameters=Pause),
+        Kind(name="stop-rank", scope=Scope.RANK, what="SIGSTOP a rank's trainer", parameters=Halt),
+        Kind(name="hang-rank", scope=Scope.RANK, what="block a rank inside Checkpointer.step()", parameters=Halt),
         Kind(name="raise", scope=Scope.RANK, what="raise InjectedFault in a rank's next Checkpointer.step()"),
         Kind(
             name="flip-bit",

@@ -58,16 +58,20 @@ class LeasedKeys:
                 lease, written = self._lease, {}
             assert lease is not None
             try:
-                for name in written.keys() - self._wanted.keys():
-                    await etcd.delete(self._prefix + name)
-                    del written[name]
-                for name, value in list(self._wanted.items()):
-                    if written.get(name) != value:
-                        await etcd.put(self._prefix + name, value, lease=lease)
-                        written[name] = value
+                await self._write(etcd, lease, written)
             except EtcdLeaseLost:
                 lease.lost.set()
                 await self._view.wait_for(lambda: self._lease is not lease)  # noqa: B023
             except EtcdUnavailable as error:
                 log.debug("%s; going on when etcd is back", error)
                 await asyncio.sleep(_RETRY_S)
+
+    async def _write(self, etcd: Etcd, lease: Lease, written: dict[str, Mapping[str, Any]]) -> None:
+        """Make etcd as it is wanted; `written` is what it holds, also where this ends early."""
+        for name in written.keys() - self._wanted.keys():
+            await etcd.delete(self._prefix + name)
+            del written[name]
+        for name, value in list(self._wanted.items()):
+            if written.get(name) != value:
+                await etcd.put(self._prefix + name, value, lease=lease)
+                written[name] = value

@@ -152,42 +152,42 @@ class Round:
         index = self._group_ranks.get(host)
         return range(0) if index is None else self._ranks_at(index)
 
-    def keepers(self, replicas: int) -> tuple[tuple[str, ...], ...]:
+    def holders_by_host(self, replicas: int) -> tuple[tuple[str, ...], ...]:
         """Return for each host, by group rank, those that must hold the replicas of its ranks, itself first.
 
         Hosts on one machine are lost together, so the placement is of machines, and of theirs each takes its turn.
         """
-        if replicas not in self._keepers:
+        if replicas not in self._holders:
             seats: dict[str, list[int]] = {}
             for index, host in enumerate(self.hosts):
                 seats.setdefault(machine_of(host), []).append(index)
             machines = list(seats.values())
             labels = [self.seats[places[0]].label for places in machines]
             plan = replica_hosts(len(machines), replicas, labels)
-            keepers = {
+            holders = {
                 index: (index, *(machines[other][number % len(machines[other])] for other in others[1:]))
                 for places, others in zip(machines, plan, strict=True)
                 for number, index in enumerate(places)
             }
-            self._keepers[replicas] = tuple(
-                tuple(self.hosts[keeper] for keeper in keepers[index]) for index in range(len(self.hosts))
+            self._holders[replicas] = tuple(
+                tuple(self.hosts[holder] for holder in holders[index]) for index in range(len(self.hosts))
             )
-        return self._keepers[replicas]
+        return self._holders[replicas]
 
     def holders(self, rank: int, replicas: int) -> tuple[str, ...]:
         """Return the hosts that must hold `rank`'s replicas, the one that runs it first; none for an unknown rank."""
         if not 0 <= rank < self.world_size:
             return ()
-        return self.keepers(replicas)[bisect_right(self._ends, rank)]
+        return self.holders_by_host(replicas)[bisect_right(self._ends, rank)]
 
     def kept(self, host: str, replicas: int) -> tuple[int, ...]:
         """Return the ranks whose replicas `host` must hold, its own first."""
-        owners = [index for index, keepers in enumerate(self.keepers(replicas)) if host in keepers]
+        owners = [index for index, holders in enumerate(self.holders_by_host(replicas)) if host in holders]
         ordered = sorted(owners, key=lambda owner: self.hosts[owner] != host)
         return tuple(rank for owner in ordered for rank in self._ranks_at(owner))
 
     @cached_property
-    def _keepers(self) -> dict[int, tuple[tuple[str, ...], ...]]:
+    def _holders(self) -> dict[int, tuple[tuple[str, ...], ...]]:
         return {}
 
     @cached_property

@@ -227,7 +227,7 @@ class JobSlots:
             SlotError: The bytes do not match; the file is as empty as before.
         """
         header = await in_thread(partial(file.slot.adopt, header_page, verified=verified))
-        file.pair = (header.generation, header.step)
+        file.pair = header.pair
         self.received_bytes += header.used_bytes
 
     def discard(self, file: SlotFile) -> None:
@@ -314,7 +314,7 @@ class JobSlots:
             header = slot.header()
             slot.verify()
             if (header.run_id, header.rank) == (self.record.run_id, rank):
-                return header.generation, header.step
+                return header.pair
             cause = f"it is of run {header.run_id!r} rank {header.rank}"
         except SlotError as error:
             cause = str(error)
@@ -415,4 +415,4 @@ def _read_header(slot: Slot) -> SlotHeader | None:
 
 def _complete_pair(slot: Slot) -> Pair | None:
     header = _read_header(slot)
-    return None if header is None else (header.generation, header.step)
+    return None if header is None else header.pair

@@ -58,8 +58,8 @@ class Snapshot:
             SlotError: The slot was overwritten while it was copied, or it was corrupt.
         """
         header = await in_thread(self._slot.adopt, self._page)
-        if (header.rank, (header.generation, header.step)) != (self.rank, self.pair):
-            raise SlotError(f"rank {self.rank}: the slot changed to {(header.generation, header.step)} meanwhile")
+        if (header.rank, header.pair) != (self.rank, self.pair):
+            raise SlotError(f"rank {self.rank}: the slot changed to {header.pair} meanwhile")
         return header
 
     @property

@@ -39,7 +39,7 @@ def fetch_slots(tier: Tier, step: int | None, scratch: Path) -> tuple[Pair, list
             slot.buffer[max(start, HEADER_BYTES) : end] = data[max(0, HEADER_BYTES - start) :]
             start = end
         header = slot.adopt(page)
-        if (header.rank, (header.generation, header.step)) != (rank, manifest.pair):
+        if (header.rank, header.pair) != (rank, manifest.pair):
             raise SlotError(f"{tier.shown} has another capture in place of rank {rank}")
         slots.append(slot)
     return manifest.pair, slots

@@ -106,6 +106,8 @@ class RankWriter:
 class Tier:
     """The published pairs of one run id below one target; any thread may use it.
 
+    Every call but `check` raises `TierError` when the storage refuses or does not answer.
+
     Args:
         target: A directory or an fsspec URL.
         run_id: The run.
@@ -142,11 +144,7 @@ class Tier:
             ) from error
 
     def published(self) -> list[Pair]:
-        """Return the published pairs, newest last; an import is before all others.
-
-        Raises:
-            TierError: The storage does not answer.
-        """
+        """Return the published pairs, newest last; an import is before all others."""
         return sorted(pair for pair, is_published in self._found().items() if is_published)
 
     def manifest(self, pair: Pair) -> Persisted:
@@ -154,7 +152,6 @@ class Tier:
 
         Raises:
             SlotError: The pair is not published, or its manifest is damaged.
-            TierError: The storage does not answer.
         """
         if pair not in self._manifests:
             with self._reading_manifest(pair) as data:
@@ -166,7 +163,6 @@ class Tier:
 
         Raises:
             SlotError: They are not, or it is not published, or its manifest is damaged.
-            TierError: The storage does not answer.
         """
         with self._reading_manifest(pair) as data:
             manifest = ImportManifest.load(data, run_id=self._run_id, step=pair[1])
@@ -179,11 +175,7 @@ class Tier:
         return manifest
 
     def url(self, pair: Pair) -> str:
-        """Return the directory or fsspec URL of `pair`, for other processes.
-
-        Raises:
-            TierError: The storage cannot be opened.
-        """
+        """Return the directory or fsspec URL of `pair`, for other processes."""
         with self._storage("open it"):
             self._refuse_planted(pair)
             directory = self._directory(pair)
@@ -191,19 +183,11 @@ class Tier:
         return directory if local else f"{self._target.rstrip('/')}/{'/'.join(directory.rsplit('/', 2)[-2:])}"
 
     def write(self, pair: Pair, rank: int) -> RankWriter:
-        """Begin the file of `rank`; what an earlier attempt left of it is replaced.
-
-        Raises:
-            TierError: The storage refuses.
-        """
+        """Begin the file of `rank`; what an earlier attempt left of it is replaced."""
         return RankWriter(self.create(pair, f"rank{rank}.zst"), self._level)
 
     def create(self, pair: Pair, name: str) -> TierFile:
-        """Begin the file `name` of `pair`; what an earlier attempt left of it is replaced.
-
-        Raises:
-            TierError: The storage refuses.
-        """
+        """Begin the file `name` of `pair`; what an earlier attempt left of it is replaced."""
         guarded = partial(self._storage, f"write {name} of {pair}")
         with guarded():
             self._refuse_planted(pair)
@@ -221,7 +205,6 @@ class Tier:
 
         Raises:
             SlotError: The pair is not published, or the file is damaged.
-            TierError: The storage does not answer.
         """
         manifest = self.manifest(pair)
         if rank not in manifest.ranks:
@@ -240,11 +223,7 @@ class Tier:
                 raise SlotError(f"{what} goes on after its end")
 
     def publish(self, persisted: Persisted | ImportManifest) -> None:
-        """Publish a pair whose files are all written.
-
-        Raises:
-            TierError: The storage refuses.
-        """
+        """Publish a pair whose files are all written."""
         directory = self._directory(persisted.pair)
         with self._storage(f"publish {persisted.pair}"):
             self._refuse_planted(persisted.pair)
@@ -253,11 +232,7 @@ class Tier:
                 fsync_directory(self._root)
 
     def refuse(self, pair: Pair) -> None:
-        """Take back the publication of a pair that turned out to be damaged; its files stay until they are pruned.
-
-        Raises:
-            TierError: The storage refuses.
-        """
+        """Take back the publication of a pair that turned out to be damaged; its files stay until they are pruned."""
         directory = self._directory(pair)
         self._manifests.pop(pair, None)
         with self._storage(f"refuse {pair}"):
@@ -266,11 +241,7 @@ class Tier:
                 self._fs.mv(f"{directory}/{MANIFEST}", f"{directory}/{REFUSED_MANIFEST}")
 
     def prune(self, keep: int) -> list[Pair]:
-        """Delete what `superfluous` names, and return the pairs that are still published, newest last.
-
-        Raises:
-            TierError: The storage refuses.
-        """
+        """Delete what `superfluous` names, and return the pairs that are still published, newest last."""
         found = self._found()
         for pair in superfluous(found, keep):
             directory = self._directory(pair)

@@ -21,6 +21,7 @@ from ..run import keys
 from ..run.commit import Missed
 from ..run.hang import HangDetector
 from ..run.leased import LeasedKeys
+from ..run.rounds import Round
 from ..run.view import JobView
 from ..slots.memory import SLOTS_PER_RANK, host_bytes
 from ..slots.slots import Geometry, JobSlots
@@ -114,18 +115,7 @@ class Sessions:
         world_size, generation = fields.integer("world_size", low=1), fields.integer("generation", low=1)
         topology, pid = fields.integer("topology", high=2**64 - 1), fields.integer("pid", low=1)
         estimate_bytes = fields.integer("estimate_bytes")
-        try:
-            async with asyncio.timeout(ATTACH_TIMEOUT_S):
-                await self._view.wait_for(lambda: self._failure() is not None or self._view.knows(generation))
-        except TimeoutError:
-            raise DaemonError(
-                f"rank {rank} attaches in generation {generation}, but after {ATTACH_TIMEOUT_S:.0f} s etcd still says "
-                f"{self._view.generation}; is etcd at {self._spec.etcd.where} reachable from this host?"
-            ) from None
-        self._check()
-        round_ = self._view.round
-        if round_ is None or round_.generation != generation:
-            raise DaemonError(f"rank {rank}: generation {generation} is over, {self._view.generation} has begun")
+        round_ = await self._round(rank, generation)
         own = self._view.own_ranks
         if rank not in own or own.index(rank) != local_rank or world_size != round_.world_size:
             raise DaemonError(
@@ -177,6 +167,22 @@ class Sessions:
                 "idle": None if idle is None else idle.to_message(),
             },
         }
+
+    async def _round(self, rank: int, generation: int) -> Round:
+        """Wait until the generation in which `rank` attaches is known here, and return its round."""
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                await self._view.wait_for(lambda: self._failure() is not None or self._view.knows(generation))
+        except TimeoutError:
+            raise DaemonError(
+                f"rank {rank} attaches in generation {generation}, but after {ATTACH_TIMEOUT_S:.0f} s etcd still says "
+                f"{self._view.generation}; is etcd at {self._spec.etcd.where} reachable from this host?"
+            ) from None
+        self._check()
+        round_ = self._view.round
+        if round_ is None or round_.generation != generation:
+            raise DaemonError(f"rank {rank}: generation {generation} is over, {self._view.generation} has begun")
+        return round_
 
     async def handle(self, trainer: Trainer, op: str, fields: Fields) -> dict[str, Any]:
         """Return the answer to what an attached trainer asks, {} to what it tells.

@@ -65,10 +65,17 @@ def list_kinds(as_json: bool) -> None:
 @_etcd_options
 @click.option("--rank", type=click.IntRange(min=0), help="The rank to strike, or whose host or replica.")
 @click.option("--host", help="The host to strike, or that holds the replica; default: the one that runs the rank.")
-@click.option("--at-step", type=click.IntRange(min=0), help="Wait until so many steps are completed there.")
+@click.option("--at-step", type=click.IntRange(min=0), help="Wait until this many steps are completed there.")
 @click.option("--after", "after_s", type=click.FloatRange(min=0), default=0.0, help="Seconds to wait after that.")
 @click.option("-p", "--parameter", "parameters", multiple=True, metavar="NAME=VALUE", help="As `list` shows them.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=60.0, show_default=True)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for it to strike, --after not included; then it is taken back.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def fault(
     kind: str,
@@ -83,7 +90,7 @@ def fault(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Let one fault of KIND strike, and say what it struck; fails when it was refused."""
+    """Inject one fault of KIND, and print what it struck; fails if it is refused."""
     values = dict(_parameter(text) for text in parameters)
 
     async def order(injection: Injection) -> Outcome:
@@ -124,7 +131,7 @@ def fault(
 def campaign(
     file: Path, run_id: str, rdzv_endpoint: str, rdzv_conf: str, seed: int | None, report: Path | None
 ) -> None:
-    """Let the faults that FILE describes strike one after the other, and report what each led to.
+    """Inject the faults that FILE describes, one after the other, and report what each led to.
 
     Fails when a fault was not recovered from.
     """

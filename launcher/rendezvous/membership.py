@@ -41,6 +41,8 @@ class Membership:
     that sees it breaks the generation for all. After an outage of etcd everybody's lease may have expired though nobody
     is lost: a launcher that was cut off itself keeps the absent members of its round in the view until they have had
     time to register again.
+
+    A call that does not go on trying raises `EtcdError` when etcd cannot be reached or refuses.
     """
 
     def __init__(self, etcd: Etcd, *, run_id: str, member: Member, on_change: Callable[[], None]) -> None:
@@ -67,11 +69,7 @@ class Membership:
     async def open(
         cls, config: EtcdConfig, *, run_id: str, member: Member, on_change: Callable[[], None]
     ) -> "Membership":
-        """Connect to etcd and return once the mirror is there; the launcher is not a member yet.
-
-        Raises:
-            EtcdError: etcd cannot be reached or refuses.
-        """
+        """Connect to etcd and return once the mirror is there; the launcher is not a member yet."""
         membership = cls(await Etcd.connect(config), run_id=run_id, member=member, on_change=on_change)
         loaded = asyncio.Event()
         membership._start(membership._mirror(loaded), membership._tasks)
@@ -97,37 +95,37 @@ class Membership:
         Raises:
             RendezvousStateError: The run goes on with other terms, or has another live launcher with this host id.
             RendezvousClosedError: The run stays closed.
-            EtcdError: etcd cannot be reached or refuses.
         """
         self._member = replace(self._member, host=host, addr=addr, nproc=nproc, role=role)
         self._key = self._prefix + keys.MEMBERS(host)
         self._lease_ttl_s = lease_ttl_s
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        while True:
-            waited_s = clock() - started_s
-            closed = self._prefix + keys.CLOSED
-            if await self._etcd.get(closed) is not None or self._view.closed is not None:
-                if waited_s > 2 * CLOSED_TTL_S:
-                    raise RendezvousClosedError(f"run {self._run_id!r} stays closed: delete the etcd key {closed}")
-            else:
-                try:
-                    job_revision = await agree(self._etcd, self._run_id, terms)
-                    if await self._write({self._prefix + keys.JOB: job_revision}):
-                        break
-                except RendezvousStateError:
-                    # What is in the way may be a launcher that was just killed: its key expires.
-                    if waited_s > lease_ttl_s + 1:
-                        raise
+        while not await self._enter(terms, waited_s=clock() - started_s):
             await asyncio.sleep(_POLL_S)
         self._start(self._hold(), self._tasks)
+
+    async def _enter(self, terms: Terms, *, waited_s: float) -> bool:
+        """Tell whether this launcher is a member now; what may yet pass is in the way if not."""
+        closed = self._prefix + keys.CLOSED
+        if await self._etcd.get(closed) is not None or self._view.closed is not None:
+            if waited_s > 2 * CLOSED_TTL_S:
+                raise RendezvousClosedError(f"run {self._run_id!r} stays closed: delete the etcd key {closed}")
+            return False
+        try:
+            job_revision = await agree(self._etcd, self._run_id, terms)
+            return await self._write({self._prefix + keys.JOB: job_revision})
+        except RendezvousStateError:
+            # What is in the way may be a launcher that was just killed: its key expires.
+            if waited_s > self._lease_ttl_s + 1:
+                raise
+            return False
 
     async def offer(self, ready: int) -> None:
         """Announce which generation this launcher could join, 0 for none.
 
         Raises:
             RendezvousStateError: Another launcher has taken this host id.
-            EtcdError: etcd cannot be reached or refuses.
         """
         self._member = replace(self._member, ready=ready)
         while not await self._write({}):
@@ -138,7 +136,6 @@ class Membership:
 
         Raises:
             RendezvousStateError: The watermark is not of its form.
-            EtcdError: etcd cannot be reached or refuses.
         """
         watermark_key, round_key = self._prefix + keys.WATERMARK, self._prefix + keys.ROUND
         watermark = await self._etcd.get(watermark_key)

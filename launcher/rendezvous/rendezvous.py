@@ -55,6 +55,15 @@ class EtcdRendezvous(RendezvousHandler):
 
     etcd is watched from a background thread; questions are answered from that mirror, without a request.
 
+    Attributes:
+        host: Stable name of this host.
+        addr: Address at which other hosts reach this one.
+        etcd_config: Where etcd is.
+        generation: The generation joined last, 0 before the first.
+        round: The round joined last.
+        stood_by: Whether this host waited for the generation joined last as a standby.
+        broke: Why the generation before that one broke, as this host saw it while it waited; None if it did not.
+
     Raises:
         RendezvousConnectionError: etcd cannot be reached or refuses the credentials.
         RendezvousOptionError: `--rdzv-endpoint`, `--rdzv-id`, an option in `--rdzv-conf` or RESILIENT_HOST_ID is not
@@ -67,20 +76,18 @@ class EtcdRendezvous(RendezvousHandler):
         try:
             machine = machine_name(self._run_id)
             self._patience = Patience.from_params(params)
-            self._etcd_config = EtcdConfig.parse(params.endpoint, params.config)
+            self.etcd_config = EtcdConfig.parse(params.endpoint, params.config)
         except ValueError as error:
             raise RendezvousOptionError(str(error)) from error
         self._session = new_session()
         self.describe(1, "default")
         self.stood_by = False
-        """Whether the generation joined last was one that this host waited for as a standby."""
         self.broke: Failure | None = None
-        """Why the generation before that one broke, as this host saw it while it waited; None if it did not."""
         self._avoided: Quarantine | None = None
         self._registered = False
         self._offered = 0
-        self._generation = 0
-        self._round: Round | None = None
+        self.generation = 0
+        self.round: Round | None = None
         self._store: TCPStore | None = None
         member = Member(
             host=machine,
@@ -93,13 +100,13 @@ class EtcdRendezvous(RendezvousHandler):
             label=os.environ.get("RESILIENT_LABEL", ""),
         )
         try:
-            self._link = RunLink(self._etcd_config, run_id=self._run_id, member=member)
+            self._link = RunLink(self.etcd_config, run_id=self._run_id, member=member)
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from error
         # Only now: a name service that is away keeps this waiting for longer than whoever typed a wrong name likes.
-        self._addr = params.local_addr or own_address(self._etcd_config.endpoints[0])
+        self.addr = params.local_addr or own_address(self.etcd_config.endpoints[0])
         self._claim = HostClaim(self._run_id, machine, self._link.membership.view.round)
-        self._host = self._claim.host
+        self.host = self._claim.host
         # torch does not shut the handler of a launcher down that a signal ends; leaving tells the others at once.
         atexit.register(self.leave)
 
@@ -124,7 +131,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return more than 0 when the workers must stop for another rendezvous: it broke, was closed, or can grow."""
-        if self._generation == 0:
+        if self.generation == 0:
             return 0
         if self.closed is not None or self.failure is not None:
             return 1
@@ -149,15 +156,15 @@ class EtcdRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """End the run for everyone, as a success."""
-        self.close(f"closed by the launcher on host {self._host}", failed=False)
+        self.close(f"closed by the launcher on host {self.host}", failed=False)
 
     def shutdown(self) -> bool:
         """End the run for everyone if this host is part of it, leave, and tell whether etcd knows."""
-        if self._generation and not self._link.left and self._rank_in(self._link.membership.view.round) is not None:
+        if self.generation and not self._link.left and self._rank_in(self._link.membership.view.round) is not None:
             # torch calls this in a `finally`: an exception under way tells a failed run from one that succeeded.
             error = sys.exc_info()[1]
             how = "ended" if error is None else f"failed with {type(error).__name__}"
-            self.close(f"the launcher on host {self._host} {how}", failed=error is not None)
+            self.close(f"the launcher on host {self.host} {how}", failed=error is not None)
         return self.leave()
 
     # What our agent needs beyond that.
@@ -168,29 +175,9 @@ class EtcdRendezvous(RendezvousHandler):
         self._terms = Terms(min_nodes=self._min_nodes, max_nodes=self._max_nodes, **terms)
 
     @property
-    def host(self) -> str:
-        """Stable name of this host."""
-        return self._host
-
-    @property
-    def addr(self) -> str:
-        """Address at which other hosts reach this one."""
-        return self._addr
-
-    @property
-    def generation(self) -> int:
-        """The generation joined last, 0 before the first."""
-        return self._generation
-
-    @property
-    def round(self) -> Round | None:
-        """The round joined last."""
-        return self._round
-
-    @property
     def failure(self) -> Failure | None:
         """Why the generation joined last is broken, None while it is whole."""
-        return broken(self._link.membership.view, self._generation) if self._generation else None
+        return broken(self._link.membership.view, self.generation) if self.generation else None
 
     @property
     def closed(self) -> Closed | None:
@@ -215,17 +202,12 @@ class EtcdRendezvous(RendezvousHandler):
     @property
     def stays_here(self) -> bool:
         """Tell whether this machine is the only one that can take part in the run."""
-        return self._max_nodes == 1 or all(map(is_local, self._etcd_config.endpoints))
+        return self._max_nodes == 1 or all(map(is_local, self.etcd_config.endpoints))
 
     @property
     def is_open(self) -> bool:
         """Tell whether whoever reaches its etcd can read the run's keys."""
-        return is_open(self._etcd_config)
-
-    @property
-    def etcd_config(self) -> EtcdConfig:
-        """Where etcd is."""
-        return self._etcd_config
+        return is_open(self.etcd_config)
 
     def clear_changed(self) -> None:
         """Make `changed_fd` unreadable until the next change."""
@@ -240,7 +222,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def report_done(self) -> None:
         """Announce to all hosts that all workers of this one succeeded; retries while etcd is away."""
-        self._link.report(self._link.membership.done(self._generation), _REPORT_S)
+        self._link.report(self._link.membership.done(self.generation), _REPORT_S)
 
     def report_recovery(self, event: dict[str, Any]) -> None:
         """Show a recovery event to everybody; goes on trying while etcd is away."""
@@ -249,7 +231,7 @@ class EtcdRendezvous(RendezvousHandler):
     def all_done(self) -> bool:
         """Tell whether the workers of every host in the current generation succeeded."""
         done = self._link.membership.view.done
-        return self._round is not None and all((self._generation, seat.host) in done for seat in self._round.seats)
+        return self.round is not None and all((self.generation, seat.host) in done for seat in self.round.seats)
 
     def close(self, reason: str, failed: bool) -> None:
         """End the run for everyone, unless it has ended."""
@@ -277,7 +259,7 @@ class EtcdRendezvous(RendezvousHandler):
             failure = broken(view, view.generation)
             whole = view.round if failure is None else None
             rank = self._rank_in(whole)
-            if whole is not None and rank is not None and whole.generation > self._generation:
+            if whole is not None and rank is not None and whole.generation > self.generation:
                 if (info := self._enter(whole, rank, deadline)) is not None:
                     return info
                 continue
@@ -303,20 +285,20 @@ class EtcdRendezvous(RendezvousHandler):
 
     def _break_own_generation(self, deadline: Deadline) -> None:
         """Make everyone stop before this host waits for them, whatever made it come here."""
-        if self._generation == 0 or self.failure is not None or self.closed is not None:
+        if self.generation == 0 or self.failure is not None or self.closed is not None:
             return
         if joining := newcomers(self._link.membership.view, self._max_nodes, time.time()):
             failure = self._failure("membership", f"the run grows by {', '.join(joining)}")
         else:
-            failure = self._failure("restart", f"host {self._host} restarts its workers")
+            failure = self._failure("restart", f"host {self.host} restarts its workers")
         self._link.request(lambda: self._link.membership.fail(failure), deadline.at_s)
 
     def _warn_of_quarantine(self, view: View, now_unix_s: float) -> None:
         """Log once that this host is in a quarantine, and again when it is in another one."""
-        quarantine = view.quarantine_of(self._host, now_unix_s)
+        quarantine = view.quarantine_of(self.host, now_unix_s)
         if quarantine is not None and quarantine != self._avoided:
             self._avoided = quarantine
-            log.warning("host %s %s", self._host, quarantine.describe(now_unix_s))
+            log.warning("host %s %s", self.host, quarantine.describe(now_unix_s))
 
     def _next_round(self, view: View, arrivals: Arrivals, now_unix_s: float) -> FormingDecision:
         generation = view.generation + 1
@@ -341,7 +323,7 @@ class EtcdRendezvous(RendezvousHandler):
         store, addr, port = joined
         store.set_timeout(_STORE_TIMEOUT)
         self._offer(0, deadline)
-        self._generation, self._round, self._store = formed.generation, formed, store
+        self.generation, self.round, self._store = formed.generation, formed, store
         log.info("run %s: generation %d has the hosts %s", self._run_id, formed.generation, ", ".join(formed.hosts))
         prefix = f"torch.rendezvous.{self._run_id}.{formed.generation}"
         info = RendezvousStoreInfo(addr, port)
@@ -350,22 +332,22 @@ class EtcdRendezvous(RendezvousHandler):
     def _serve_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int]:
         members = self._link.membership.view.members.values()
         elsewhere = next((member for member in members if not is_loopback(member.addr)), None)
-        if is_loopback(self._addr) and elsewhere is not None:
+        if is_loopback(self.addr) and elsewhere is not None:
             raise RendezvousStateError(
-                f"host {self._host} would serve the store at {self._addr}, where {elsewhere.host} ({elsewhere.addr}) "
-                f"cannot reach it: give --local-addr on host {self._host}"
+                f"host {self.host} would serve the store at {self.addr}, where {elsewhere.host} ({elsewhere.addr}) "
+                f"cannot reach it: give --local-addr on host {self.host}"
             )
         try:
-            store = TCPStore(self._addr, 0, is_master=True, wait_for_workers=False)
+            store = TCPStore(self.addr, 0, is_master=True, wait_for_workers=False)
         except (DistNetworkError, DistStoreError) as error:
             raise RendezvousStateError(
-                f"host {self._host} cannot reach its own store at {self._addr}: give --local-addr ({_line(error)})"
+                f"host {self.host} cannot reach its own store at {self.addr}: give --local-addr ({_line(error)})"
             ) from error
         port = store.port
         self._link.request(
-            lambda: self._link.membership.publish_store(formed.generation, self._addr, port), deadline.at_s
+            lambda: self._link.membership.publish_store(formed.generation, self.addr, port), deadline.at_s
         )
-        return store, self._addr, port
+        return store, self.addr, port
 
     def _reach_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int] | None:
         problem = f"host {formed.hosts[0]} does not say where its store is"
@@ -394,7 +376,7 @@ class EtcdRendezvous(RendezvousHandler):
         if not self._registered:
             self._link.request(
                 lambda: membership.register(
-                    self._terms, self._host, self._addr, self._nproc, self._role, lease_ttl_s=self._patience.lease_ttl_s
+                    self._terms, self.host, self.addr, self._nproc, self._role, lease_ttl_s=self._patience.lease_ttl_s
                 ),
                 deadline.at_s,
             )
@@ -420,14 +402,14 @@ class EtcdRendezvous(RendezvousHandler):
         )
 
     def _rank_in(self, formed: Round | None) -> int | None:
-        return None if formed is None else formed.rank_of(self._host, self._session)
+        return None if formed is None else formed.rank_of(self.host, self._session)
 
     def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
         return Failure(
-            generation=self._generation,
-            host=self._host,
+            generation=self.generation,
+            host=self.host,
             kind=kind,
-            began_step=None if self._round is None else self._round.began_step,
+            began_step=None if self.round is None else self.round.began_step,
             unix_s=time.time(),
             message=message,
             **worker,

@@ -26,8 +26,8 @@ OPTIMIZER = "torch.optim.optimizer"
 TRAINERS = ("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 _OWN_LOOP = (
-    "the loop is the script's own, and nothing tells it which of its steps were restored; add four lines: "
-    "docs/quickstart.md"
+    "the loop is the script's own, and nothing tells it which of its steps were restored; "
+    "add a Checkpointer, restore() and step(n): docs/quickstart.md"
 )
 _ACCELERATE = "; with Accelerate: docs/frameworks.md#accelerate"
 

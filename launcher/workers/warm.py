@@ -446,15 +446,22 @@ def _sources(args: Sequence[str]) -> Iterator[tuple[Path, bytes]]:
             continue
         count += 1
         yield path, text
-        for dots, module, names in _IMPORT.findall(text):
-            above = path.resolve().parents
-            base = above[min(len(dots), len(above)) - 1] if dots else root
-            for name in (b"", *re.findall(rb"[\w.]+", names)):
-                parts = [part.decode() for part in [*module.split(b"."), *name.split(b".")] if part]
-                for end in range(1, len(parts) + 1):
-                    place = base.joinpath(*parts[:end])
-                    found = [place.parent / f"{place.name}.py", place / "__init__.py"]
-                    remaining += [candidate for candidate in found if candidate not in seen]
-                    seen.update(found)
+        for candidate in _imported(path, text, root):
+            if candidate not in seen:
+                seen.add(candidate)
+                remaining.append(candidate)
         if count > _MAX_SOURCES or len(seen) > _MAX_CANDIDATES:
             raise ColdStart(f"the program has more than {_MAX_SOURCES} modules of its own, too many to look through")
+
+
+def _imported(path: Path, text: bytes, root: Path) -> Iterator[Path]:
+    """Yield the files that the imports of a module may read; those that are not relative to it are below `root`."""
+    above = path.resolve().parents
+    for dots, module, names in _IMPORT.findall(text):
+        base = above[min(len(dots), len(above)) - 1] if dots else root
+        for name in (b"", *re.findall(rb"[\w.]+", names)):
+            place = base
+            for part in filter(None, [*module.split(b"."), *name.split(b".")]):
+                place /= part.decode()
+                yield place.parent / f"{place.name}.py"
+                yield place / "__init__.py"

@@ -101,6 +101,9 @@ def _serve(control: socket.socket) -> bool:
 def _answer(control: socket.socket, bind: Callable[[], None], changed: str | None, nursery: Any) -> None:
     """Fork a worker for each request, unless something speaks against it, as `changed` does; return in a worker."""
     refusal = changed or _refusal()
+    # Modules known by name are for the first worker too, whose request comes as soon as this is ready.
+    if refusal is None and (rank := nursery.due()) is not None and _fork_rank_zygote(nursery, rank, bind, control):
+        return
     _tell(control, {"refused": refusal} if refusal else {"ready": True})
     has_forked = False
     while True:
@@ -351,6 +354,19 @@ def _become_worker(request: dict[str, Any], streams: list[int]) -> None:
     """Give this fork of the zygote what its own start as a child of the launcher would have given it."""
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_unfound)
+    _take_place(request, streams)
+    # Python reseeds `random` at a fork; the rest that must differ between processes is up to us.
+    sys.modules["torch"].default_generator.seed()
+    if "numpy.random.mtrand" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    importlib.invalidate_caches()
+    _import_hook.install()
+
+
+def _take_place(request: dict[str, Any], streams: list[int]) -> None:
+    """Give this fork its environment, its standard streams, and a main thread with an id of its own."""
     _apply(request)
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
@@ -358,15 +374,7 @@ def _become_worker(request: dict[str, Any], streams: list[int]) -> None:
     _reopen(sys.__stdin__, 0, "<stdin>")
     _reopen(sys.__stdout__, 1, "<stdout>")
     _reopen(sys.__stderr__, 2, "<stderr>")
-    # Python reseeds `random` at a fork; the rest that must differ between processes is up to us.
-    sys.modules["torch"].default_generator.seed()
-    if "numpy.random.mtrand" in sys.modules:
-        sys.modules["numpy.random"].seed()
-    if "multiprocessing.process" in sys.modules:
-        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
-    importlib.invalidate_caches()
-    _import_hook.install()
 
 
 def _apply(request: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 from hosts import Host, Hosts
+from launchers import run_ctl, run_daemon, run_launcher
 from second_user import MALLORY, as_mallory
 
 from resilient_run.ckpt.errors import DaemonError
@@ -34,7 +34,6 @@ pytestmark = [
 ]
 
 SECRET = "what only its owner may read"
-CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
 
 
 def ask(path: Path, op: str = "status") -> None:
@@ -49,14 +48,12 @@ def ask(path: Path, op: str = "status") -> None:
 
 def resilientctl(host: Host, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "RESILIENT_RUN_DIR": str(host.run_dir), "RESILIENT_SHM_DIR": str(host.shm_dir)}
-    command = [sys.executable, "-P", "-c", CTL, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return run_ctl(arguments, env)
 
 
 def launch(host: Host, script: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "resilient_run", "--standalone", "--nproc-per-node", "1"]
-    command += ["--rr-run-dir", str(host.run_dir), "--rr-shm-dir", str(host.shm_dir), str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    arguments = ["--standalone", "--nproc-per-node", "1", "--rr-run-dir", str(host.run_dir)]
+    return run_launcher([*arguments, "--rr-shm-dir", str(host.shm_dir), str(script)], os.environ)
 
 
 @pytest.fixture
@@ -132,9 +129,7 @@ def test_a_daemon_starts_in_no_directory_of_another_user(host: Host, place: Path
     if link:
         planted.symlink_to(target)
         os.chown(planted, MALLORY, MALLORY, follow_symlinks=False)
-    command = [sys.executable, "-P", "-m", "resilient_run.daemon"]
-    command += ["--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_daemon(["--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)], os.environ)
     if link:
         planted.unlink()
     assert done.returncode == 1
@@ -234,7 +229,7 @@ def test_a_link_is_no_socket(host: Host, place: Path) -> None:
     other.mkdir(mode=0o700)
     (other / "resilientd.sock").symlink_to(host.socket_path)
     env = {**os.environ, "RESILIENT_RUN_DIR": str(other), "RESILIENT_SHM_DIR": str(place / "none")}
-    done = subprocess.run([sys.executable, "-P", "-c", CTL, "status"], env=env, capture_output=True, text=True)
+    done = run_ctl(["status"], env)
     assert done.returncode == 1
     assert "is no socket in a directory that only uid 0 can write to" in done.stderr
 

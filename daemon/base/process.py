@@ -1,7 +1,9 @@
-"""How many files this process may have open: as many as the kernel lets it; what it starts gets the usual number."""
+"""What processes may do: how many files they may have open, and which capabilities of the kernel they have."""
 
+import re
 import resource
 from contextlib import suppress
+from pathlib import Path
 
 _LIMIT = resource.RLIMIT_NOFILE
 _inherited = resource.getrlimit(_LIMIT)
@@ -20,3 +22,10 @@ def restore_file_limit(pid: int) -> None:
     # It may have ended, or be another user's whom we may not limit.
     with suppress(ProcessLookupError, PermissionError):
         resource.prlimit(pid, _LIMIT, _inherited)
+
+
+def has_capability(pid: int, number: int) -> bool:
+    """Tell whether the capability of this number is in effect for a process."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> number & 1)

@@ -71,7 +71,7 @@ def _share(found: Sparsity) -> float:
     return (found.ranks - 1) / found.ranks
 
 
-LIMITS: Final[dict[str, Callable[[Sparsity], float]]] = {
+RECEIVED_BYTES: Final[dict[str, Callable[[Sparsity], float]]] = {
     "agsparse": agsparse_bytes,
     "dense": dense_bytes,
     "fp8": eight_bits_bytes,

@@ -10,13 +10,13 @@ from .. import sparsity
 from ..zen.partition import Balanced
 from ..zen.plan import Rows, ZenPlan, decide
 from ..zen.sparse import row_width
-from .limits import LIMITS, Sparsity, scheme_free_bytes
+from .formulas import RECEIVED_BYTES, Sparsity, scheme_free_bytes
 
 _ROWS = (16, 64, 256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Survey:
+class GradientStats:
     """What `resilient-comm stats` tells of one gradient.
 
     Attributes:
@@ -49,7 +49,7 @@ class Survey:
     plan: ZenPlan
 
 
-def survey(gradients: Sequence[Tensor], *, servers: int | None = None) -> Survey:
+def gradient_stats(gradients: Sequence[Tensor], *, servers: int | None = None) -> GradientStats:
     """Return the metrics of one step of a gradient, given for each rank.
 
     Args:
@@ -66,9 +66,10 @@ def survey(gradients: Sequence[Tensor], *, servers: int | None = None) -> Survey
     density = sum(indices.numel() for indices in index_sets) / max(1, ranks * elements)
     skew = sum(sparsity.skewness(gradient, parts) for gradient in gradients) / ranks
     found = Sparsity(dense_bytes=4.0 * elements, densities=[density, *together[1:]], skew=skew)
-    received = {name: limit(found) for name, limit in LIMITS.items()} | {"scheme-free": scheme_free_bytes(found)}
+    received = {name: received(found) for name, received in RECEIVED_BYTES.items()}
+    received["scheme-free"] = scheme_free_bytes(found)
     per_row = elements // first.shape[0] if first.dim() > 1 and first.shape[0] else 1
-    return Survey(
+    return GradientStats(
         elements=elements,
         ranks=ranks,
         servers=parts,

@@ -16,7 +16,7 @@ Choice = str | Callable[[Transport], Scheme]
 """A name of `schemes.SCHEMES` or else of `compressors.NAMES`, or what makes a scheme for these ranks."""
 
 
-def chosen(choice: Choice, transport: Transport, **options: Any) -> Scheme:
+def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
     """Return the scheme; that of a compressor is `Compressed` with error feedback.
 
     Args:

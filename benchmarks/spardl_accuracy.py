@@ -1,0 +1,136 @@
+"""How accurate is a model after how many seconds, trained with SparDL and its rivals (SparDL, Figure 6 and Table 3)?
+
+Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each train a small model of real text
+(`tests/byte_model.py`) with plain SGD, whose gradient goes through a scheme as one tensor; k is 1 % of its elements.
+Accuracy is the share of held-out bytes that the model tells from the eight before them; the clock stands still while
+rank 0 looks. For each seed all schemes train, in an order that moves on by one. "To the common accuracy" is the time
+until the accuracy that the worst of a seed ends with. All hosts share the processors of this machine, so that computing
+takes a greater part of a step than on hosts of their own.
+
+    sudo python benchmarks/spardl_accuracy.py --json FILE.json --plot FILE.svg
+"""
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab_job import lines_of
+from report import Summary, parser, table, write_json
+
+from resilient_run.launcher.netlab import NetLab, NetLabError
+
+WORKER = str(Path(__file__).with_name("spardl_accuracy_worker.py"))
+SCHEMES = ("spardl", "topk-a", "topk-dsa", "gtopk", "ok-topk", "dense")
+
+Points = Sequence[tuple[float, float]]
+"""Seconds of training, and the accuracy then."""
+
+
+def curves(options: Any) -> dict[str, list[Points]]:
+    """Return scheme → the points of each seed, in the order of seeds."""
+    shared = {
+        "contenders": {name: {} if name == "dense" else {"density": options.density} for name in options.schemes},
+        **{name: getattr(options, name) for name in ("seeds", "steps", "every", "width", "batch", "learning_rate")},
+    }
+    found: dict[str, list[Points]] = defaultdict(list)
+    with NetLab(options.hosts, rate=options.rate) as lab:
+        for line in lines_of(lab, [sys.executable, "-P", WORKER, json.dumps(shared)]):
+            trained = json.loads(line)
+            found[trained["scheme"]].append(trained["points"])
+    return {name: found[name] for name in options.schemes}
+
+
+def seconds_to(points: Points, accuracy: float) -> float:
+    """Return when a training, which ends at least so accurate, first was."""
+    return next(seconds for seconds, reached in points if reached >= accuracy)
+
+
+def summaries(found: Mapping[str, Sequence[Points]]) -> dict[str, dict[str, Any]]:
+    """Return of each scheme its accuracy in the end, its time, and its time to the common accuracy over the first's."""
+    seeds = range(len(next(iter(found.values()))))
+    common = [min(runs[seed][-1][1] for runs in found.values()) for seed in seeds]
+    to_common_s = {name: [seconds_to(runs[seed], common[seed]) for seed in seeds] for name, runs in found.items()}
+    reference = next(iter(to_common_s.values()))
+    return {
+        name: {
+            "accuracy": Summary.of(run[-1][1] for run in runs),
+            "seconds": Summary.of(run[-1][0] for run in runs),
+            "to_common_s": Summary.of(to_common_s[name]),
+            "to_common_over_first": Summary.of(
+                own / first for own, first in zip(to_common_s[name], reference, strict=True)
+            ),
+            "points": runs,
+        }
+        for name, runs in found.items()
+    }
+
+
+def plot(path: Path, found: Mapping[str, Sequence[Points]]) -> None:
+    """Write the figure: accuracy by seconds, a line for each seed; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "resilient-run"
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for color, (name, runs) in zip(plt.get_cmap("tab10").colors, found.items(), strict=False):
+        for place, run in enumerate(runs):
+            axes.plot(*zip(*run, strict=True), color=color, linewidth=1, label=None if place else name)
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("accuracy on held-out text")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Train, print and write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--hosts", type=int, default=6, help="gtopk needs a power of two")
+    arguments.add_argument("--rate", default="100mbit")
+    arguments.add_argument(
+        "--schemes", nargs="+", choices=SCHEMES, default=[name for name in SCHEMES if name != "gtopk"]
+    )
+    arguments.add_argument("--steps", type=int, default=600)
+    arguments.add_argument("--every", type=int, default=50)
+    arguments.add_argument("--width", type=int, default=4096, help="of the hidden layer: a million elements in all")
+    arguments.add_argument("--batch", type=int, default=16)
+    arguments.add_argument("--density", type=float, default=0.01)
+    arguments.add_argument("--learning-rate", type=float, default=0.2)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
+    options = arguments.parse_args()
+    parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
+    parameters["load_average"] = os.getloadavg()[0]
+    found = curves(options)
+    results = summaries(found)
+    table(
+        f"{options.hosts} hosts at {options.rate}, {options.steps} steps",
+        ("scheme", "accuracy", "seconds", "to the common accuracy, s", f"over {options.schemes[0]}"),
+        [
+            (
+                name,
+                f"{each['accuracy']:.4f}",
+                f"{each['seconds']:.1f}",
+                f"{each['to_common_s']:.1f}",
+                f"{each['to_common_over_first']:.2f}",
+            )
+            for name, each in results.items()
+        ],
+    )
+    write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
+    if options.plot is not None:
+        plot(options.plot, found)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except NetLabError as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,148 @@
+"""How many tensors have which size, what does it save to compress one, and how many may go to CPUs (Espresso)?
+
+Figures 4.10 and 4.11 and the numbers of Table 4.6 of the thesis: counted and computed, no time is measured. The cluster
+is the thesis's with NVLink, 64 GPUs, DGC (`espresso_planning.py`). The benefit of GPU compression is the communication
+time that it saves over the time that compression and decompression take, of a tensor by itself: with what is quickest
+without compression, and with the quickest option that GPUs compress. Tensors that Algorithm 4.1 compresses may be
+offloaded; those of one size and option form a group, and Algorithm 4.2 looks at each number of each group: so many
+combinations. Thousands of them are more than the 4096 up to which our `offload` tries all.
+
+    python benchmarks/tensor_sizes.py --json FILE.json --plot FILE.svg
+"""
+
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from espresso_planning import MIB, THESIS_MS, cluster_of
+from report import parser, table, write_json
+
+from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.espresso import Espresso
+from resilient_run.comm.espresso.greedy import greedy
+from resilient_run.comm.espresso.strategy import Choice
+from resilient_run.comm.plan.constraints import gpu_only, uncompressed
+from resilient_run.comm.plan.model import Model, read_model
+from resilient_run.comm.plan.tree import Device, all_options
+
+KIB: Final = 1024
+SIZES_BYTES: Final = tuple(KIB << power for power in range(21))
+THESIS: Final = {"vgg16": 11, "resnet101": 42, "ugatit": 32, "bert_base": 54, "gpt2": 34, "lstm": 5}
+"""Tensors for offloading, Table 4.6."""
+
+
+def model_of(name: str) -> Model:
+    """Return one of the models, at the pace of `espresso_planning.py`."""
+    return read_model(Path(__file__).parent / "models" / f"{name}.json", flops_per_s=1e13)
+
+
+def benefits() -> dict[int, float]:
+    """Return bytes → seconds of communication that compression on GPUs saves, over those that it takes."""
+    cluster = cluster_of(model_of("lstm"), "nvlink-100", "dgc")
+    options = [option for option in all_options() if gpu_only(option)]
+    costed = Costs(cluster, SIZES_BYTES).options(options)
+
+    def split(choice: Choice, size: int) -> tuple[float, float]:
+        """Return what computes and what communicates."""
+        gpu_s = sum(float(step.seconds[size]) for step in choice if step.resource.value == Device.GPU.value)
+        return gpu_s, sum(float(step.seconds[size]) for step in choice) - gpu_s
+
+    found = {}
+    for place, size_bytes in enumerate(SIZES_BYTES):
+        dense = [split(choice, place) for option, choice in costed if uncompressed(option)]
+        less = [split(choice, place) for option, choice in costed if not uncompressed(option)]
+        compress_s, communicate_s = min(less, key=sum)
+        found[size_bytes] = (min(map(sum, dense)) - communicate_s) / compress_s
+    return found
+
+
+def offloading(model: Model) -> dict[str, Any]:
+    """Return how many tensors Algorithm 4.1 compresses, and what Algorithm 4.2 has to look at."""
+    job = Espresso(model, cluster_of(model, "nvlink-100", "dgc"))
+    fronts = job.problem.fronts(job.among(gpu_only))
+    found = greedy(job.problem, fronts, job.problem.quickest(job.among(uncompressed)), job.sizes_bytes)
+    groups = Counter(
+        (kind, choice)
+        for kind, choice in zip(job.problem.kinds, found, strict=True)
+        if not uncompressed(job.options[choice])
+    )
+    return {
+        "tensors": len(model.tensors),
+        "sizes": len(set(job.sizes_bytes)),
+        "compressed": groups.total(),
+        "groups": len(groups),
+        "combinations": prod(count + 1 for count in groups.values()),
+    }
+
+
+def plot(path: Path, by_size: dict[int, float], counts: dict[str, dict[int, int]]) -> None:
+    """Write the figure; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "resilient-run"
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    left.plot([size / MIB for size in by_size], list(by_size.values()), "o-", markersize=3)
+    left.axhline(1, color="black", linewidth=0.8)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlabel("MiB of a tensor")
+    left.set_ylabel("communication saved over compression")
+    for name, found in counts.items():
+        right.plot([size / MIB for size in found], list(found.values()), "o", markersize=3, label=name)
+    right.set_xscale("log")
+    right.set_yscale("log")
+    right.set_xlabel("MiB of a tensor")
+    right.set_ylabel("tensors of this size")
+    right.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Count, compute, print and write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
+    options = arguments.parse_args()
+    models = [model_of(name) for name in THESIS_MS]
+    counts = {
+        model.name: dict(sorted(Counter(4 * tensor.numel for tensor in model.tensors if tensor.numel).items()))
+        for model in models
+    }
+    by_size = benefits()
+    table(
+        "What GPU compression saves over what it takes, 64 GPUs, NVLink and 100 Gbit/s, DGC",
+        ("KiB", "ratio"),
+        [(f"{size // KIB}", f"{ratio:.2f}") for size, ratio in by_size.items()],
+    )
+    found = {model.name: offloading(model) for model in models}
+    columns = ("tensors", "sizes", "compressed", "groups", "combinations")
+    table(
+        "Offloading, 64 GPUs, NVLink and 100 Gbit/s, DGC",
+        ("model", *columns, "thesis: compressed", "most of one size"),
+        [
+            (
+                name,
+                *(f"{each[column]:,}" for column in columns),
+                str(THESIS.get(name, "")),
+                str(max(counts[name].values())),
+            )
+            for name, each in found.items()
+        ],
+    )
+    write_json(
+        options.json,
+        question=(__doc__ or "").splitlines()[0],
+        parameters={"links": "nvlink-100", "compressor": "dgc"},
+        results={"benefit_by_bytes": by_size, "tensors_by_bytes": counts, "offloading": found, "thesis": THESIS},
+    )
+    if options.plot is not None:
+        plot(options.plot, by_size, counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""`benchmarks/planned_scaling.py` paces computation as it says, and no contender of the thesis beats the planners."""
+
+import pytest
+from planned_scaling import CASES, FUSED, TENSOR_BY_TENSOR, describe
+
+LSTM = next(case for case in CASES if case.model == "lstm")
+
+
+def test_contenders_of_the_thesis_are_predicted() -> None:
+    found = describe(LSTM)
+    last = found["iteration_s"][64]
+    assert found["computation_s"] / last["FP32"] == pytest.approx(LSTM.scaling, rel=1e-4)
+    assert set(last) == {*TENSOR_BY_TENSOR, *FUSED, "espresso-fused"}
+    for gpus in LSTM.gpus:
+        times_s = found["iteration_s"][gpus]
+        assert times_s["espresso"] <= min(times_s[name] for name in TENSOR_BY_TENSOR)
+        assert times_s["cupcake"] <= min(times_s[name] for name in FUSED) * (1 + 1e-9)

@@ -1,0 +1,41 @@
+"""One of four ranks that sum a gradient by Zen, again and again, each time told something else about its host.
+
+    tests/told_trainer.py '{NAME: [[LOCAL_WORLD_SIZE, LOCAL_RANK] of each rank]}'
+
+It prints name → the size of the group that was summed dense first.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_run.comm.hook import register
+from resilient_run.comm.net.two_level import TwoLevel
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    for name, told in json.loads(sys.argv[1]).items():
+        for variable, value in zip(("LOCAL_WORLD_SIZE", "LOCAL_RANK"), told[rank], strict=True):
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = str(value)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(300, 100))
+        hook = register(model, "zen")
+        model(torch.full((1, 300), 1.0 + rank)).sum().backward()
+        gradient = model.module.weight.grad
+        assert torch.equal(gradient, torch.full_like(gradient, 2.5)), name
+        found[name] = hook.scheme.within.size if isinstance(hook.scheme, TwoLevel) else 1
+        hook.close()
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+main()
