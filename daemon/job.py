@@ -325,6 +325,8 @@ class Job:
         if known is not None and known != incarnation:
             log.info("run %r begins anew; removing the slots of its earlier life", self.spec.run_id)
             await self._replicator.abort()
+            # Else a rank of its first generation, which may attach before the round is read, would seem to be late.
+            self.view.round = None
             await self.slots.clear()
             self.slots.update_record(attached=False, generation=0, round_revision=0)
         self.slots.update_record(incarnation=incarnation)

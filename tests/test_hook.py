@@ -96,7 +96,7 @@ def test_parts_of_a_model_are_summed_over_the_ranks_that_hold_them(trainings: Tr
 def test_groups_are_made_over_a_store_of_a_file(tmp_path: Path) -> None:
     """It has not the calls that torchrun's store has; one rank is in more groups than the other."""
     script = (
-        "import sys, torch, torch.distributed as dist\n"
+        "import os, sys, torch, torch.distributed as dist\n"
         "from resilient_run.comm.net.transport import Transport\n"
         "rank, place = int(sys.argv[1]), sys.argv[2]\n"
         "dist.init_process_group('gloo', init_method=place, rank=rank, world_size=2)\n"
@@ -104,6 +104,8 @@ def test_groups_are_made_over_a_store_of_a_file(tmp_path: Path) -> None:
         "ones = torch.ones(3)\n"
         "Transport.among([0, 1]).all_reduce(ones)\n"
         "assert ones.tolist() == [2, 2, 2]\n"
+        "dist.destroy_process_group()\n"
+        "os._exit(0)\n"  # Torch's own threads may end the process in an error otherwise (docs/api.md).
     )
     place = f"file://{tmp_path / 'store'}"
     ranks = [start_python(["-c", script, str(rank), place], dict(os.environ)) for rank in range(2)]

@@ -113,12 +113,18 @@ def test_a_new_life_begins_with_the_first_generation(hosts: Hosts) -> None:
     for trainer in trainers:
         trainer.attach()
     hosts.commit(trainers, [3, 4])
-    hosts.create_job("second")
     for name in "ab":
         hosts[name].drop_clients()
-    hosts.etcd(lambda etcd: etcd.delete(f"{hosts.prefix}ckpt/watermark"))
+    for key in ("rdzv/job", "rdzv/round", "ckpt/watermark"):
+        hosts.etcd(lambda etcd, key=key: etcd.delete(f"{hosts.prefix}{key}"))
+    hosts.create_job("second")
     for name in "ab":
         hosts[name].open(run_key=KEY)
+    wait_until(
+        lambda: all(hosts[name].status()["jobs"][0]["generation"] == 0 for name in "ab"),
+        timeout_s=30,
+        what="the earlier life is forgotten",
+    )
     hosts.form_round(1, "ab")
     trainers = [hosts[name].trainer(rank, world_size=2, generation=1) for rank, name in enumerate("ab")]
     for trainer in trainers:
