@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from cluster import wait_until
 from hosts import Hosts
 
 from resilient_run.ckpt.errors import CheckpointError
@@ -17,9 +18,9 @@ from resilient_run.daemon.trust.secure import SecureSocket
 
 
 def peer_address(hosts: Hosts, name: str) -> tuple[str, int]:
-    """Return where the daemon of a host listens, as etcd says it."""
-    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}ckpt/hosts/{name}"))
-    assert entry is not None
+    """Return where the daemon of a host listens, once etcd says it: one that has just opened a job may be late."""
+    key = f"{hosts.prefix}ckpt/hosts/{name}"
+    entry = wait_until(lambda: hosts.etcd(lambda etcd: etcd.get(key)), timeout_s=30, what=key)
     return entry.value["addr"], entry.value["port"]
 
 
