@@ -325,6 +325,7 @@ class Job:
         if known is not None and known != incarnation:
             log.info("run %r begins anew; removing the slots of its earlier life", self.spec.run_id)
             await self._replicator.abort()
+            self.sessions.end()
             # Else a rank of its first generation, which may attach before the round is read, would seem to be late.
             self.view.round = None
             await self.slots.clear()
