@@ -140,7 +140,11 @@ class Persister:
     def describe(self) -> dict[str, Any]:
         """Return what `resilientctl status` shows."""
         written = self._answer.pair if self._answer is not None and self._answer.error is None else None
-        return {"target": self._tier.shown, "written": written and list(written), "error": self._error}
+        return {
+            "target": self._tier.shown,
+            "written": written and list(written),
+            "error": self._error or self._publisher.error,
+        }
 
     async def _take(self, request: PersistRequest) -> None:
         async with self._seeing:

@@ -32,9 +32,13 @@ class Publisher:
         policy: How often, and how many pairs are kept.
         tier: Where to.
         view: What is known of the job.
+
+    Attributes:
+        error: Why a pair that every host has written cannot be published now, None while nothing is wrong.
     """
 
     def __init__(self, *, run_id: str, policy: PersistPolicy, tier: Tier, view: JobView) -> None:
+        self.error: str | None = None
         self._run_id = run_id
         self._prefix = keys.prefix(run_id)
         self._policy = policy
@@ -80,7 +84,7 @@ class Publisher:
                     for task in tasks:
                         task.cancel()
             finally:
-                self._answers, self._published, self._published_revision = {}, None, 0
+                self._answers, self._published, self._published_revision, self.error = {}, None, 0, None
 
     async def _mirror(self, etcd: Etcd) -> None:
         async with aclosing(etcd.changes(self._prefix + keys.PERSISTED)) as states:
@@ -117,7 +121,9 @@ class Publisher:
                 key = self._prefix + keys.PERSISTED
                 if await etcd.commit({key: revision}, {key: {"pairs": [list(known) for known in pairs]}}):
                     log.info("published generation %d step %d in %s", *pair, self._tier.shown)
+                self.error = None
             except TierError as error:
+                self.error = str(error)
                 log.warning("generation %d step %d is not published yet, trying again: %s", *pair, error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
