@@ -108,7 +108,7 @@ def test_run_that_nobody_joins_ends_with_the_cause_and_goes_on_later(
 ) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
-    first, second = run.launch("ab", "1:2", script, join_timeout_s=6)
+    first, second = run.launch("ab", "1:2", script, join_timeout_s=10)
     wait_for_commit(first, second)
     second.lose()
     assert first.wait() == 1
