@@ -151,6 +151,7 @@ def main() -> None:
         hook.close()
     del parallel
     dist.destroy_process_group()
+    os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
 
 
 if __name__ == "__main__":

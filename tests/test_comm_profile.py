@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from cluster import Cluster, assert_same_training
+from etcd_process import kept_ports
 from launchers import run_python
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -192,8 +192,8 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
 @pytest.fixture
 def rank_environ() -> dict[str, str]:
     """What torchrun sets for the one rank of a job."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return {**RANK, "MASTER_PORT": str(server.getsockname()[1])}
+    (port,) = kept_ports(1)
+    return {**RANK, "MASTER_PORT": str(port)}
 
 
 @pytest.mark.parametrize(

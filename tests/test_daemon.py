@@ -285,7 +285,8 @@ def test_closed_job_leaves_nothing_behind(hosts: Hosts) -> None:
 
 def test_orphaned_slots_are_kept_for_a_relaunch_and_then_collected(hosts: Hosts) -> None:
     host = hosts["a"]
-    host.start("--orphan-ttl", "1")
+    # Long enough for a relaunch of a test that stands still for a while.
+    host.start("--orphan-ttl", "5")
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
     host.drop_clients()

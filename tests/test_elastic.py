@@ -50,7 +50,7 @@ class Run:
 
     def launch(self, names: str, nnodes: str, script: list[str], *, join_timeout_s: int = 100) -> list[Host]:
         """Start a launcher on each of these hosts; one that comes alone to a first round does not wait for others."""
-        conf = f"lease_ttl=2,last_call_timeout={30 if len(names) > 1 else 0.1},join_timeout={join_timeout_s}"
+        conf = f"lease_ttl=3,last_call_timeout={30 if len(names) > 1 else 0.1},join_timeout={join_timeout_s}"
         hosts = [self.cluster.host(name) for name in names]
         for host in hosts:
             host.launch(["--nnodes", nnodes, *self._arguments, "--rdzv-conf", conf], script)
@@ -108,7 +108,7 @@ def test_run_that_nobody_joins_ends_with_the_cause_and_goes_on_later(
 ) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
-    first, second = run.launch("ab", "1:2", script, join_timeout_s=6)
+    first, second = run.launch("ab", "1:2", script, join_timeout_s=10)
     wait_for_commit(first, second)
     second.lose()
     assert first.wait() == 1

@@ -183,9 +183,9 @@ def test_process_states_are_the_kernel_s() -> None:
         os._exit(0)
     try:
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: process_state(pid) == "stopped", timeout_s=10, what="a stopped process")
+        wait_until(lambda: process_state(pid) == "stopped", timeout_s=30, what="a stopped process")
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: process_state(pid) == "zombie", timeout_s=10, what="a zombie")
+        wait_until(lambda: process_state(pid) == "zombie", timeout_s=30, what="a zombie")
     finally:
         os.waitpid(pid, 0)
     assert process_state(pid) == "gone"

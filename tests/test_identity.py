@@ -54,9 +54,9 @@ def meet(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[str, str]:
         thread.start()
         greet("client", client, ours)
         thread.join()
-    for name in ("client", "server"):
-        if isinstance(error := seen[name], BaseException):
-            raise error
+    if errors := [error for name in ("client", "server") if isinstance(error := seen[name], BaseException)]:
+        # Whoever writes when the other one has refused it may only see that the connection is gone.
+        raise min(errors, key=lambda error: isinstance(error, ConnectionError))
     return str(seen["client"]), str(seen["server"])
 
 

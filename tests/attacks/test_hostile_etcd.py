@@ -117,7 +117,7 @@ def test_a_no_of_another_authority_is_none(pki: Path) -> None:
 def test_one_endpoint_that_lets_everybody_in_is_enough(
     pki: Path, guarded: EtcdProcess, unguarded: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resilient_run.daemon.etcd.stranger._STRANGER_S", 0.5)
+    monkeypatch.setattr("resilient_run.daemon.etcd.stranger._STRANGER_S", 3.0)
     assert not lets_strangers_in(config(pki, guarded.endpoint))
     assert lets_strangers_in(config(pki, guarded.endpoint, unguarded.endpoint))
     assert lets_strangers_in(config(pki, unguarded.endpoint, guarded.endpoint))

@@ -28,9 +28,9 @@ class Attacker:
         self._hosts.etcd(lambda etcd: etcd.put(f"{self._hosts.prefix}{name}", value))
 
     def change(self, name: str, **changes: Any) -> None:
-        """Put fields into a key of others."""
-        entry = self._hosts.etcd(lambda etcd: etcd.get(f"{self._hosts.prefix}{name}"))
-        assert entry is not None
+        """Put fields into a key of others, once it is there."""
+        key = f"{self._hosts.prefix}{name}"
+        entry = wait_until(lambda: self._hosts.etcd(lambda etcd: etcd.get(key)), timeout_s=30, what=key)
         self.write(name, {**entry.value, **changes})
 
     def order_everything(self, host: str) -> None:

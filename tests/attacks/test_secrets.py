@@ -1,6 +1,7 @@
 """The run key and etcd's password are with launchers and daemons, and nowhere else that anybody could look."""
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -52,9 +53,16 @@ def memory_of(pid: int) -> Iterator[bytes]:
         for line in maps:
             where, rights, *_ = line.split()
             begin, end = (int(number, 16) for number in where.split("-"))
-            if rights.startswith("rw-p"):
-                memory.seek(begin)
-                yield memory.read(end - begin)
+            if not rights.startswith("rw-p"):
+                continue
+            memory.seek(begin)
+            try:
+                data = memory.read(end - begin)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                continue  # It was given back after the line was read.
+            yield data
 
 
 def shows(data: bytes) -> bool:
