@@ -51,6 +51,14 @@ def kill(pid: int) -> None:
         return
 
 
+def has_ended(pid: int) -> bool:
+    """Tell whether a process is gone, or only waits to be noticed by its parent."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def stop(pid: int) -> None:
     """SIGSTOP a process and return once it stands still: until then a later signal may reach it first."""
     os.kill(pid, signal.SIGSTOP)
