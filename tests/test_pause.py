@@ -75,7 +75,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture
 def job(tmp_path: Path, etcd_endpoint: str, request: pytest.FixtureRequest) -> Iterator[Job]:
-    names, floor_s, start_s = getattr(request, "param", ("a", 3.0, 120.0))
+    names, floor_s, start_s = getattr(request, "param", ("a", 3.0, 20.0))
     job = Job(tmp_path, etcd_endpoint, names, floor_s, start_s)
     yield job
     job.cluster.close()
@@ -84,10 +84,10 @@ def job(tmp_path: Path, etcd_endpoint: str, request: pytest.FixtureRequest) -> I
 @pytest.mark.parametrize(
     ("job", "how", "why"),
     [
-        (("a", 3.0, 120.0), "pause", "pauses"),
-        (("a", 3.0, 120.0), "burn", "processes take CPU time"),
-        (("a", 8.0, 120.0), "sum", "collectives go on"),
-        (("ab", 3.0, 120.0), "zero", "a rank of another host pauses"),
+        (("a", 3.0, 60.0), "pause", "pauses"),
+        (("a", 3.0, 60.0), "burn", "processes take CPU time"),
+        (("a", 8.0, 60.0), "sum", "collectives go on"),
+        (("ab", 3.0, 60.0), "zero", "a rank of another host pauses"),
     ],
     indirect=["job"],
 )

@@ -754,7 +754,7 @@ def test_workers_outlive_their_zygote_and_the_next_start_makes_another(starter: 
     process = _start(starter, "-u", _script("import time; time.sleep(1000)"))
     (zygote,) = (child for child in set(psutil.Process().children()) - others if child.pid != process.pid)
     zygote.kill()
-    wait_until(lambda: zygote.status() == psutil.STATUS_ZOMBIE, timeout_s=10, what="end of the zygote")
+    wait_until(lambda: zygote.status() == psutil.STATUS_ZOMBIE, timeout_s=30, what="end of the zygote")
     second = _start(starter, "-u", "script.py")
     assert isinstance(second, WarmProcess)
     assert process.poll() is second.poll() is None
@@ -830,7 +830,7 @@ def test_killed_launcher_leaves_no_process(tmp_path: Path, enabled: bool) -> Non
         launcher.wait()
     wait_until(
         lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children),
-        timeout_s=10,
+        timeout_s=30,
         what=f"end of {children}",
     )
 
