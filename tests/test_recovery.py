@@ -285,7 +285,7 @@ def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, 
         for host in hosts:
             assert host.wait() == 0, host.output
             assert host.starts() == 1, host.output
-            assert "giving" in host.output, "the outage was not long enough"
+            assert "had lost its lease and has registered again" in host.output, "the outage was not long enough"
     finally:
         server.resume()
         cluster.close()
