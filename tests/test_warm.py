@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import wait_until
+from cluster import stop, wait_until
 
 from resilient_run.launcher.workers import warm
 from resilient_run.launcher.workers.handler import warm_workers
@@ -770,7 +770,7 @@ def test_zygote_that_stops_answering_costs_a_cold_start(
     assert _start(starter, "-u", _script()).wait(60) == 0
     monkeypatch.setattr("resilient_run.launcher.workers.warm._FORK_TIMEOUT_S", 0.1)
     (zygote,) = set(psutil.Process().children()) - others
-    zygote.suspend()
+    stop(zygote.pid)
     with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
         process = _start(starter, "-u", "script.py")
     assert process.wait(60) == 0
