@@ -149,7 +149,7 @@ def main() -> None:
         emit(json.dumps({"params_sha256": digest}) if args.json else f"parameters {digest}, {seconds:.1f} s")
     if hook is not None:
         hook.close()
-    del parallel
+    checkpointer.close()
     dist.destroy_process_group()
     os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
 

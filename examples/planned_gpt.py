@@ -91,6 +91,7 @@ def main() -> None:
         digest = params_sha256(model)
         if rank == 0:
             emit(json.dumps({"params_sha256": digest}) if args.json else f"parameters {digest}")
+    checkpointer.close()
     dist.destroy_process_group()
     os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
 

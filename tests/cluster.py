@@ -1,5 +1,6 @@
 """Real jobs for tests: `resilient-run` launchers as processes, each host with its own daemon and directories."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -51,6 +52,14 @@ def kill(pid: int) -> None:
         return
 
 
+def has_ended(pid: int) -> bool:
+    """Tell whether a process is gone, or only waits to be noticed by its parent."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def stop(pid: int) -> None:
     """SIGSTOP a process and return once it stands still: until then a later signal may reach it first."""
     os.kill(pid, signal.SIGSTOP)
@@ -76,6 +85,7 @@ class Host:
         self.text: list[str] = []
         self.launcher: subprocess.Popen[Any] | None = None
         self._readers: list[threading.Thread] = []
+        self._workers: list[psutil.Process] = []
 
     def _directories(self, root: Path) -> tuple[Path, Path]:
         """Make and return this host's run directory and its directory in shared memory."""
@@ -114,6 +124,9 @@ class Host:
             except ValueError:
                 entry = None
             if isinstance(entry, dict):
+                if "pid" in entry:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        self._workers.append(psutil.Process(entry["pid"]))
                 self.lines.append(entry)
             else:
                 self.text.append(line)  # also what a library prints that only looks like JSON
@@ -193,10 +206,12 @@ class Host:
 
     def lose(self) -> None:
         """Take the host away: launcher, workers and daemon are killed and its shared memory is wiped."""
+        # Not whoever has their numbers by now: some hosts live until all tests of a file have ended.
         if self.launcher is not None:
-            kill(self.launcher.pid)
-        for pid in self.pids().values():
-            kill(pid)
+            self.launcher.kill()
+        for worker in list(self._workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
         if (pid := self.daemon_pid()) is not None:
             kill(pid)
         shutil.rmtree(self.shm_dir, ignore_errors=True)

@@ -49,8 +49,16 @@ class Proxy:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(self._target)
                 self._socks += [client, server]
-                self._spawn(self._forward, client, server, False)
-                self._spawn(self._forward, server, client, True)
+                self._spawn(self._serve, client, server)
+
+    def _serve(self, client: socket.socket, server: socket.socket) -> None:
+        answers = threading.Thread(target=self._forward, args=(server, client, True))
+        answers.start()
+        self._forward(client, server, False)
+        answers.join()
+        # A killed process does not leave its peer waiting either: what nobody has read is answered by a reset.
+        for sock in (client, server):
+            sock.close()
 
     def _forward(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):  # one end is gone

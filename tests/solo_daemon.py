@@ -54,7 +54,10 @@ class SoloDaemon:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.path.unlink()
-        for connection in self._connections:
+        self._threads[0].join()  # accepts: nobody comes any more
+        with self.changed:
+            connections = list(self._connections)
+        for connection in connections:
             with contextlib.suppress(OSError):  # the trainer was faster
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -100,7 +103,8 @@ class SoloDaemon:
         self.next = next_
         for connection in self._connections:
             agreed = {"watermark": _pair(self.watermark), "next": _pair(next_)}
-            connection.sendall(encode({"op": "watermark", **agreed}))
+            with contextlib.suppress(OSError):  # this trainer is gone
+                connection.sendall(encode({"op": "watermark", **agreed}))
         self.changed.notify_all()
 
     def wait_for(self, op: str, **fields: Any) -> Message:

@@ -7,9 +7,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 import pytest
-from cluster import wait_until
+from cluster import has_ended, wait_until
 
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.root.operator import Command, HostRequest, NoOperator, Operator, Slurm, make_operator
@@ -75,15 +74,7 @@ def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -
         "time.sleep(600)\n"
     )
     assert "was killed after 5 s; see root.operator_timeout_s" in ask(command(tmp_path, text, timeout_s=5.0))
-    pid = int(child.read_text())
-
-    def is_over() -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_until(is_over, timeout_s=10, what="the end of the child")
+    wait_until(lambda: has_ended(int(child.read_text())), timeout_s=30, what="the end of the child")
 
 
 @pytest.mark.parametrize("words", ["/no/such/program", "'unbalanced"])

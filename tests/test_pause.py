@@ -1,6 +1,7 @@
 """Whole jobs with an evaluation that takes longer than the hang limit: none is restarted for it again and again."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,12 @@ SCRIPT = [str(Path(__file__).parent / "held_trainer.py"), "12"]
 class Job:
     """One job of two ranks, on one host or on two."""
 
-    def __init__(self, root: Path, endpoint: str, names: str, floor_s: float) -> None:
+    def __init__(self, root: Path, endpoint: str, names: str, floor_s: float, start_s: float) -> None:
         self.cluster = Cluster(root)
         self.hosts = [self.cluster.host(name) for name in names]
         self._gate = root / "gate"
         self._config = root / "rr.toml"
-        self._config.write_text(
-            f"[detect]\nhang_floor_s = {floor_s}\nhang_start_s = {2 * floor_s}\nhang_min_steps = 3\n"
-        )
+        self._config.write_text(f"[detect]\nhang_floor_s = {floor_s}\nhang_start_s = {start_s}\nhang_min_steps = 3\n")
         self._arguments = ["--nnodes", str(len(names)), "--nproc-per-node", str(2 // len(names))]
         self._arguments += ["--rdzv-backend", "etcd-v3", "--local-addr", "127.0.0.1", "--rdzv-endpoint", endpoint]
         self._arguments += ["--rdzv-id", root.name, "--rr-config", str(self._config)]
@@ -76,8 +75,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture
 def job(tmp_path: Path, etcd_endpoint: str, request: pytest.FixtureRequest) -> Iterator[Job]:
-    names, floor_s = getattr(request, "param", ("a", 3.0))
-    job = Job(tmp_path, etcd_endpoint, names, floor_s)
+    names, floor_s, start_s = getattr(request, "param", ("a", 3.0, 20.0))
+    job = Job(tmp_path, etcd_endpoint, names, floor_s, start_s)
     yield job
     job.cluster.close()
 
@@ -85,10 +84,10 @@ def job(tmp_path: Path, etcd_endpoint: str, request: pytest.FixtureRequest) -> I
 @pytest.mark.parametrize(
     ("job", "how", "why"),
     [
-        (("a", 3.0), "pause", "pauses"),
-        (("a", 3.0), "burn", "processes take CPU time"),
-        (("a", 8.0), "sum", "collectives go on"),
-        (("ab", 3.0), "zero", "a rank of another host pauses"),
+        (("a", 3.0, 60.0), "pause", "pauses"),
+        (("a", 3.0, 60.0), "burn", "processes take CPU time"),
+        (("a", 8.0, 60.0), "sum", "collectives go on"),
+        (("ab", 3.0, 60.0), "zero", "a rank of another host pauses"),
     ],
     indirect=["job"],
 )
@@ -130,8 +129,12 @@ def test_process_that_is_stopped_in_a_pause_is_replaced(job: Job, reference: Hos
     assert (event["kind"], event["complete"]) == ("hang", True)
 
 
+@pytest.mark.parametrize("job", [("a", 3.0, 6.0)], indirect=True)
 def test_what_looks_like_a_hang_twice_is_let_be(job: Job, reference: Host) -> None:
-    """It sleeps for longer than the limit, without a word: a restart is tried, but only one."""
+    """It sleeps for longer than the limit, without a word: a restart is tried, but only one.
+
+    On a busy machine its start may take so long, too, and is tried again.
+    """
     (host,) = job.hosts
     job.launch("sleep")
     wait_until(lambda: host.reached(HELD), timeout_s=240, what="the evaluation", host=host)
@@ -140,10 +143,12 @@ def test_what_looks_like_a_hang_twice_is_let_be(job: Job, reference: Host) -> No
         return [entry for entry in job.status(host)["root"]["decisions"] if entry["kind"] == "overlook"]
 
     (entry,) = wait_until(overlooked, timeout_s=240, what="the decision", host=host, pause_s=0.1)
-    assert f"generation 2 stands still at step {HELD} as generation 1 did" in entry["reason"]
+    found = re.search(rf"generation (\d+) stands still at step {HELD} as generation (\d+) did", entry["reason"])
+    assert found, entry
+    assert int(found[1]) == int(found[2]) + 1
     assert "Checkpointer.pause()" in entry["reason"]
     job.wait_for_hang("fail", host)
     assert os.path.exists(f"/proc/{host.pids()[0]}")
     job.end(reference)
-    (event,) = host.recoveries()
-    assert (event["kind"], event["restored_step"], event["complete"]) == ("hang", HELD, True)
+    (event,) = [event for event in host.recoveries() if event["restored_step"] == HELD]
+    assert (event["kind"], event["complete"]) == ("hang", True)

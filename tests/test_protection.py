@@ -4,6 +4,7 @@ the end.
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -180,7 +181,7 @@ def test_a_daemon_that_is_away_is_told_and_one_that_comes_back_hears_of_it(
     wait_until(lambda: (link.away_s or 0.0) > 1.0, timeout_s=30, what="the daemon to be away")
     run.train(20, step_s=0.1)
     (told,) = _told(caplog)
-    assert "the daemon of this host has been away for 1." in told
+    assert re.search(r"the daemon of this host has been away for [1-9]", told)
     run.daemon.start()
     assert run.daemon.wait_for("protection")["steps_at_risk"] == 14
 

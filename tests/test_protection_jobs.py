@@ -71,9 +71,9 @@ def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, 
     wait_until(
         lambda: host.output.count("protected again at step") > before, timeout_s=120, what="the end of it", host=host
     )
-    assert job()["protected"]
-    kinds = [event["event"] for event in host.events()]
-    assert (kinds[0], kinds[-1]) == ("unprotected", "protected")
+    wait_until(lambda: job()["protected"], timeout_s=60, what="the end of it in the status", host=host)
+    wait_until(lambda: host.events()[-1]["event"] == "protected", timeout_s=60, what="the event of its end", host=host)
+    assert host.events()[0]["event"] == "unprotected"
     assert host.events()[0].keys() == {
         "event",
         "unix_s",

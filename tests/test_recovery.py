@@ -10,9 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
+from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, has_ended, kill, recovered, stop, wait_until
 from etcd_process import EtcdProcess
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
@@ -67,8 +66,10 @@ def test_what_a_killed_worker_was_starting_ends_too(cluster: Cluster, tmp_path: 
     assert host.wait() == 0, host.output
     assert recovered(host) == 1
     left = int(gate.with_suffix(".pid").read_text())
-    gate.touch()
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    try:
+        wait_until(lambda: has_ended(left), timeout_s=30, what="the end of what was starting", host=host)
+    finally:
+        gate.touch()
 
 
 @pytest.mark.parametrize("victims", ["one worker", "all workers"])
@@ -284,7 +285,7 @@ def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, 
         for host in hosts:
             assert host.wait() == 0, host.output
             assert host.starts() == 1, host.output
-            assert "giving" in host.output, "the outage was not long enough"
+            assert "had lost its lease and has registered again" in host.output, "the outage was not long enough"
     finally:
         server.resume()
         cluster.close()
@@ -364,7 +365,9 @@ def test_daemon_and_worker_die_together(cluster: Cluster, undisturbed: dict[int,
     host.launch(STANDALONE, SCRIPT)
     wait_until(lambda: host.reached(8), timeout_s=60, what="step 8")
     kept = [newest_commit([host])]
-    kill(host.daemon_pid() or 0)
+    daemon_pid = host.daemon_pid()
+    assert daemon_pid is not None
+    kill(daemon_pid)
     kill(host.pids()[0])
     assert host.wait() == 0, host.output
     assert_same_training([host], undisturbed[2])
@@ -376,7 +379,7 @@ def test_relaunch_after_every_launcher_was_killed(
 ) -> None:
     """The same run id, started again on the same hosts, goes on from memory."""
     hosts = launch_hosts(cluster, "abc", etcd_endpoint)
-    wait_until(lambda: hosts[0].reached(8), timeout_s=60, what="step 8")
+    wait_until(lambda: newest_commit(hosts) >= 8, timeout_s=60, what="a commit of step 8", host=hosts[0])
     for host in hosts:
         assert host.launcher is not None
         kill(host.launcher.pid)

@@ -99,7 +99,8 @@ def test_daemon_ends_cleanly_and_keeps_its_slots(hosts: Hosts, number: signal.Si
 
 def test_idle_daemon_ends_but_not_while_it_holds_something(hosts: Hosts) -> None:
     host = hosts["a"]
-    host.start("--idle-exit", "0.2", "--orphan-ttl", "1")
+    # Idle, too, until its job is opened.
+    host.start("--idle-exit", "2", "--orphan-ttl", "3")
     host.open()
     assert host.process is not None
     wait_until(lambda: host.status()["jobs"], timeout_s=30, what="the job")

@@ -110,6 +110,7 @@ while not Path(sys.argv[1]).exists():
     time.sleep(0.05)
 dist.barrier()
 dist.destroy_process_group()
+os._exit(0)
 """
 
 
@@ -133,8 +134,11 @@ def test_plain_torchrun_twice_on_one_host(tmp_path: Path, etcd_endpoint: str) ->
         return [json.loads(line) for line in said.read_text().splitlines() if line.startswith("{")]
 
     def both(starts: int) -> None:
-        wait_until(lambda: len(seen()) >= starts, timeout_s=180, what=lambda: f"{starts} starts, seen {seen()}")
-        assert {(line["rank"], line["size"]) for line in seen()[-2:]} == {(0, 2), (1, 2)}
+        def begun() -> bool:
+            newest = {(line["rank"], line["size"]) for line in seen()[-2:]}
+            return len(seen()) >= starts and newest == {(0, 2), (1, 2)}
+
+        wait_until(begun, timeout_s=180, what=lambda: f"{starts} starts, seen {seen()}")
 
     try:
         first, second = launch(), launch()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import stop
 from hosts import Host
 
 from resilient_run.daemon.base.settings import find_settings
@@ -91,7 +92,7 @@ def test_a_daemon_says_that_it_is_ready_alive_and_stopping(
     first = [manager.receive() for _ in range(5)]
     assert first.count("READY=1") == 1
     assert first.count("WATCHDOG=1") == 4
-    host.process.send_signal(signal.SIGSTOP)
+    stop(host.process.pid)
     assert manager.is_silent()
     host.process.send_signal(signal.SIGCONT)
     assert manager.receive() == "WATCHDOG=1"

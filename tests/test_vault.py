@@ -356,11 +356,13 @@ def test_killed_daemon_adopts_its_slots_and_goes_on(hosts: Hosts) -> None:
     hosts["a"].start()
     hosts["a"].open()
     again = hosts["a"].trainer(0, world_size=2, generation=1)
-    assert again.attach()["watermark"] == {"generation": 1, "step": 2}
+    # What was captured meanwhile may be committed by now; else the trainer is told.
+    known = again.attach()["watermark"]
+    assert known in [{"generation": 1, "step": step} for step in (2, 3)]
     paths = trainers[0].paths
     again.allocate()
     assert again.paths == paths
-    wait_for_watermark([again, trainers[1]], (1, 3))
+    wait_for_watermark([again, trainers[1]] if known["step"] == 2 else [trainers[1]], (1, 3))
     hosts.commit([again, trainers[1]], [4])
     hosts["a"].kill()
     hosts["a"].drop_clients()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Host, kill, recovered, wait_until
+from cluster import Host, kill, recovered, stop, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
 from launchers import run_ctl
 
@@ -122,7 +122,7 @@ def test_slots_that_a_trainer_has_mapped_are_no_garbage(
     login.launch(on_etcd(etcd_endpoint, tmp_path.name), gate.script)
     train_to(3, gate, [login], vault.path / "resilientd.sock")
     assert login.launcher is not None
-    login.launcher.send_signal(signal.SIGSTOP)
+    stop(login.launcher.pid)
     assert vault.owner is not None
     kill(vault.owner)
     for path in vault.path.glob("*/job.json"):

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import wait_until
+from cluster import stop, wait_until
 
 from resilient_run.launcher.workers import warm
 from resilient_run.launcher.workers.handler import warm_workers
@@ -754,7 +754,7 @@ def test_workers_outlive_their_zygote_and_the_next_start_makes_another(starter: 
     process = _start(starter, "-u", _script("import time; time.sleep(1000)"))
     (zygote,) = (child for child in set(psutil.Process().children()) - others if child.pid != process.pid)
     zygote.kill()
-    wait_until(lambda: zygote.status() == psutil.STATUS_ZOMBIE, timeout_s=10, what="end of the zygote")
+    wait_until(lambda: zygote.status() == psutil.STATUS_ZOMBIE, timeout_s=30, what="end of the zygote")
     second = _start(starter, "-u", "script.py")
     assert isinstance(second, WarmProcess)
     assert process.poll() is second.poll() is None
@@ -770,7 +770,7 @@ def test_zygote_that_stops_answering_costs_a_cold_start(
     assert _start(starter, "-u", _script()).wait(60) == 0
     monkeypatch.setattr("resilient_run.launcher.workers.warm._FORK_TIMEOUT_S", 0.1)
     (zygote,) = set(psutil.Process().children()) - others
-    zygote.suspend()
+    stop(zygote.pid)
     with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
         process = _start(starter, "-u", "script.py")
     assert process.wait(60) == 0
@@ -830,7 +830,7 @@ def test_killed_launcher_leaves_no_process(tmp_path: Path, enabled: bool) -> Non
         launcher.wait()
     wait_until(
         lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children),
-        timeout_s=10,
+        timeout_s=30,
         what=f"end of {children}",
     )
 

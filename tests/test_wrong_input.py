@@ -65,8 +65,8 @@ def started_at(host: Host) -> list[int]:
 
 
 def interrupt_at(host: Host, step: int) -> None:
-    """Kill the launcher once the workers have passed `step` and a commit can be assumed soon after."""
-    wait_until(lambda: host.reached(step), timeout_s=60, what=f"step {step}", host=host)
+    """Kill the launcher once `step` is committed."""
+    wait_until(lambda: host.committed_step() >= step, timeout_s=60, what=f"commit of step {step}", host=host)
     assert host.launcher is not None
     kill(host.launcher.pid)
     host.wait()
@@ -104,10 +104,10 @@ def test_slots_that_can_never_be_made_end_the_run_at_once(cluster: Cluster, scri
 
 def test_two_runs_with_one_id(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
     first = cluster.host("a")
-    first.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"])
+    first.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "100000", "0.05"])
     wait_until(lambda: first.reached(3), timeout_s=60, what="step 3", host=first)
     second = cluster.host("same host, second run")
-    second.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "400", "0.05"], RESILIENT_HOST_ID="a")
+    second.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "100000", "0.05"], RESILIENT_HOST_ID="a")
     told = "has another launcher on a; this one is host a#1"
     wait_until(lambda: told in second.output, timeout_s=60, what=told, host=second)
     reached = max(step for _, step, _ in first.steps())
@@ -148,7 +148,7 @@ def test_an_edited_script_goes_on_once_nobody_runs_the_old_one(
     script.write_text(TRAIN + "print('edited', flush=True)\n")
     host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "4", "12", "0"])
     assert host.wait() == 0, host.output
-    assert started_at(host)[-1] >= 4
+    assert started_at(host)[-1] >= 5
     assert "edited" in host.output
 
 
@@ -186,7 +186,7 @@ def test_changed_shapes_are_refused_and_nothing_is_lost(cluster: Cluster, script
     assert len(started_at(host)) == 1
     host.launch(on_etcd(cluster, etcd_endpoint), [str(script), "64", "10", "0"])
     assert host.wait() == 0, host.output
-    assert started_at(host)[-1] >= 4
+    assert started_at(host)[-1] >= 5
 
 
 def test_another_world_size_is_refused(cluster: Cluster, script: Path, etcd_endpoint: str) -> None:
