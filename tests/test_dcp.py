@@ -130,3 +130,76 @@ def test_asynchronous_saves_survive_a_kill(cluster: Cluster) -> None:
     # What was loaded from memory is what was saved: the steps that both generations print are equal.
     assert all(len(found) == 1 for found in saved.values()), saved
     assert sum("sha256" in line for line in host.lines) > len(saved)
+
+
+GATHERING = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from resilient_run.ckpt.errors import StateError
+from resilient_run.ckpt.state.state import TrainingState
+
+dist.init_process_group("gloo")
+alone, _ = dist.new_subgroups(group_size=1)
+plain, sharded = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+fully_shard(sharded)
+
+
+class Own:
+    def __init__(self, state_dict):
+        self.state_dict = state_dict
+
+    def load_state_dict(self, state):
+        pass
+
+
+def of(model, **options):
+    return lambda: get_model_state_dict(model, options=StateDictOptions(**options))
+
+
+def caught():
+    try:
+        dist.barrier()
+    except StateError:
+        return {}
+
+
+def one():
+    dist.all_reduce(torch.ones(1), group=alone)
+    return {}
+
+
+for name, give in {
+    "full": of(sharded, full_state_dict=True),
+    "offloaded": of(sharded, full_state_dict=True, cpu_offload=True),
+    "rank0": of(plain, full_state_dict=True, cpu_offload=True),
+    "caught": caught,
+    "same": of(plain, full_state_dict=True),
+    "shards": of(sharded, cpu_offload=True),
+    "alone": one,
+}.items():
+    try:
+        TrainingState({name: Own(give)}, rng=False).flatten()
+        text = f"{name}: taken"
+    except StateError as error:
+        text = str(error)
+    os.write(1, f"{text}\\n".encode())
+os._exit(0)
+"""
+
+
+def test_a_state_dict_that_gathers_from_other_ranks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "gathering.py").write_text(GATHERING)
+    lines = run_trainers([str(tmp_path / "gathering.py")], 2).splitlines()
+    for name, said in {
+        "full": "its state_dict() talks to other ranks (_c10d_functional.all_gather_into_tensor.default)",
+        "offloaded": "its state_dict() talks to other ranks",
+        "rank0": "its state_dict() gives all to rank 0 and nothing to the others",
+        "caught": "its state_dict() talks to other ranks (c10d.barrier.default)",
+        "same": "taken",
+        "shards": "taken",
+        "alone": "taken",
+    }.items():
+        assert sum(line.startswith(f"{name}: {said}") for line in lines) == 2, lines

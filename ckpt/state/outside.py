@@ -1,12 +1,15 @@
-"""What a state depends on and no `state_dict()` says: compared at a restore, never set."""
+"""What a state depends on and no `state_dict()` says: compared at a restore, never set; and what none may be or do."""
 
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import SlotError
+from ..errors import SlotError, StateError
 from ..format.manifest import Node
 from .held import Optimizer, local, named_buffers, named_parameters
 from .memory import Extents, writable
@@ -15,6 +18,9 @@ from .tree import extent, is_strided, unflatten
 _CLASSES: Final = "classes"
 _FROZEN: Final = "frozen"
 _EVALUATING: Final = "evaluating"
+_COMMUNICATING: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
+_LOCAL: Final = ("wait_tensor", "_wrap_tensor_autograd")
+_DCP: Final = "torch.distributed.checkpoint.state_dict"
 
 
 def outside(
@@ -101,3 +107,86 @@ def read_only(modules: dict[str, torch.nn.Module]) -> str | None:
     places = Extents(writable())
     key = next((key for key, place in extents.items() if place[0] < place[1] and not places.covers(place)), None)
     return key and f"{key} lies in memory that cannot be written, as of a file mapped for reading, {remedy}"
+
+
+def has_others() -> bool:
+    """Tell whether there are other ranks that this process could talk to by now."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which an object's `state_dict()` is refused before its first message to other ranks.
+
+    Where they capture other steps than this one, such a message would be taken for one of training: both wait for ever,
+    or go on with what was not meant for them.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Watch the object that is registered as `name`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+        self._refusal: StateError | None = None
+        self._is_of_rank_0 = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let `func` run, unless it is a message."""
+        kwargs = kwargs or {}
+        self._is_of_rank_0 = self._is_of_rank_0 or _dcp_gives_all_to_rank_0()
+        if _is_message(func) and _ranks((*args, *kwargs.values())) > 1:
+            self._refusal = StateError(
+                f"{self._name}: its state_dict() talks to other ranks ({func}), which need not ask for theirs at the "
+                "same step: both would wait for ever, or take it for a message of training. Let it return what this "
+                "rank has, without gathering it: with torch.distributed.checkpoint leave out full_state_dict"
+            )
+            raise self._refusal
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # so that a DTensor shows what it sends
+        return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Check the object once it has returned its state.
+
+        Raises:
+            StateError: It caught the refusal, or has its state on rank 0 alone.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self._is_of_rank_0:
+            raise StateError(
+                f"{self._name}: its state_dict() gives all to rank 0 and nothing to the others, as "
+                "torch.distributed.checkpoint does with full_state_dict and cpu_offload: a restore would hang, or "
+                "leave the others as they are, wherever not all of it is broadcast. Let it return what this rank has: "
+                "leave out full_state_dict"
+            )
+
+
+def _is_message(func: Any) -> bool:
+    return getattr(func, "namespace", None) in _COMMUNICATING and not func._schema.name.endswith(_LOCAL)
+
+
+def _ranks(arguments: tuple[Any, ...]) -> int:
+    """Return the size of the process group that an operation was given, of all if it is not to be told."""
+    for each in arguments:
+        if isinstance(each, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(each).size())
+            except RuntimeError:  # another object, such as the kind of a reduction
+                continue
+        if isinstance(each, str):
+            try:
+                return int(dist.distributed_c10d._resolve_process_group(each).size())  # type: ignore[arg-type, attr-defined]
+            except (RuntimeError, ValueError):
+                continue
+    return dist.get_world_size()
+
+
+def _dcp_gives_all_to_rank_0() -> bool:
+    """Tell whether this is called by a function of DCP that is to do so."""
+    frame = sys._getframe() if _DCP in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _DCP and (info := frame.f_locals.get("info")) is not None:
+            return bool(info.full_state_dict and info.cpu_offload)
+        frame = frame.f_back
+    return False

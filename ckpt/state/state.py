@@ -14,9 +14,11 @@ from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .fits import Layout, difference, layout
 from .held import ParameterOrder, held_optimizers, local, mistaken_key, parameters, state_of
-from .outside import ambiguous, outside, read_only
+from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
+
+_WATCHED: Final = 4
 
 
 @runtime_checkable
@@ -164,8 +166,10 @@ class TrainingState:
         others than without a checkpoint.
         """
         fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
+        is_watched = self._watched < _WATCHED and has_others()
+        self._watched += is_watched
         try:
-            return {name: item.state_dict() for name, item in self.objects.items()}
+            return {name: _state_of(name, item, is_watched) for name, item in self.objects.items()}
         finally:
             for optimizer in fresh:
                 if isinstance(made := state_of(optimizer), dict):
@@ -233,6 +237,7 @@ class TrainingState:
         self.order = ParameterOrder()
         self.unsaved = Unsaved()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
+        self._watched = 0  # a few times, as it takes its time: optimizers have their states by then
 
     def _check_modules(self) -> None:
         if text := ambiguous(self.modules) or read_only(self.modules):
@@ -285,6 +290,15 @@ class TrainingState:
                 f"{' and '.join(paths[:3])} share a part of their memory, {problem}, which a checkpoint does not bring "
                 "back: let state_dict() return copies, or only one of them"
             )
+
+
+def _state_of(name: str, item: Any, is_watched: bool) -> Any:
+    if not is_watched:
+        return item.state_dict()
+    with Watch(name) as watch:
+        state = item.state_dict()
+    watch.check()
+    return state
 
 
 def _differing(item: Any) -> Iterable[Any]:
