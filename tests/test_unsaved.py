@@ -113,6 +113,23 @@ def test_a_parameter_that_a_module_leaves_out_has_to_be_what_it_was() -> None:
         saved.load(model=Adapted(2.0))
 
 
+def test_a_parameter_that_nothing_trains_and_a_module_leaves_out_is_told_when_it_changes(daemon: SoloDaemon) -> None:
+    """As the base of adapters that nobody froze, until an optimizer that nobody registered writes it."""
+    model = Adapted(1.0)
+    model.base.requires_grad_(True)
+    optimizer = torch.optim.SGD([model.adapter], lr=0.1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ckpt.step()
+            ckpt.step()
+        with torch.no_grad():
+            model.base.add_(1)
+        with pytest.warns(RuntimeWarning, match=r"model\.base is trained, and no registered object's state has it"):
+            ckpt.step()
+        assert is_committed(ckpt)
+
+
 @pytest.mark.parametrize("write", [torch.Tensor.neg_, lambda tensor: setattr(tensor, "data", tensor.data + 1)])
 def test_a_buffer_that_changes_and_is_left_out_is_told(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], Any]
@@ -417,8 +434,10 @@ class Counting(torch.optim.Adam):
             state["count"] = state.get("count", 0) + 1
 
 
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("offload", [False, True])
-def test_plain_numbers_that_dcp_has_under_the_names_of_parameters_are_not_told(offload: bool) -> None:
+def test_plain_numbers_under_the_names_of_parameters_are_not_told(offload: bool, grouped: bool) -> None:
+    """As DCP has them, or as libraries of their own do, whose groups have no names."""
     options = StateDictOptions(cpu_offload=offload)
 
     class Named(Holder):
@@ -441,9 +460,14 @@ def test_plain_numbers_that_dcp_has_under_the_names_of_parameters_are_not_told(o
                     name: {key: value for key, value in state.items() if key != "count"}
                     for name, state in given["state"].items()
                 }
+            if not grouped:
+                given["param_groups"] = [{**group, "params": [0, 1]} for group in given["param_groups"]]
             return given
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            names = [name for name, _ in self.model.named_parameters()]
+            groups = [{**group, "params": names} for group in state_dict["param_groups"]]
+            state_dict = {**state_dict, "param_groups": groups}
             set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=options)
 
     before, after = Named(1).train(3), Named(2)

@@ -9,7 +9,17 @@ import torch
 
 from ..errors import SlotError
 from ..format.manifest import Node
-from .held import Optimizer, ParameterOrder, equal_leaves, has_hooks, local, named_buffers, named_parameters, state_of
+from .held import (
+    Optimizer,
+    ParameterOrder,
+    equal_leaves,
+    has_hooks,
+    local,
+    named_buffers,
+    named_parameters,
+    parameters,
+    state_of,
+)
 from .shown import NOTHING, FlatTensors, digest_of, form_of, is_shown, left_out, live_parts, places_of
 from .tree import Flattener, is_strided, unflatten
 
@@ -92,7 +102,8 @@ class Unsaved:
                 self.digests[kind] = digests
         if places:
             self.digests[_PLACES] = places
-        dropped = [path for kind, path, tensor in hidden if kind == _CHANGED or tensor.requires_grad]
+        updated = {id(tensor) for several in held.values() for each in several for tensor in parameters(each)}
+        dropped = [path for kind, path, tensor in hidden if kind == _CHANGED or id(tensor) in updated]
         dropped += filter(None, [order.unkept])
         dropped += [path for path in self.digests.get(_PARAMETERS, {}) if self._changes(_PARAMETERS, path, before)]
         dropped += self._lost(missing.keys() & self.digests.get(_OPTIMIZERS, {}).keys(), missing, flat)
