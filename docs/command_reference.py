@@ -25,8 +25,8 @@ Every command and option, as `--help` has them. A variable stands for its option
 ## Completion
 
 `resilient-run` prints the script with which a shell completes its options and torchrun's. It needs
-[shtab](https://tqdm.github.io/shtab), as torchrun's `--print-completion` does. To install it:
-`pip install 'resilient-run[completion]'`.
+[shtab](https://tqdm.github.io/shtab), as torchrun's `--print-completion` does. To install it, in a clone of the
+repository: `pip install '.[completion]'`.
 
 ```sh
 mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions ~/.zfunc
