@@ -136,7 +136,6 @@ BENCHMARKS: Final = (
             "benchmarks/recovery_worker.py",
         ),
         results=(
-            Result(name="framework-start", minutes=15, needs=("lightning", "transformers")),
             Result(
                 name="framework-start-peers",
                 arguments=f"--peer nvidia_resiliency_ext={NVRX}",
@@ -394,7 +393,7 @@ BENCHMARKS: Final = (
                 name="spardl-teams",
                 arguments="--hosts 14 6 --models lstm-imdb vgg16 --rounds 5",
                 minutes=11,
-                figures=("SparDL 5", "SparDL 6", "SparDL 7", "SparDL Table 3"),
+                figures=("SparDL 5", "SparDL 7"),
             ),
             Result(
                 name="spardl-4",
