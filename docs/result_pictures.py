@@ -137,16 +137,19 @@ def recovery() -> str:
 
 def starts() -> str:
     """Return the plot of first steps after the command and after a kill, for three kinds of scripts."""
-    results = _load("framework-start")
+    results = _load("framework-start-peers")
+    contenders = ("resilient-run", "torchrun", "nvidia_resiliency_ext")
     moments = {"command": "from the command", "killed early": "killed early", "killed late": "killed late"}
     scripts = {"plain": "plain torch", "transformers": "transformers", "lightning": "Lightning"}
     return bars(
         "Seconds until the next step is completed, by script",
-        "One worker; torchrun with a checkpoint of every step in tmpfs, resilient-run with --rr-preload learn.",
+        "One worker; resilient-run with --rr-preload learn, the others with a checkpoint of every step in tmpfs.",
         [
             Group(
                 title=f"{shown}, {when}",
-                bars=[Bar.of(who, results[f"{script} / {moment} / {who}"]) for who in ("resilient-run", "torchrun")],
+                bars=[
+                    Bar.of(who, results[of]) for who in contenders if (of := f"{script} / {moment} / {who}") in results
+                ],
             )
             for script, shown in scripts.items()
             for moment, when in moments.items()
@@ -209,18 +212,13 @@ def zen() -> str:
 
 def spardl() -> str:
     """Return the plot of how near SparDL and its rivals come to the time that their bytes need at least."""
-    measured = _load("spardl")["measured"]
+    measured = [row for row in _load("spardl")["measured"] if "refused" not in row]
     groups = []
     for numel in sorted({row["numel"] for row in measured}):
         for ranks in (4, 14):
             rows = [row for row in measured if (row["ranks"], row["numel"]) == (ranks, numel)]
             best = sorted(rows, key=lambda row: float(row["over_limit"]))
-            shown = [
-                Bar(
-                    name=_NAMES.get(row["scheme"], row["scheme"]), median=row["over_limit"], color=_color(row["scheme"])
-                )
-                for row in best
-            ]
+            shown = [Bar.of(row["scheme"], row["messages_s"], scale=1 / row["limit_s"]) for row in best]
             groups.append(Group(title=f"{numel / 1e6:.1f} million elements, {ranks} hosts", bars=shown))
     return bars(
         "Sum of the greatest 1 % of a gradient: times the least possible time",
