@@ -334,3 +334,17 @@ def test_dgc_remembers_nothing_of_a_step_that_overflowed_on_one_rank(scheme: str
         return all(map(torch.equal, dgc.memory.state_dict()["kept"]["weight"], before))
 
     assert run_ranks(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize("density", [0, 0.001])
+def test_a_pass_that_warms_up_does_not_make_zen_take_a_gradient_for_sparse(density: float) -> None:
+    """As the pass that settles DDP's buckets: where it has one word, recurrent weights have no gradient at all."""
+    warm, real = gradients(2, (256, 64), density=density), gradients(2, (256, 64), density=1)
+
+    def work(transport: Transport) -> str:
+        scheme = Zen(transport)
+        for given in (warm, real):
+            torch.testing.assert_close(scheme.reduce("weight", given[transport.rank].clone()), in_order(given))
+        return scheme.plans["weight"].route
+
+    assert run_ranks(2, work) == ["dense", "dense"]

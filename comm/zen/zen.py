@@ -156,11 +156,11 @@ class Zen(Scheme):
         counts = self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
         # A step that was summed dense has no rounds; neither has the profile then.
         both = zip(seen.counts, counts, strict=False)
-        seen.counts = [before + now for before, now in both] if seen.counts else counts
+        # The most, not the mean: a pass without data, to warm up, shows gradients that are all but empty.
+        seen.counts = [max(pair) for pair in both] if seen.counts else counts
         seen.steps += 1
         if seen.steps >= self._profile_steps:
-            means = [-(-count // seen.steps) for count in seen.counts]
-            by_width = [means[index :: len(widths)] for index in range(len(widths))]
+            by_width = [seen.counts[index :: len(widths)] for index in range(len(widths))]
             profile = [
                 Rows(width=width, own=own_rows, sent=tuple(rounds), summed=summed)
                 for width, (own_rows, summed, *rounds) in zip(widths, by_width, strict=True)
