@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .capture.capture import Capturer
 from .capture.injected import Injected
@@ -36,9 +37,9 @@ _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
 
 _open: dict[int, "Checkpointer"] = {}
+"""The one that is open in the process with a pid; a fork has its parent's, which says nothing."""
 _begun: set[TrainerEnv | None] = set()
 """Ranks, in a generation of a run, of which this process has closed a Checkpointer that was at work."""
-"""The one that is open in the process with a pid; a fork has its parent's, which says nothing."""
 
 
 class Checkpointer:
@@ -89,6 +90,7 @@ class Checkpointer:
         self._exchange: Exchange | None = None
         self._pace: TrainerPace | None = None
         self._pulse: Pulse | None = None
+        self._hooks: tuple[RemovableHandle, ...] = ()
         self._topology = 0
         self._injected = Injected()
         if self._env is None:

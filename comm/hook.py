@@ -155,7 +155,7 @@ def _ranks_per_host(world: Transport) -> int:
     All ranks return the same, whatever their environments are.
     """
     own = torch.tensor([_from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")], device=world.device)
-    messages = world.all_gather(to_bytes(own), sizes_bytes=[own.nbytes] * world.size)
+    messages = world.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * world.size)
     told: list[list[int]] = torch.stack([from_bytes(message, (own.dtype, 2))[0] for message in messages]).tolist()
     size = told[0][0]
     alike = told == [[size, rank % size] for rank in range(world.size)] if size > 0 else False

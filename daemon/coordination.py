@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import DaemonError
@@ -81,7 +80,7 @@ class Coordinator:
         on_round: Callable[[Round], Awaitable[None]],
         persister: Persister | None,
         supervisor: Supervisor,
-        companions: Mapping[str, Callable[[Etcd], Coroutine[Any, Any, None]]] = MappingProxyType({}),
+        companions: Mapping[str, Callable[[Etcd], Coroutine[Any, Any, None]]],
     ) -> None:
         self.discard = False
         self._run_id = run_id

@@ -113,7 +113,7 @@ class DaemonLink:
             remedy = f"see {self._settings.log_path}"
             if self._settings.is_service:
                 remedy = (
-                    "it is a service: start it (systemctl start resilientd), or choose a daemon of your own with "
+                    "it is a service: start it (systemctl start resilientd@USER), or choose a daemon of your own with "
                     "--rr-run-dir"
                 )
             trouble = f" ({self._trouble})" if self._trouble else ""

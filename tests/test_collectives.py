@@ -8,12 +8,12 @@ from ranks import run_ranks
 from torch import Tensor
 
 from resilient_run.comm.net.collectives import (
-    all_gather,
-    all_gather_dense,
     broadcast_from,
+    gather_shares,
     gather_to,
     reduce_scatter,
     reduce_to,
+    relay_gather,
 )
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
@@ -38,9 +38,9 @@ def test_messages_of_any_size_reach_all_or_the_root(size: int) -> None:
 
     def work(transport: Transport) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None, int]:
         mine = torch.full((7 * transport.rank,), transport.rank, dtype=torch.uint8)
-        announced = all_gather(transport, mine)
+        announced = relay_gather(transport, mine)
         header_bytes = transport.traffic.header_bytes
-        known = all_gather(transport, mine, sizes_bytes=[7 * rank for rank in range(size)])
+        known = relay_gather(transport, mine, sizes_bytes=[7 * rank for rank in range(size)])
         return announced, known, gather_to(root, mine, transport), header_bytes
 
     for rank, (announced, known, gathered, header_bytes) in enumerate(run_ranks(size, work)):
@@ -75,7 +75,7 @@ def test_sums_and_broadcasts_by_a_tree_and_along_a_chain(size: int, numel: int) 
 def test_shares_of_the_sum_are_gathered_again(size: int, dtype: torch.dtype) -> None:
     def work(transport: Transport) -> tuple[Tensor, Tensor]:
         share = reduce_scatter(transport, torch.arange(3 * size, dtype=dtype))
-        return share.clone(), all_gather_dense(transport, share)
+        return share.clone(), gather_shares(transport, share)
 
     for rank, (share, whole) in enumerate(run_ranks(size, work)):
         assert torch.equal(whole, size * torch.arange(3 * size, dtype=dtype))
@@ -87,7 +87,7 @@ def test_a_sum_in_two_steps_sends_what_the_all_reduce_does(size: int) -> None:
     def work(transport: Transport) -> tuple[int, int]:
         Dense(transport).reduce("w", torch.ones(3 * size))
         once = transport.traffic.sent_bytes
-        all_gather_dense(transport, reduce_scatter(transport, torch.ones(3 * size)))
+        gather_shares(transport, reduce_scatter(transport, torch.ones(3 * size)))
         return once, transport.traffic.sent_bytes - once
 
     assert run_ranks(size, work) == [(2 * (size - 1) * 12,) * 2] * size
@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_rounds(routine: Routine, size: int) -> None:
             case Routine.REDUCE_SCATTER:
                 reduce_scatter(transport, torch.ones(numel))
             case _:
-                all_gather_dense(transport, torch.ones(numel // size))
+                gather_shares(transport, torch.ones(numel // size))
         return transport.traffic
 
     cut = segments(routine, size, held_bytes)

@@ -168,7 +168,7 @@ def test_bytes_that_are_no_pieces_are_refused() -> None:
 
     def work(fabric: Fabric) -> str:
         if fabric.flat.rank == 0:
-            fabric.flat.all_gather(torch.arange(50, dtype=torch.uint8))
+            fabric.flat.send_to_all(torch.arange(50, dtype=torch.uint8))
             return ""
         scheme = OptionScheme(fabric, ErrorFeedback(named("dgc")), options_of({"w": "compressed"}))
         with pytest.raises(MessageError) as error:

@@ -11,7 +11,7 @@ from cluster import Cluster, kill, recovered, wait_until
 from hosts import Client
 from patient import patient_of
 
-from resilient_run.daemon.ctl.cli import _status_text
+from resilient_run.daemon.ctl.status import _status_text
 
 pytestmark = pytest.mark.jobs
 

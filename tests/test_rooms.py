@@ -198,15 +198,6 @@ def test_files_stay_short() -> None:
     assert {module: lines for module, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
-def test_no_two_public_classes_share_a_name() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
-    for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(module)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
 def test_every_room_says_what_is_in_it() -> None:
     silent = [module for module, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent

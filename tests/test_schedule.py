@@ -183,7 +183,10 @@ def test_counting_takes_no_longer_for_more_bytes() -> None:
 def as_printed(
     *lengths_s: float, size: int, copies: int = 1, buffer: int = 20, mu: float = 1.0, rounds: int = 9999
 ) -> list[tuple[int, float]]:
-    """Return span and size of each part by Algorithm 6.2 as printed; TimeoutError after `rounds` rounds."""
+    """Return span and size of each part by Algorithm 6.2 as printed; TimeoutError after `rounds` rounds.
+
+    But for the bound of the counter: `copies` copies are sent, not one more.
+    """
     parts: list[tuple[int, float]] = []
     remain_size, copy = float(size), 0
     for index, length_s in enumerate(lengths_s):

@@ -51,7 +51,7 @@ def test_all_gather_and_swap() -> None:
     def work(transport: Transport) -> tuple[list[Tensor], Tensor]:
         mine = torch.arange(transport.rank, dtype=torch.uint8)
         after, before = (transport.rank + 1) % 3, (transport.rank - 1) % 3
-        return transport.all_gather(mine), transport.swap(mine, to=after, source=before)
+        return transport.send_to_all(mine), transport.swap(mine, to=after, source=before)
 
     for rank, (gathered, swapped) in enumerate(run_ranks(3, work)):
         assert [found.tolist() for found in gathered] == [[], [0], [0, 1]]

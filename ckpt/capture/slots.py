@@ -196,12 +196,9 @@ class TwoSlots:
 
 
 def _held(slot: Slot, env: TrainerEnv) -> Pair | None:
-    try:
-        header = slot.header()
-    except SlotError:
-        return None
-    ours = (header.run_id, header.rank) == (env.run_id, env.rank)
-    return header.pair if ours else None
+    header = slot.header_or_none()
+    ours = header is not None and (header.run_id, header.rank) == (env.run_id, env.rank)
+    return header.pair if header is not None and ours else None
 
 
 def _identity(file: str | int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Which checkpoint bytes travel in which idle span of the training network (Gemini, Algorithm 6.2).
 
-As printed the algorithm has three slips, which are put right here: what remains of a span shrinks by the time of the
+As printed the algorithm has four slips, which are put right here: what remains of a span shrinks by the time of the
 chunk just placed, not by that of what is left to place; a size below one byte ends the span (else the loop does not
-end); and the startup time is paid once per chunk.
+end); the startup time is paid once per chunk; and the bound of the counter would send m copies where m - 1 are meant.
 """
 
 import math

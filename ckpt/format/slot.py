@@ -223,6 +223,13 @@ class Slot:
         """
         return parse_header(self.buffer[:HEADER_BYTES], self.capacity_bytes)
 
+    def header_or_none(self) -> SlotHeader | None:
+        """Return what `header` does, None where it raises."""
+        try:
+            return self.header()
+        except SlotError:
+            return None
+
     def begin(self) -> None:
         """Mark the slot WRITING: from here until `publish` or `adopt` no reader accepts it."""
         self._set_state("WRITING")

@@ -369,9 +369,14 @@ def _keeps(item: Any) -> bool:
     if isinstance(item, Optimizer):
         return True
     try:
-        return any("param_groups" in str(key).split(".") for key, _ in dict_items(item.state_dict()))
+        return has_groups(item.state_dict())
     except Exception:  # noqa: BLE001 - an object of the script; what it raises, its capture raises too
         return True
+
+
+def has_groups(state: Any) -> bool:
+    """Tell whether a state has the key "param_groups" somewhere, as a part of a dotted name too."""
+    return any("param_groups" in str(key).split(".") for key, _ in dict_items(state))
 
 
 def dict_items(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .held import Optimizer, dict_items, has_hooks, in_memory, local, parameters, state_of
+from .held import Optimizer, dict_items, has_groups, has_hooks, in_memory, local, parameters, state_of
 from .tree import Flattener, bytes_of, extent, is_strided
 
 NOTHING: Final = object()
@@ -61,7 +61,7 @@ def left_out(
         skipped = plain if name in registered else inside
         due = [(place, optimizer) for place, optimizer in enumerate(several) if id(optimizer) not in skipped]
         given = list(_optimizer_states(states[name])) if due else []
-        keeps = given or name in registered or _keeps(states[name])
+        keeps = given or name in registered or has_groups(states[name])
         if not due or not (keeps or _shows_any(states[name], [optimizer for _, optimizer in due])):
             continue
         parts = {place: list(_parts(optimizer)) for place, optimizer in due}
@@ -170,10 +170,6 @@ def _has_names(state: Mapping[str, Any]) -> bool:
         if key == "params" and isinstance(names, list)
         for name in names[:1]
     )
-
-
-def _keeps(state: Any) -> bool:
-    return any("param_groups" in str(key).split(".") for key, _ in dict_items(state))
 
 
 def _parts(optimizer: Optimizer) -> Iterator[tuple[_Way, Any]]:

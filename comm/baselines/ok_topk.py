@@ -108,7 +108,7 @@ class OkTopk(SparseScheme):
         total = estimate.total
         if total is None or estimate.step % _THRESHOLD_PERIOD == 0:
             candidates = magnitudes[top_k(magnitudes, kept)].to(torch.float32)
-            messages = bruck.all_gather(self.transport, range(self.transport.size), candidates.view(torch.uint8))
+            messages = bruck.bruck_gather(self.transport, range(self.transport.size), candidates.view(torch.uint8))
             every = torch.cat([message.clone().view(torch.float32) for message in messages])
             total = float(every[top_k(every, kept)].min())
         return replace(estimate, total=total), (~(magnitudes < total)).nonzero().view(-1)
@@ -118,13 +118,13 @@ class OkTopk(SparseScheme):
         ranks, rank = self.transport.size, self.transport.rank
         count = torch.tensor([mine.count], device=mine.indices.device).view(torch.uint8)
         sizes = [count.numel()] * ranks
-        every = bruck.all_gather(self.transport, range(ranks), count, sizes_bytes=sizes)
+        every = bruck.bruck_gather(self.transport, range(ranks), count, sizes_bytes=sizes)
         counts: list[int] = torch.cat(every).view(torch.int64).tolist()
         if max(counts) * ranks > _UNBALANCED * sum(counts):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
             mine = _moved(self.transport, mine, list(accumulate(counts)), ends, dtype)
             counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        messages = bruck.all_gather(
+        messages = bruck.bruck_gather(
             self.transport,
             range(ranks),
             mine.to_message(),

@@ -22,7 +22,7 @@ class TopkA(SparseScheme):
         mine = take(accumulated, top_k(accumulated, kept), dtype)
         ranks = range(self.transport.size)
         sizes = [size_bytes(kept, dtype)] * len(ranks)
-        messages = bruck.all_gather(self.transport, ranks, mine.to_message(), sizes_bytes=sizes)
+        messages = bruck.bruck_gather(self.transport, ranks, mine.to_message(), sizes_bytes=sizes)
         sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
         lists = [Entries.from_message(message, dtype) for message in messages]
         add_to(sums, *lists)

@@ -53,7 +53,7 @@ class TopkDSA(SparseScheme):
             message = Entries(indices=(places + start).to(torch.int32), values=own[places]).to_message()
         else:
             message = own.view(torch.uint8)
-        for block, received in enumerate(bruck.all_gather(self.transport, range(blocks.count), message)):
+        for block, received in enumerate(bruck.bruck_gather(self.transport, range(blocks.count), message)):
             start, end = blocks.span(block)
             if received.numel() == (end - start) * total.itemsize:
                 total[start:end].view(torch.uint8).copy_(received)

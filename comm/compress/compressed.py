@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..net.collectives import all_gather
+from ..net.collectives import relay_gather
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 from .feedback import Memory
@@ -43,7 +43,7 @@ class Compressed(Scheme):
             sizes_bytes = [message.numel()] * self.transport.size if alike else None
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
-            messages = all_gather(self.transport, message, sizes_bytes=sizes_bytes)
+            messages = relay_gather(self.transport, message, sizes_bytes=sizes_bytes)
             compressor.add_all((received, total, seed) for received in messages)
         self.memory.settle([key], total)
         total = total.view(gradient.shape)

@@ -1,5 +1,8 @@
 """The compressors: by magnitude, at random, by sign, in half precision, and in 8 bits."""
 
+from collections.abc import Callable
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -157,7 +160,20 @@ class Half(Compressor):
         return self.dtype
 
 
-NAMES = ("topk", "dgc", "randomk", "efsignsgd", "onebit", "fp16", "bf16", "int8", "fp8")
+_FACTORIES: Final[dict[str, Callable[[float], Compressor]]] = {
+    "topk": TopK,
+    "dgc": SampledTopK,
+    "randomk": RandomK,
+    "efsignsgd": lambda density: EFSignSGD(),
+    "onebit": lambda density: OneBit(),
+    "fp16": lambda density: Half(torch.float16),
+    "bf16": lambda density: Half(torch.bfloat16),
+    "int8": lambda density: EightBits("int8"),
+    "fp8": lambda density: EightBits("fp8"),
+}
+"""Name → what makes the compressor, given the density."""
+
+NAMES: Final = tuple(_FACTORIES)
 
 
 def named(name: str, *, density: float = 0.01) -> Compressor:
@@ -166,21 +182,6 @@ def named(name: str, *, density: float = 0.01) -> Compressor:
     Raises:
         CommError: There is no such compressor, or the density is not in (0, 1].
     """
-    match name:
-        case "topk":
-            return TopK(density)
-        case "dgc":
-            return SampledTopK(density)
-        case "randomk":
-            return RandomK(density)
-        case "efsignsgd":
-            return EFSignSGD()
-        case "onebit":
-            return OneBit()
-        case "fp16":
-            return Half(torch.float16)
-        case "bf16":
-            return Half(torch.bfloat16)
-        case "int8" | "fp8":
-            return EightBits(name)
-    raise CommError(f"there is no compressor {name!r}; take one of {', '.join(NAMES)}")
+    if name not in _FACTORIES:
+        raise CommError(f"there is no compressor {name!r}; take one of {', '.join(NAMES)}")
+    return _FACTORIES[name](density)

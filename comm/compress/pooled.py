@@ -52,7 +52,7 @@ class PooledTopK(SampledTopK):
         samples = sample(dense, k, seed=seed)
         # The seed is that of the parameter and step.
         own = torch.tensor([dense.numel(), k, seed, samples.itemsize], device=samples.device)
-        messages = self.pool.all_gather(to_bytes(own, samples))
+        messages = self.pool.send_to_all(to_bytes(own, samples))
         numel = wanted = 0
         pooled, weights = [], []
         heads = [from_bytes(message[: own.nbytes], (own.dtype, own.numel()))[0] for message in messages]

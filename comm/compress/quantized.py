@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.collectives import all_gather
+from ..net.collectives import relay_gather
 from ..net.scheme import Scheme
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.quantize import BLOCK, DTYPES, Format, dequantize, quantize, scale_count
@@ -120,7 +120,7 @@ class TwoStep(Scheme):
         for received in shares:  # in the order of ranks
             share += self._compressor.decompress(received, share.numel(), dtype, seed=seed)
         message, seed = self._sums.compress(key, share, dtype=dtype)
-        sums = all_gather(self.transport, message, sizes_bytes=sizes_bytes)
+        sums = relay_gather(self.transport, message, sizes_bytes=sizes_bytes)
         total = torch.cat(
             [
                 self._compressor.decompress(received, count, dtype, seed=seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compress.compressor import Compressor
 from ..compress.feedback import ErrorFeedback
-from ..net.collectives import all_gather_dense, broadcast_from, reduce_scatter, reduce_to
+from ..net.collectives import broadcast_from, gather_shares, reduce_scatter, reduce_to
 from ..net.transport import Transport, to_bytes
 from ..plan.tree import Routine
 from ..runtime.pieces import Message, Pieces, gather_all, gather_pieces_to, pack, scatter_all, unpack
@@ -22,7 +22,7 @@ _GREATEST_BATCH = 200
 _DENSE: Mapping[Routine, Callable[[Transport, Tensor], object]] = {
     Routine.ALL_REDUCE: lambda transport, dense: transport.all_reduce(dense),
     Routine.REDUCE_SCATTER: lambda transport, dense: reduce_scatter(transport, dense),
-    Routine.ALL_GATHER: lambda transport, dense: all_gather_dense(transport, dense),
+    Routine.ALL_GATHER: lambda transport, dense: gather_shares(transport, dense),
     Routine.REDUCE: lambda transport, dense: reduce_to(0, dense, transport),
     Routine.BROADCAST: lambda transport, dense: broadcast_from(
         0, None if transport.rank else to_bytes(dense), transport, size_bytes=dense.nbytes
@@ -198,5 +198,5 @@ def _settle(device: torch.device) -> None:
 
 def _gather(transport: Transport, seconds: float) -> list[float]:
     own = torch.tensor([seconds], dtype=torch.float64, device=transport.device).view(torch.uint8)
-    gathered = transport.all_gather(own, sizes_bytes=[own.numel()] * transport.size)
+    gathered = transport.send_to_all(own, sizes_bytes=[own.numel()] * transport.size)
     return [float(message.view(torch.float64)[0]) for message in gathered]

@@ -215,6 +215,6 @@ def _greatest(transport: RecordingTransport, numbers: list[float]) -> list[float
     with transport.paused():
         own = torch.tensor(numbers, dtype=torch.float64, device=transport.device)
         sizes = [own.nbytes] * transport.size
-        gathered = transport.all_gather(own.view(torch.uint8), sizes_bytes=sizes)
+        gathered = transport.send_to_all(own.view(torch.uint8), sizes_bytes=sizes)
     transport.traffic = traffic
     return torch.stack([message.view(torch.float64) for message in gathered]).amax(0).tolist()

@@ -14,10 +14,10 @@ from ..plan.tree import Routine
 from .transport import Transport, Turn, from_bytes, to_bytes
 
 
-def all_gather(transport: Transport, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
+def relay_gather(transport: Transport, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
     """Return the messages of all ranks, in their order; own by reference.
 
-    Other than with `Transport.all_gather`, ranks pass on what others sent: less leaves a host that has several.
+    Other than with `Transport.send_to_all`, ranks pass on what others sent: less leaves a host that has several.
 
     Args:
         transport: The ranks.
@@ -33,7 +33,7 @@ def all_gather(transport: Transport, message: Tensor, *, sizes_bytes: Sequence[i
     return held
 
 
-def all_gather_dense(transport: Transport, share: Tensor) -> Tensor:
+def gather_shares(transport: Transport, share: Tensor) -> Tensor:
     """Return the 1-D shares of all ranks, all of one length, one after the other."""
     if _is_left_to_library(transport):
         return transport.all_gather_dense(share)
@@ -86,7 +86,7 @@ def gather_to(
         root: Who gets them.
         message: This rank's.
         transport: The ranks.
-        sizes_bytes: As of `all_gather`.
+        sizes_bytes: As of `relay_gather`.
     """
     own = turns(Routine.GATHER, transport.size, (transport.rank - root) % transport.size)
     outgoing = {} if transport.rank == root else {root: message}

@@ -188,7 +188,7 @@ class Transport:
         received[self.rank] = messages[self.rank]
         return [received[rank] for rank in range(self.size)]
 
-    def all_gather(self, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
+    def send_to_all(self, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `message` to all and return what each rank sent, in the order of ranks; own by reference."""
         return self.all_to_all([message] * self.size, sizes_bytes=sizes_bytes)
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from .collectives import all_gather_dense, reduce_scatter
+from .collectives import gather_shares, reduce_scatter
 from .scheme import Scheme
 from .transport import Transport
 
@@ -39,7 +39,7 @@ class TwoLevel(Scheme):
         padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
         share = reduce_scatter(self.within, padded.reshape(-1))
         share = self.between.reduce(key, share.view(-1, rows.shape[1]))
-        whole = all_gather_dense(self.within, share.reshape(-1))[: dense.numel()].view(dense.shape)
+        whole = gather_shares(self.within, share.reshape(-1))[: dense.numel()].view(dense.shape)
         return whole.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else whole
 
     def fuses(self, key: str) -> bool:

@@ -84,7 +84,7 @@ def check_pool(pool: Transport | None, sizes: Mapping[str, int], least_elements:
     if pool is None:
         return
     own = torch.frombuffer(bytearray(json.dumps(sizes).encode()), dtype=torch.uint8)
-    parts = [json.loads(bytes(each.cpu().numpy())) for each in pool.all_gather(own.to(pool.device))]
+    parts = [json.loads(bytes(each.cpu().numpy())) for each in pool.send_to_all(own.to(pool.device))]
     for name in {name: None for part in parts for name in part}:
         found = [part.get(name, 0) for part in parts]
         if min(found) < least_elements <= max(found):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..compress.feedback import Memory
 from ..errors import CommError
-from ..net.collectives import all_gather_dense, broadcast_from, reduce_scatter, reduce_to
+from ..net.collectives import broadcast_from, gather_shares, reduce_scatter, reduce_to
 from ..net.fabric import Fabric
 from ..net.scheme import Reduction, Scheme, Whole
 from ..net.transport import Transport, from_bytes, to_bytes
@@ -245,7 +245,7 @@ class _Run(Reduction):
             case Routine.REDUCE_SCATTER:
                 return reduce_scatter(transport, dense)
             case Routine.ALL_GATHER:
-                return all_gather_dense(transport, dense)
+                return gather_shares(transport, dense)
             case Routine.REDUCE:
                 return reduce_to(self._root(step.phase), dense, transport)
         raise AssertionError(f"{step} is no collective of dense tensors")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MessageError
-from ..net.collectives import all_gather, gather_to
+from ..net.collectives import gather_to, relay_gather
 from ..net.transport import Transport, to_bytes
 
 _NUMBER_BYTES = torch.int64.itemsize
@@ -119,7 +119,7 @@ def gather_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Piece
         alike: The messages of all ranks have the same sizes, so that nobody needs to announce them.
     """
     (packed,) = pack([held])
-    return unpack(all_gather(transport, packed, sizes_bytes=_sizes(packed, transport, alike)))
+    return unpack(relay_gather(transport, packed, sizes_bytes=_sizes(packed, transport, alike)))
 
 
 def scatter_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:

@@ -9,7 +9,7 @@ from ..errors import MessageError
 from ..net.transport import Transport, to_bytes
 
 
-def all_gather(
+def bruck_gather(
     transport: Transport, members: Sequence[int], message: Tensor, *, sizes_bytes: Sequence[int] | None = None
 ) -> list[Tensor]:
     """Return the messages of all `members`, in their order; each rank receives every other's once.

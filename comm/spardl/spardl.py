@@ -178,7 +178,7 @@ class SparDL(SparseScheme):
         """Raise CommError on all ranks unless their messages fit: of one way, and of one length between peers."""
         gathers = get_args(Gather)
         own = torch.tensor([sent, kept, way.teams, gathers.index(way.gather)], device=self.transport.device)
-        messages = self.transport.all_gather(own.view(torch.uint8), sizes_bytes=[own.nbytes] * way.ranks)
+        messages = self.transport.send_to_all(own.view(torch.uint8), sizes_bytes=[own.nbytes] * way.ranks)
         said = torch.stack(messages).view(torch.int64).tolist()
         for rank, (_, *rest) in enumerate(said):
             first = rank % (way.ranks // said[0][2]) if rest == said[0][1:] else 0
@@ -205,7 +205,7 @@ class SparDL(SparseScheme):
         sizes = None
         if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
-        messages = bruck.all_gather(self.transport, members, mine.to_message(), sizes_bytes=sizes)
+        messages = bruck.bruck_gather(self.transport, members, mine.to_message(), sizes_bytes=sizes)
         return joined([Entries.from_message(message, dtype) for message in messages])
 
     def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Entries], final: Entries) -> Tensor:

@@ -136,7 +136,7 @@ def gather_bruck(
     """
     dtype = mine.values.dtype
     sizes = [mine.to_message().numel()] * len(peers)
-    messages = bruck.all_gather(transport, peers, mine.to_message(), sizes_bytes=sizes)
+    messages = bruck.bruck_gather(transport, peers, mine.to_message(), sizes_bytes=sizes)
     union = added([Entries.from_message(message, dtype) for message in messages], work.dtype)
     return _keep(union, quota, dtype, work, share=1 / len(peers)), union.count
 

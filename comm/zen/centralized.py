@@ -36,7 +36,7 @@ class AGsparse(RowScheme):
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, added in the order of ranks."""
         own = self._rows(gradient)
-        messages = self.transport.all_gather(*encode([own], self._formats))
+        messages = self.transport.send_to_all(*encode([own], self._formats))
         parts = decode(messages, [own.length] * len(messages), width=own.width, dtype=gradient.dtype)
         return expand(merge(parts), gradient)
 

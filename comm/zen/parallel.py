@@ -23,7 +23,7 @@ def push_and_pull(transport: Transport, own: Sparse, cut: Partition, *, formats:
     lengths = [cut.size(server) for server in range(transport.size)]
     pushed = transport.all_to_all(encode(cut.split(own), formats))
     share = merge(decode(pushed, [lengths[transport.rank]] * transport.size, width=width, dtype=dtype))
-    pulled = transport.all_gather(*encode([share], formats))
+    pulled = transport.send_to_all(*encode([share], formats))
     return join(cut, decode(pulled, lengths, width=width, dtype=dtype), own.length)
 
 
@@ -99,7 +99,7 @@ class Strawman(Scheme):
         parts = zip(torch.split(own.indices[kept], counts), torch.split(own.values[kept], counts), strict=True)
         sparse = [Sparse(indices=indices, values=values, length=own.length) for indices, values in parts]
         total = self._merged(self.transport.all_to_all(encode(sparse, (Format.COO,))), own)
-        return expand(self._merged(self.transport.all_gather(*encode([total], (Format.COO,))), own), gradient)
+        return expand(self._merged(self.transport.send_to_all(*encode([total], (Format.COO,))), own), gradient)
 
     def _merged(self, messages: Sequence[Tensor], own: Sparse) -> Sparse:
         return merge(decode(messages, [own.length] * len(messages), width=1, dtype=own.values.dtype))
@@ -159,7 +159,7 @@ class IndexFree(Scheme):
         )
         # A sum may have cancelled to zero; its place was announced.
         values = expand(share, own.values.new_empty(length))[known.pulled[self.transport.rank].long()]
-        pulled = self.transport.all_gather(
+        pulled = self.transport.send_to_all(
             to_bytes(values), sizes_bytes=[item * indices.numel() for indices in known.pulled]
         )
         shares = [
@@ -173,7 +173,7 @@ class IndexFree(Scheme):
             _indices(message) for message in self.transport.all_to_all([to_bytes(part.indices) for part in parts])
         ]
         union = torch.unique(torch.cat(pushed))
-        pulled = [_indices(message) for message in self.transport.all_gather(to_bytes(union))]
+        pulled = [_indices(message) for message in self.transport.send_to_all(to_bytes(union))]
         return _Known(own=own.indices, pushed=pushed, pulled=pulled)
 
 

@@ -173,7 +173,7 @@ class Zen(Scheme):
         own = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
         message = to_bytes(torch.cat([own, torch.tensor(counts, dtype=torch.int64)])).to(self.transport.device)
         messages = [
-            from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in self.transport.all_gather(message)
+            from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in self.transport.send_to_all(message)
         ]
         numbers = iter(torch.cat(messages).tolist())
         heard = [list(islice(numbers, each.numel())) for each in messages]

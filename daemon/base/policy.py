@@ -54,7 +54,8 @@ class ReplicationPolicy:
 
     Attributes:
         transport: "daemon" moves them between daemons over TCP, "trainer" between trainers over torch.distributed.
-        scheme: When they travel, as in Figure 6.16; "none" makes no checkpoints at all.
+        scheme: When they travel, as in Figure 6.16, except "naive": it sends the whole replica at once, unpaced (in the
+            figure, one partition in each idle span). "none" makes no checkpoints at all.
         profile_steps: Iterations at the beginning in which the idle spans of the network are learned.
         sub_buffers: Chunks that may be on their way to a host at a time, p.
         sub_buffer_bytes: The largest chunk, R / p; between daemons never more than 4 MiB.

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.settings import Settings, find_settings, server_pid
-from ..base.supervise import task_lines
 from ..daemon import holding
 from ..jobs import Jobs
 from ..options import directories
@@ -29,6 +26,7 @@ from .goodput import goodput
 from .import_ import import_
 from .keygen import keygen
 from .placement import plan_placement
+from .status import status
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,15 +35,6 @@ from .placement import plan_placement
 def resilientctl(context: click.Context, run_dir: Path | None, shm_dir: Path | None) -> None:
     """Look at the daemon of this host, and clean up after dead jobs."""
     context.obj = find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir)
-
-
-@resilientctl.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.pass_obj
-def status(settings: Settings, as_json: bool) -> None:
-    """Show the jobs, ranks, slots, bytes, watermarks and observations of this host."""
-    answer = ask(settings, "status")
-    click.echo(json.dumps(answer) if as_json else _status_text(answer))
 
 
 @resilientctl.command()
@@ -75,45 +64,6 @@ def _collect_without_daemon(settings: Settings) -> dict[str, Any]:
         raise click.ClickException(str(error)) from error
 
 
-def _status_text(answer: dict[str, Any]) -> str:
-    gib = 1 << 30
-    used, limit = answer["used_bytes"] / gib, answer["limit_bytes"] / gib
-    lines = [f"resilientd pid {answer['pid']}: {used:.3f} of {limit:.3f} GiB in slots, {len(answer['jobs'])} job(s)"]
-    now_unix_s = time.time()
-    lines += task_lines(answer.get("tasks", []), now_unix_s)
-    for job in answer["jobs"]:
-        lines += _job_lines(job, now_unix_s)
-    return "\n".join(lines)
-
-
-def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
-    launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
-    watermark = job.get("watermark")
-    committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
-    yield (
-        f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
-        f"ranks {job.get('own_ranks', [])} of {job.get('world_size', 0)}, committed {committed}"
-    )
-    if job.get("etcd"):
-        yield f"  etcd: {job['etcd']}"
-    if job.get("failure"):
-        yield f"  failed: {job['failure']}"
-    if (protection := job.get("protection")) is not None:
-        why = f"; not protected, at most {protection['most_steps']}: {protection['reason']}"
-        yield f"  {protection['steps_at_risk']} step(s) at risk{'' if protection['protected'] else why}"
-    if job.get("replication"):
-        yield f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}"
-    for seen in job.get("observations", []):
-        yield f"  {seen['severity']}: {seen['kind']}: {seen['message']}"
-    yield from task_lines(job.get("tasks", []), now_unix_s)
-    if "root" in job:
-        yield from root_lines(job["root"], now_unix_s)
-    for slot in job["slots"]:
-        held = f"generation {slot['generation']} step {slot['step']}" if slot["step"] is not None else "-"
-        size = f"{slot['bytes'] / (1 << 20):>10.1f} MiB"
-        yield f"  rank {slot['rank']:<5} {slot['file']:<18} {size}  {slot['state']:<8}  {held}"
-
-
 resilientctl.add_command(doctor)
 resilientctl.add_command(export)
 resilientctl.add_command(exporter)
@@ -122,19 +72,4 @@ resilientctl.add_command(goodput)
 resilientctl.add_command(import_)
 resilientctl.add_command(keygen)
 resilientctl.add_command(plan_placement)
-
-
-_SHOWN_DECISIONS = 5
-
-
-def root_lines(root: dict[str, Any], now_unix_s: float) -> list[str]:
-    """Return the lines about who is root, which hosts are in quarantine, and what was decided last."""
-    lines = [f"  root: host {root['host']}" if root["host"] else "  root: none elected"]
-    for host, quarantine in sorted(root["quarantines"].items()):
-        left_s = quarantine["until_unix_s"] - now_unix_s
-        if left_s > 0:
-            lines.append(f"  host {host} is in quarantine for another {left_s:.0f} s: {quarantine['reason']}")
-    for entry in root["decisions"][-_SHOWN_DECISIONS:]:
-        clock = time.strftime("%H:%M:%S", time.localtime(entry.get("unix_s", 0)))
-        lines.append(f"  {clock} generation {entry.get('generation')}: {entry.get('reason')}")
-    return lines
+resilientctl.add_command(status)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
+from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.digests import MAX_DIGESTS
 from resilient_run.ckpt.format.pair import Pair
@@ -306,8 +306,5 @@ async def _send_range(
 
 
 def _header_of(file: SlotFile, pair: Pair) -> SlotHeader | None:
-    try:
-        header = file.slot.header()
-    except SlotError:
-        return None
-    return header if header.pair == pair else None
+    header = file.slot.header_or_none()
+    return header if header is not None and header.pair == pair else None

@@ -192,8 +192,9 @@ class Root:
     async def _carry_out(self, seen: RootView, decision: Decision, now_unix_s: float) -> bool:
         guards, puts = transaction(seen, decision, now_unix_s)
         lease = None
-        if any(isinstance(action, Stop) for action in decision.actions):
-            closed = Closed(reason=decision.actions[-1].reason, failed=True).to_value()
+        stop = next((action for action in decision.actions if isinstance(action, Stop)), None)
+        if stop is not None:
+            closed = Closed(reason=stop.reason, failed=True).to_value()
             lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
             if not await self._etcd.commit(self._full(guards), self._full({keys.CLOSED: closed}), lease=lease):
                 return False

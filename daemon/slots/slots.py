@@ -318,7 +318,7 @@ class JobSlots:
             cause = f"it is of run {header.run_id!r} rank {header.rank}"
         except SlotError as error:
             cause = str(error)
-        if header is not None and _read_header(slot) != header:
+        if header is not None and slot.header_or_none() != header:
             # The trainer is alive and has begun its next capture meanwhile: the slot is in its hands.
             return None
         self._clear_corrupt(slot, rank, cause)
@@ -406,13 +406,6 @@ def _file_limit() -> str:
     return "any size" if soft == resource.RLIM_INFINITY else f"at most {soft} bytes"
 
 
-def _read_header(slot: Slot) -> SlotHeader | None:
-    try:
-        return slot.header()
-    except SlotError:
-        return None
-
-
 def _complete_pair(slot: Slot) -> Pair | None:
-    header = _read_header(slot)
+    header = slot.header_or_none()
     return None if header is None else header.pair
