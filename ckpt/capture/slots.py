@@ -197,8 +197,7 @@ class TwoSlots:
 
 def _held(slot: Slot, env: TrainerEnv) -> Pair | None:
     header = slot.header_or_none()
-    ours = header is not None and (header.run_id, header.rank) == (env.run_id, env.rank)
-    return header.pair if header is not None and ours else None
+    return header.pair if header is not None and (header.run_id, header.rank) == (env.run_id, env.rank) else None
 
 
 def _identity(file: str | int) -> tuple[int, int]:
