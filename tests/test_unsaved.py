@@ -121,8 +121,9 @@ def test_a_parameter_that_nothing_trains_and_a_module_leaves_out_is_told_when_it
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ckpt.step()
-            ckpt.step()
+            for _ in range(2):
+                ckpt.step()
+                assert is_committed(ckpt)
         with torch.no_grad():
             model.base.add_(1)
         with pytest.warns(RuntimeWarning, match=r"model\.base is trained, and no registered object's state has it"):
