@@ -13,6 +13,7 @@ import click
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.daemon.cli import resilientd
 from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.launcher.cli import EXITS
 from resilient_run.launcher.config import options
 from resilient_run.launcher.inject.cli import resilient_inject
 
@@ -60,6 +61,8 @@ def page() -> str:
         ("resilientd", resilientd),
     ):
         lines += ["", *_section(name, command, click.Context(command, info_name=name), depth=2)]
+        if command is launcher:
+            lines += [_exit_row(*option.split(), meaning=meaning) for option, meaning in EXITS]
     return "\n".join(lines) + "\n"
 
 
@@ -96,6 +99,11 @@ def _row(option: click.Option, context: click.Context) -> str:
     if option.is_flag and option.secondary_opts:
         default = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
     return f"| {names} | {variable} | {default} | {_cell(option.help or '')} |"
+
+
+def _exit_row(name: str, values: str = "", *, meaning: str) -> str:
+    names = f"`{name}` {_cell(values.strip('[]'))}".rstrip()
+    return f"| {names} |  |  | {_cell(meaning)} |"
 
 
 def _cell(text: str) -> str:

@@ -35,10 +35,12 @@ BACKEND = "etcd-v3"
 """The rendezvous backend that recovery needs."""
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
-_COMPLETION_HELP = (
-    f"--rr-print-completion [{'|'.join(_SHELLS)}]",
-    "Print a script for completion in this shell and exit; needs shtab.",
+_COMPLETION_HELP = "Print a script for completion in this shell and exit; needs shtab."
+EXITS = (
+    (f"--rr-print-completion [{'|'.join(_SHELLS)}]", _COMPLETION_HELP),
+    ("--rr-version", "Show the version and exit."),
 )
+"""Options, and what they do, that `launcher.config` does not have: nothing is launched with them."""
 
 
 @record
@@ -117,7 +119,7 @@ class ResilientRun(click.Command):
             formatter.write_dl([_help_record(action) for action in torchrun.get_args_parser()._actions])
         with formatter.section("Options of resilient-run"):
             records = [record for param in self.params if (record := param.get_help_record(ctx))]
-            formatter.write_dl([*records, _COMPLETION_HELP, ("--rr-version", "Show the version and exit.")])
+            formatter.write_dl([*records, *EXITS])
 
     def torch_parser(self, ctx: click.Context, ours: list[str]) -> argparse.ArgumentParser:
         """Return torch's parser with our options, whose occurrences it appends to `ours`."""
@@ -266,7 +268,7 @@ class _PrintCompletion(argparse.Action):
 
     def __init__(self, option_strings: Sequence[str], dest: str, choices: Sequence[str], of: click.Command) -> None:
         super().__init__(
-            option_strings, dest=argparse.SUPPRESS, metavar="SHELL", choices=choices, help=_COMPLETION_HELP[1]
+            option_strings, dest=argparse.SUPPRESS, metavar="SHELL", choices=choices, help=_COMPLETION_HELP
         )
         self._options = {name: param for param in of.params for name in param.opts}
 
