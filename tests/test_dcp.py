@@ -87,8 +87,8 @@ def test_documented_way_from_an_exported_checkpoint(tmp_path: Path, monkeypatch:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
     with pytest.warns(RuntimeWarning, match="no checkpoints are kept"):
-        ckpt = Checkpointer(model=model, optimizer=optimizer)
-    scope = {"torch": torch, "model": model, "optimizer": optimizer, "ckpt": ckpt}
+        checkpointer = Checkpointer(model=model, optimizer=optimizer)
+    scope = {"torch": torch, "model": model, "optimizer": optimizer, "checkpointer": checkpointer}
     exec(snippet, scope)
     assert scope["done"] == 1000
     expected = state(0)["objects"]

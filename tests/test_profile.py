@@ -41,7 +41,7 @@ optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
 profiler = Profiler(steps)
 while not profiler.done:
     profiler.iteration_begins()
-    time.sleep(0.02)  # no traffic
+    time.sleep(0.1)  # no traffic; longer than what a busy machine adds
     trained(torch.randn(2, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -74,12 +74,13 @@ def test_collectives_of_real_training_are_seen(kind: str, tmp_path: Path) -> Non
     assert [worker.returncode for worker in workers] == [0, 0], ended
     for output, messages in ended:
         found: dict[str, Any] = json.loads(output)
+        assert found["collectives"] is not None, found["reason"]
         # DDP has one bucket here; FSDP2 gathers and reduces layer by layer.
         assert found["collectives"] == 1 if kind == "ddp" else found["collectives"] >= 6, found
-        assert found["iteration_s"] >= 0.02
+        assert found["iteration_s"] >= 0.1
         begin, end = found["spans"][0]
         assert begin == 0.0
-        assert 0.02 <= end < found["iteration_s"]
+        assert 0.1 <= end < found["iteration_s"]
         assert "profiler_start" not in messages
 
 
