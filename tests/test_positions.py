@@ -1,8 +1,10 @@
 """A loop goes on in the middle of an epoch with the batches and random numbers that it would have had."""
 
+import json
 import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -94,14 +96,40 @@ def train(kind: str, *, draws_ahead: int, until: int = 1000, position: Any = Non
     return seen
 
 
-@pytest.mark.parametrize("draws_ahead", [0, 1])
-@pytest.mark.parametrize("kind", LOADERS)
-def test_goes_on_as_if_nothing_had_happened(kind: str, draws_ahead: int) -> None:
+def goes_on(kind: str, draws_ahead: int) -> None:
     undisturbed = train(kind, draws_ahead=draws_ahead)
     half = len(undisturbed) // 2
     for until in (1, half - 1, half, half + 1, len(undisturbed)):  # `half`: an epoch is over, and its loop is not
         position = train(kind, draws_ahead=draws_ahead, until=until)
         assert train(kind, draws_ahead=draws_ahead, position=position) == undisturbed, until
+
+
+def goes_on_with_a_loader_of_the_scripts_own(workers: int) -> None:
+    loader = ResumableLoader(Moving(list(range(12)), 2, shuffle=True, num_workers=workers))
+    seen, state = [], {}
+    for batch in loader:
+        seen.append(batch.tolist())
+        if len(seen) == 3:
+            state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == seen[3:]
+
+
+def in_a_process_of_its_own(check: Callable[..., None], *arguments: Any) -> None:
+    """Call `check` where no threads of other tests are: a worker of a loader that is forked beside them may crash."""
+    ended = run_python(
+        [__file__, check.__name__, json.dumps(arguments)], {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("draws_ahead", [0, 1])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_goes_on_as_if_nothing_had_happened(kind: str, draws_ahead: int) -> None:
+    if LOADERS[kind]().num_workers:
+        in_a_process_of_its_own(goes_on, kind, draws_ahead)
+    else:
+        goes_on(kind, draws_ahead)
 
 
 def test_who_looks_into_the_data_after_a_restore_is_told() -> None:
@@ -179,14 +207,7 @@ class Pairs(DataLoader[torch.Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_a_class_of_the_scripts_own_goes_on(workers: int) -> None:
-    loader = ResumableLoader(Moving(list(range(12)), 2, shuffle=True, num_workers=workers))
-    seen, state = [], {}
-    for batch in loader:
-        seen.append(batch.tolist())
-        if len(seen) == 3:
-            state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert [batch.tolist() for batch in loader] == seen[3:]
+    in_a_process_of_its_own(goes_on_with_a_loader_of_the_scripts_own, workers)
 
 
 def test_refuses_random_numbers_drawn_by_a_loader_of_the_scripts_own() -> None:
@@ -235,3 +256,7 @@ from types import SimpleNamespace
 """
     done = run_python(["-c", script], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert f"pip install '{library}>=" in done.stderr
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*json.loads(sys.argv[2]))
