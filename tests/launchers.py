@@ -5,6 +5,7 @@ time. The test's process is the parent of what it starts, and a launcher that of
 """
 
 import atexit
+import inspect
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -132,6 +133,17 @@ def run_python(
 ) -> "subprocess.CompletedProcess[str]":
     """Return what a `start_python` came to; one that is late is killed."""
     return _ended(start_python(arguments, env, **_PIPES), timeout_s)
+
+
+def run_apart(check: Callable[..., None], *arguments: Any) -> None:
+    """Call a function of a test module, which has to call it by name as a script, where no threads of other tests are.
+
+    A worker of a `DataLoader` that is forked beside them may crash.
+    """
+    file = Path(inspect.getfile(check))
+    arguments_json = json.dumps(arguments)
+    ended = run_python([str(file), check.__name__, arguments_json], {**os.environ, "PYTHONPATH": str(file.parent)})
+    assert ended.returncode == 0, ended.stderr
 
 
 def _ended(started: "subprocess.Popen[str]", timeout_s: float) -> "subprocess.CompletedProcess[str]":

@@ -4,14 +4,14 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from launchers import run_python
+from launchers import run_apart, run_python
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from resilient_run.ckpt.errors import StateError
@@ -115,19 +115,11 @@ def goes_on_with_a_loader_of_the_scripts_own(workers: int) -> None:
     assert [batch.tolist() for batch in loader] == seen[3:]
 
 
-def in_a_process_of_its_own(check: Callable[..., None], *arguments: Any) -> None:
-    """Call `check` where no threads of other tests are: a worker of a loader that is forked beside them may crash."""
-    ended = run_python(
-        [__file__, check.__name__, json.dumps(arguments)], {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    )
-    assert ended.returncode == 0, ended.stderr
-
-
 @pytest.mark.parametrize("draws_ahead", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_goes_on_as_if_nothing_had_happened(kind: str, draws_ahead: int) -> None:
     if LOADERS[kind]().num_workers:
-        in_a_process_of_its_own(goes_on, kind, draws_ahead)
+        run_apart(goes_on, kind, draws_ahead)
     else:
         goes_on(kind, draws_ahead)
 
@@ -207,7 +199,7 @@ class Pairs(DataLoader[torch.Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_a_class_of_the_scripts_own_goes_on(workers: int) -> None:
-    in_a_process_of_its_own(goes_on_with_a_loader_of_the_scripts_own, workers)
+    run_apart(goes_on_with_a_loader_of_the_scripts_own, workers)
 
 
 def test_refuses_random_numbers_drawn_by_a_loader_of_the_scripts_own() -> None:

@@ -3,11 +3,13 @@
 import copy
 import json
 import random
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from launchers import run_apart
 from saved import Saved, assert_same, save
 from test_restore_optimizers import KINDS, Masters
 from torch import nn
@@ -302,13 +304,11 @@ def test_torchs_own_objects_come_back_exactly() -> None:
     assert_same(before, after)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_stateful_data_loaders(workers: int) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+def stateful_loader_goes_on(workers: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     def make() -> Any:
-        return stateful.StatefulDataLoader(range(40), batch_size=4, shuffle=True, num_workers=workers)
+        return StatefulDataLoader(range(40), batch_size=4, shuffle=True, num_workers=workers)
 
     torch.manual_seed(3)
     before, after = make(), make()
@@ -317,6 +317,12 @@ def test_stateful_data_loaders(workers: int) -> None:
         next(batches)
     assert save(loader=before).load(loader=after) == []
     assert [batch.tolist() for batch in after] == [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_data_loaders(workers: int) -> None:
+    pytest.importorskip("torchdata")
+    run_apart(stateful_loader_goes_on, workers)
 
 
 def test_metrics() -> None:
@@ -473,3 +479,7 @@ def test_a_module_whose_state_is_not_all_that_it_loads_is_refused() -> None:
 
     with pytest.raises(StateError, match=r'model: load_state_dict\(\): .*Missing key\(s\) in state_dict: "0.weight"'):
         save(**make()).load(**make())
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*json.loads(sys.argv[2]))
