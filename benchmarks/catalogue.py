@@ -87,7 +87,7 @@ BENCHMARKS: Final = (
             Result(
                 name="recovery-time-peers",
                 arguments=f"--peer lm_resiliency={LM} --peer nvidia_resiliency_ext={NVRX} --peer dlrover={DLROVER}",
-                minutes=10,
+                minutes=9,
                 needs=(LM, NVRX, DLROVER),
             ),
         ),
@@ -139,7 +139,7 @@ BENCHMARKS: Final = (
             Result(
                 name="framework-start-peers",
                 arguments=f"--peer nvidia_resiliency_ext={NVRX}",
-                minutes=20,
+                minutes=11,
                 needs=("lightning", "transformers", NVRX),
             ),
         ),
@@ -152,7 +152,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/operator_errors.py",
         depends=("daemon/etcd", "launcher"),
-        results=(Result(name="operator-errors", minutes=4),),
+        results=(Result(name="operator-errors", minutes=3),),
     ),
     Benchmark(
         script="benchmarks/secure_run.py",
@@ -176,7 +176,7 @@ BENCHMARKS: Final = (
                 arguments="--mb 64 --loop plain "
                 "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save lm-resiliency "
                 f"--lm {LM}",
-                minutes=4,
+                minutes=2,
                 needs=(LM,),
             ),
             Result(
@@ -287,7 +287,7 @@ BENCHMARKS: Final = (
                 name="zen-rows",
                 arguments="--hosts 4 8 16 --workloads LSTM DeepFM --repeats 5 --schemes dense agsparse "
                 "'agsparse, rows' sparcml 'sparcml, rows' sparse-ps 'sparse-ps, rows' omnireduce zen",
-                minutes=25,
+                minutes=9,
                 figures=("3.13",),
             ),
             Result(
@@ -386,7 +386,7 @@ BENCHMARKS: Final = (
             Result(
                 name="spardl",
                 arguments="--models lstm-imdb vgg16 --team-hosts",
-                minutes=25,
+                minutes=11,
                 figures=("SparDL 6", "SparDL Table 3"),
             ),
             Result(
@@ -461,7 +461,7 @@ BENCHMARKS: Final = (
         script="benchmarks/advise.py",
         root=True,
         depends=(*TRAINED, *LAB, "comm/cli", "comm/trial", "benchmarks/advised_worker.py"),
-        results=(Result(name="advise", minutes=30),),
+        results=(Result(name="advise", minutes=19),),
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",
@@ -679,7 +679,7 @@ BENCHMARKS: Final = (
             "benchmarks/timed_model.py",
             "benchmarks/workload.py",
         ),
-        results=(Result(name="predicted", arguments="--seed 200 --count 50 --minutes 25", minutes=25),),
+        results=(Result(name="predicted", arguments="--seed 200 --count 50 --minutes 25", minutes=21),),
     ),
     Benchmark(
         script="benchmarks/collectives.py",

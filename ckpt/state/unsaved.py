@@ -102,7 +102,8 @@ class Unsaved:
                 self.digests[kind] = digests
         if places:
             self.digests[_PLACES] = places
-        updated = {id(tensor) for several in held.values() for each in several for tensor in parameters(each)}
+        optimizers = [each for several in held.values() for each in several] if hidden else []
+        updated = {id(tensor) for each in optimizers for tensor in parameters(each)}
         dropped = [path for kind, path, tensor in hidden if kind == _CHANGED or id(tensor) in updated]
         dropped += filter(None, [order.unkept])
         dropped += [path for path in self.digests.get(_PARAMETERS, {}) if self._changes(_PARAMETERS, path, before)]
