@@ -435,10 +435,8 @@ class Counting(torch.optim.Adam):
             state["count"] = state.get("count", 0) + 1
 
 
-@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("offload", [False, True])
-def test_plain_numbers_under_the_names_of_parameters_are_not_told(offload: bool, grouped: bool) -> None:
-    """As DCP has them, or as libraries of their own do, whose groups have no names."""
+def test_plain_numbers_that_dcp_has_under_the_names_of_parameters_are_not_told(offload: bool) -> None:
     options = StateDictOptions(cpu_offload=offload)
 
     class Named(Holder):
@@ -461,14 +459,9 @@ def test_plain_numbers_under_the_names_of_parameters_are_not_told(offload: bool,
                     name: {key: value for key, value in state.items() if key != "count"}
                     for name, state in given["state"].items()
                 }
-            if not grouped:
-                given["param_groups"] = [{**group, "params": [0, 1]} for group in given["param_groups"]]
             return given
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            names = [name for name, _ in self.model.named_parameters()]
-            groups = [{**group, "params": names} for group in state_dict["param_groups"]]
-            state_dict = {**state_dict, "param_groups": groups}
             set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=options)
 
     before, after = Named(1).train(3), Named(2)

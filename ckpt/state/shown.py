@@ -150,23 +150,20 @@ def _shows_any(state: Any, optimizers: list[Optimizer]) -> bool:
 
 
 def _optimizer_states(state: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the dicts in an object's state that have the form of an optimizer's, with places for parameters."""
+    """Yield the dicts in an object's state that have the form of an optimizer's."""
     if isinstance(state, dict) and {"state", "param_groups"} <= state.keys():
-        if not _has_names(state):
+        if not _has_names(state["param_groups"]):
             yield state
     elif isinstance(state, dict | list | tuple):
         for child in state.values() if isinstance(state, dict) else state:
             yield from _optimizer_states(child)
 
 
-def _has_names(state: Mapping[str, Any]) -> bool:
-    """Tell whether groups, or the states alone, have their parameters' names, as those of DCP: no place finds them."""
-    states = state["state"]
-    if isinstance(states, dict) and states and all(isinstance(key, str) for key in states):
-        return True
+def _has_names(groups: Any) -> bool:
+    """Tell whether groups have their parameters' names, as those of DCP, and their states are found by these."""
     return any(
         isinstance(name, str)
-        for key, names in dict_items(state["param_groups"])
+        for key, names in dict_items(groups)
         if key == "params" and isinstance(names, list)
         for name in names[:1]
     )

@@ -104,7 +104,11 @@ class Unsaved:
             self.digests[_PLACES] = places
         optimizers = [each for several in held.values() for each in several] if hidden else []
         updated = {id(tensor) for each in optimizers for tensor in parameters(each)}
-        dropped = [path for kind, path, tensor in hidden if kind == _CHANGED or id(tensor) in updated]
+        dropped = [
+            path
+            for kind, path, tensor in hidden
+            if kind == _CHANGED or (tensor.requires_grad and id(tensor) in updated)
+        ]
         dropped += filter(None, [order.unkept])
         dropped += [path for path in self.digests.get(_PARAMETERS, {}) if self._changes(_PARAMETERS, path, before)]
         dropped += self._lost(missing.keys() & self.digests.get(_OPTIMIZERS, {}).keys(), missing, flat)
