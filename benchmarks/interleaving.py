@@ -25,7 +25,7 @@ from report import Summary, parser, table, write_json
 from resilient_run.launcher.etcd_server import find_etcd
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
-SCHEMES = ("none", "interleaved", "no-pipeline", "naive", "blocking")
+SCHEMES = ("none", "interleaved", "no-pipeline", "naive", "unpaced", "blocking")
 WORKER = str(Path(__file__).with_name("interleaving_worker.py"))
 SETTLE = 4
 """Steps after profiling that are not counted either: the first checkpoints by the schedule."""

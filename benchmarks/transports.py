@@ -81,7 +81,7 @@ def measure_alone(lab: NetLab, endpoint: str, directory: Path, *, state_bytes: i
     """Return transport → fraction of the link's rate that replication reaches."""
     results = {}
     for transport in ("daemon", "trainer"):
-        replication = {"transport": transport, "scheme": "naive"}
+        replication = {"transport": transport, "scheme": "unpaced"}
         worker = ["alone", f"--state-bytes={state_bytes}", f"--repeats={repeats}"]
         ranks = run(lab, endpoint, directory, f"alone-{transport}", replication, worker)
         fractions = [8 * rank["bytes"] / seconds / lab.rate_bit_s for rank in ranks for seconds in rank["seconds"]]
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--training-mb", type=int, default=8)
     parser.add_argument("--reduce-mb", type=float, default=2.5)
     parser.add_argument("--idle-s", type=float, default=0.4, help="before each of two all-reduces of an iteration")
-    parser.add_argument("--schemes", nargs="+", default=["blocking", "naive", "no-pipeline", "interleaved"])
+    parser.add_argument("--schemes", nargs="+", default=["blocking", "unpaced", "naive", "no-pipeline", "interleaved"])
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, NetLab(["a", "b", "etcd0"], rate=args.rate) as lab:

@@ -356,7 +356,7 @@ class Checkpointer:
         if not routes or not settings:
             return None
         config = EdgeConfig(
-            sub_buffers=1 if settings["scheme"] == "no-pipeline" else settings["sub_buffers"],
+            sub_buffers=settings["sub_buffers"],
             sub_buffer_bytes=settings["sub_buffer_bytes"],
             device=self._state.device(),
         )

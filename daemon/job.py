@@ -82,7 +82,7 @@ class Job:
             view=self.view,
             slots=slots,
             pacer=self._pacer,
-            in_flight=1 if spec.policy.replication.scheme == "no-pipeline" else spec.policy.replication.sub_buffers,
+            in_flight=spec.policy.replication.in_flight,
             group=self._group,
             supervisor=supervisor,
             tier=tier_source,

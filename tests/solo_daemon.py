@@ -35,7 +35,7 @@ class SoloDaemon:
         self.plan: tuple[int, int] | None = None
         self.watermark: tuple[int, int] | None = None
         self.next: tuple[int, int] | None = None
-        self.replication: Message = {"scheme": "naive", "copies": 0, "every": 1, "idle": None}
+        self.replication: Message = {"scheme": "unpaced", "copies": 0, "every": 1, "idle": None}
         self.seen: list[Message] = []
         self._complete: dict[int, set[tuple[int, int]]] = {}
         self.changed = threading.Condition()

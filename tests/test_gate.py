@@ -55,7 +55,7 @@ def test_everything_leaves_while_nothing_is_known() -> None:
     [
         (Known(profile=None), {}),
         (Known(profile=IdleProfile(iteration_s=0.01, spans=(), collectives=1)), {}),
-        (Known(), {"scheme": "naive"}),
+        (Known(), {"scheme": "unpaced"}),
         (Known(), {"scheme": "blocking"}),
     ],
 )
@@ -78,6 +78,15 @@ def test_chunks_are_as_long_as_what_is_left_of_a_span() -> None:
     assert first == pytest.approx(0.003 * 10 * MB, abs=MB / 50), "4 ms of the span are left, 1 ms is the startup"
     clock.now_s += 0.554
     assert gate.admit(1, 10 * MB) == 4 * MB, "the last span takes whatever is left"
+
+
+def test_naive_fills_a_span_with_one_chunk() -> None:
+    clock = Clock()
+    gate, _ = made_gate(clock, scheme="naive")
+    gate.sent(100 * MB, 10.0)  # 10 MB/s
+    gate.begins(1)
+    clock.now_s += 0.2
+    assert gate.admit(1, 10 * MB) == pytest.approx(0.099 * 10 * MB, abs=MB / 50), "0.1 s of the span are left"
 
 
 def test_a_late_capture_is_not_held_back() -> None:

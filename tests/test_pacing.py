@@ -119,6 +119,21 @@ def test_chunks_leave_in_the_spans_and_fill_them(sock: socket.socket) -> None:
     assert pacer.describe()["planned_s"] == pytest.approx(3.0, abs=0.1)
 
 
+def test_naive_sends_one_chunk_in_a_span(sock: socket.socket) -> None:
+    clock = Clock()
+    pacer, _ = pacer_with(clock, scheme="naive", sub_buffer_bytes=16 << 10)
+    pacer.captured(0, 1, checkpoint_bytes=3_000_000, copies=1)
+    sent = asyncio.run(send_all(pacer, clock, sock, step=1, size_bytes=3_000_000))
+    buffer_bytes = 4 * (16 << 10)  # the sub-buffers together
+    assert max(size for _, size in sent) == buffer_bytes, "no chunk is larger than the buffer"
+    clock = Clock()
+    pacer, _ = pacer_with(clock, scheme="naive")
+    pacer.captured(0, 1, checkpoint_bytes=3_000_000, copies=1)
+    sent = asyncio.run(send_all(pacer, clock, sock, step=1, size_bytes=3_000_000))
+    assert [at_s >= 6.0 for at_s, _ in sent] == [False, True], sent
+    assert sent[0][1] == pytest.approx(2_000_000, rel=0.02), "the first span is full"
+
+
 def test_what_does_not_fit_in_an_iteration_lowers_the_frequency() -> None:
     clock = Clock()
     pacer, told = pacer_with(clock)
@@ -129,10 +144,10 @@ def test_what_does_not_fit_in_an_iteration_lowers_the_frequency() -> None:
     assert (pacer.every, told) == (1, [2, 1])
 
 
-@pytest.mark.parametrize("what", ["released", "detached", "another rank", "reset", "naive"])
+@pytest.mark.parametrize("what", ["released", "detached", "another rank", "reset", "unpaced"])
 def test_nothing_waits_when_nobody_trains(what: str, sock: socket.socket) -> None:
     clock = Clock()
-    pacer, _ = pacer_with(clock, scheme="naive" if what == "naive" else "interleaved")
+    pacer, _ = pacer_with(clock, scheme="unpaced" if what == "unpaced" else "interleaved")
     pacer.captured(0, 1, checkpoint_bytes=3_000_000, copies=1)
     match what:
         case "released":
@@ -211,7 +226,7 @@ def start(hosts: Hosts, **replication: Any) -> list[Trainer]:
     return trainers
 
 
-@pytest.mark.parametrize("scheme", ["interleaved", "no-pipeline", "naive", "blocking"])
+@pytest.mark.parametrize("scheme", ["interleaved", "no-pipeline", "naive", "unpaced", "blocking"])
 def test_each_scheme_commits_and_restores(hosts: Hosts, scheme: str) -> None:
     trainers = start(hosts, scheme=scheme, bandwidth_mbit_s=800)
     hosts.commit(trainers, [1, 2])

@@ -332,4 +332,5 @@ def test_host_is_idle_when_every_rank_is() -> None:
 )
 def test_a_burst_takes_milliseconds_on_any_link(mbit_s: int, limit_bytes: int, burst_bytes: int) -> None:
     """As the paper's 32 MB sub-buffers do at 400 Gbit/s: a collective that comes early waits for one of them."""
-    assert TransferCost(startup_s=0.001, bytes_per_s=mbit_s * 1e6 / 8).burst_bytes(limit_bytes) == burst_bytes
+    cost = TransferCost(startup_s=0.001, bytes_per_s=mbit_s * 1e6 / 8)
+    assert cost.burst_bytes(limit_bytes, "interleaved") == burst_bytes

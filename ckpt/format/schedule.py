@@ -12,6 +12,9 @@ from typing import Final
 
 from .idle import IdleProfile, Span
 
+PACED: Final = ("interleaved", "no-pipeline", "naive")
+"""The schemes whose replicas travel in the idle spans alone."""
+
 SHORTEST_ITERATION_S: Final = 0.1
 """In shorter iterations nothing is scheduled: a late checkpoint would cost more than the traffic does."""
 
@@ -39,8 +42,13 @@ class TransferCost:
         """Return f(size)."""
         return self.startup_s + size_bytes / self.bytes_per_s
 
-    def burst_bytes(self, limit_bytes: int) -> int:
-        """Return the largest chunk, up to `limit_bytes`, that hardly holds up a collective which comes early."""
+    def burst_bytes(self, limit_bytes: int, scheme: str) -> int:
+        """Return the largest chunk, up to `limit_bytes`: one that hardly holds up a collective which comes early.
+
+        With the scheme "naive" a chunk may fill a span.
+        """
+        if scheme == "naive":
+            return limit_bytes
         return min(limit_bytes, max(_SMALLEST_BURST_BYTES, math.floor(_BURST_S * self.bytes_per_s)))
 
     def chunk_bytes(self, remaining_s: float, *, buffer_bytes: int, remaining_bytes: int) -> int:

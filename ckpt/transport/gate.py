@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from ..format.idle import IdleProfile
-from ..format.schedule import SHORTEST_ITERATION_S, TransferCost, window
+from ..format.schedule import PACED, SHORTEST_ITERATION_S, TransferCost, window
 from ..format.wire import Message
 
-_PACED: Final = ("interleaved", "no-pipeline")
 _STARTUP_S: Final = 0.001
 _SAMPLES: Final = 32
 _SAMPLE_BYTES: Final = 256 << 10
@@ -56,7 +55,8 @@ class Gate:
         measured: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._paced = replication["scheme"] in _PACED
+        self._scheme: str = replication["scheme"]
+        self._paced = self._scheme in PACED
         self._variance = replication["variance"]
         self._buffer_bytes: int = replication["sub_buffer_bytes"]
         self._given_bytes_per_s = replication["bandwidth_mbit_s"] * 1e6 / 8
@@ -133,7 +133,7 @@ class Gate:
         queued_s = max(0.0, self._busy_until_s - now_s)
         size_bytes = cost.chunk_bytes(
             seen.remaining_s - queued_s,
-            buffer_bytes=cost.burst_bytes(self._buffer_bytes),
+            buffer_bytes=cost.burst_bytes(self._buffer_bytes, self._scheme),
             remaining_bytes=remaining_bytes,
         )
         if size_bytes:

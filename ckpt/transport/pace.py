@@ -15,7 +15,7 @@ from ..capture.capture import Capturer
 from ..capture.protection import ProtectionWatch
 from ..format.idle import IdleProfile
 from ..format.pair import Pair
-from ..format.schedule import SHORTEST_ITERATION_S, STALL, STALL_S
+from ..format.schedule import PACED, SHORTEST_ITERATION_S, STALL, STALL_S
 from ..format.wire import Message
 from ..link.link import Link
 from .profile import Profiler
@@ -59,7 +59,7 @@ class TrainerPace:
             capturer, link, makes_captures=self.captures, every=lambda: self.every, loud=loud
         )
         self.on_attached(replication)
-        if self.profile is None and replication["copies"] and self._scheme in ("interleaved", "no-pipeline"):
+        if self.profile is None and replication["copies"] and self._scheme in PACED:
             self._profiler = Profiler(replication["profile_steps"])
 
     def on_attached(self, replication: Message) -> None:

@@ -10,6 +10,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.schedule import PACED
 
 
 def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -54,8 +55,8 @@ class ReplicationPolicy:
 
     Attributes:
         transport: "daemon" moves them between daemons over TCP, "trainer" between trainers over torch.distributed.
-        scheme: When they travel, as in Figure 6.16, except "naive": it sends the whole replica at once, unpaced (in the
-            figure, one partition in each idle span). "none" makes no checkpoints at all.
+        scheme: When they travel: as in Figure 6.16 ("naive": one chunk fills an idle span), or "unpaced", at once and
+            regardless of training. "none" makes no checkpoints at all.
         profile_steps: Iterations at the beginning in which the idle spans of the network are learned.
         sub_buffers: Chunks that may be on their way to a host at a time, p.
         sub_buffer_bytes: The largest chunk, R / p; between daemons never more than 4 MiB.
@@ -66,13 +67,23 @@ class ReplicationPolicy:
     """
 
     transport: str = setting("daemon", choices=("daemon", "trainer"))
-    scheme: str = setting("interleaved", choices=("interleaved", "no-pipeline", "naive", "blocking", "none"))
+    scheme: str = setting("interleaved", choices=(*PACED, "unpaced", "blocking", "none"))
     profile_steps: int = setting(6, low=3, high=1000)
     sub_buffers: int = setting(4, low=1, high=64)
     sub_buffer_bytes: int = setting(32 << 20, low=4096, high=1 << 30)
     variance: float = setting(0.9, low=0.1, high=1)
     max_every: int = setting(1, low=1, high=64)
     bandwidth_mbit_s: float = setting(0.0, low=0)
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks that may really be on their way to a host at a time: several with pipelining only."""
+        return 1 if self.scheme in ("no-pipeline", "naive") else self.sub_buffers
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk really: with "naive" the whole buffer R, since it is not cut into sub-buffers."""
+        return self.sub_buffer_bytes * (self.sub_buffers if self.scheme == "naive" else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

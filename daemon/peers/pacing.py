@@ -26,14 +26,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from resilient_run.ckpt.format.idle import IdleProfile, common
-from resilient_run.ckpt.format.schedule import STALL, STALL_S, Schedule, TransferCost, Window, plan, window
+from resilient_run.ckpt.format.schedule import PACED, STALL, STALL_S, Schedule, TransferCost, Window, plan, window
 
 from ..base.policy import ReplicationPolicy
 from .download import RANGE_BYTES
 
 log = logging.getLogger(__name__)
 
-_PACED: Final = ("interleaved", "no-pipeline")
 _STARTUP_S: Final = 0.001
 _SAMPLE_BYTES: Final = 256 << 10
 _SAMPLES: Final = 32
@@ -74,7 +73,7 @@ class Pacer:
         self, policy: ReplicationPolicy, *, changed: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.every = 1
-        self.reason = "the network is not profiled yet" if policy.scheme in _PACED else f"scheme {policy.scheme}"
+        self.reason = "the network is not profiled yet" if policy.scheme in PACED else f"scheme {policy.scheme}"
         self._policy = policy
         self._told = changed
         self._clock = clock
@@ -93,7 +92,7 @@ class Pacer:
     @property
     def is_on(self) -> bool:
         """Tell whether the job's configuration asks for pacing by daemons."""
-        return self._policy.transport == "daemon" and self._policy.scheme in _PACED
+        return self._policy.transport == "daemon" and self._policy.scheme in PACED
 
     @property
     def iteration_s(self) -> float | None:
@@ -224,14 +223,14 @@ class Pacer:
 
     async def _admit(self, step: int, wanted_bytes: int) -> tuple[int, Window]:
         """Wait until something may leave; return how much, and why."""
-        buffer_bytes = min(self._policy.sub_buffer_bytes, RANGE_BYTES)
+        buffer_bytes = min(self._policy.chunk_bytes, RANGE_BYTES)
         while True:
             seen, cost = self._window(step), self._meter.cost
             if cost is None or math.isinf(seen.remaining_s):
                 size_bytes = min(buffer_bytes, wanted_bytes)
             else:
                 remaining_s = seen.remaining_s - self._queued_bytes() / cost.bytes_per_s
-                burst_bytes = cost.burst_bytes(buffer_bytes)
+                burst_bytes = cost.burst_bytes(buffer_bytes, self._policy.scheme)
                 size_bytes = cost.chunk_bytes(remaining_s, buffer_bytes=burst_bytes, remaining_bytes=wanted_bytes)
             if size_bytes:
                 log.debug("step %d: %d bytes leave at %.4f s, %s", step, size_bytes, self._offset_s(), seen.why)
@@ -270,14 +269,14 @@ class Pacer:
     def _replan(self) -> None:
         cost = self._meter.cost
         profiles = [rank.profile for rank in self._ranks.values() if rank.profile is not None]
-        if cost is None or len(profiles) < len(self._ranks) or self._policy.scheme not in _PACED:
+        if cost is None or len(profiles) < len(self._ranks) or self._policy.scheme not in PACED:
             return
         self._profile = common(profiles)
         self._plan, reason = plan(
             self._profile,
             checkpoint_bytes=sum(rank.checkpoint_bytes for rank in self._ranks.values()),
             copies=max(rank.copies for rank in self._ranks.values()),
-            buffer_bytes=cost.burst_bytes(min(self._policy.sub_buffer_bytes, RANGE_BYTES)),
+            buffer_bytes=cost.burst_bytes(min(self._policy.chunk_bytes, RANGE_BYTES), self._policy.scheme),
             cost=cost,
             variance=self._policy.variance,
             max_every=self._policy.max_every,

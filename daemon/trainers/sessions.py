@@ -162,6 +162,8 @@ class Sessions:
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
             "replication": {
                 **asdict(replication),
+                "sub_buffers": replication.in_flight,
+                "sub_buffer_bytes": replication.chunk_bytes,
                 "copies": len(round_.holders(rank, self._view.replicas)) - 1,
                 "every": self._view.every,
                 "idle": None if idle is None else idle.to_message(),
