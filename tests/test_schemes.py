@@ -336,15 +336,40 @@ def test_dgc_remembers_nothing_of_a_step_that_overflowed_on_one_rank(scheme: str
     assert run_ranks(3, work) == [True] * 3
 
 
-@pytest.mark.parametrize("density", [0, 0.001])
-def test_a_pass_that_warms_up_does_not_make_zen_take_a_gradient_for_sparse(density: float) -> None:
+@pytest.mark.parametrize(("warm_density", "density"), [(0, 1), (0.001, 1), (1, 0.01), (0, 0.01)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pass_that_warms_up_does_not_mislead_zen(warm_density: float, density: float, ranks: int) -> None:
     """As the pass that settles DDP's buckets: where it has one word, recurrent weights have no gradient at all."""
-    warm, real = gradients(2, (256, 64), density=density), gradients(2, (256, 64), density=1)
+    warm, real = (gradients(ranks, (256, 64), density=each) for each in (warm_density, density))
 
     def work(transport: Transport) -> str:
         scheme = Zen(transport)
-        for given in (warm, real):
+        for given in (warm, warm, warm, real, real) if warm_density == 0 else (warm, real, real):
+            assert not scheme.plans
             torch.testing.assert_close(scheme.reduce("weight", given[transport.rank].clone()), in_order(given))
+        if warm_density == 0:
+            assert not scheme.plans, "a step without gradients shows nothing"
+            scheme.reduce("weight", real[transport.rank].clone())
         return scheme.plans["weight"].route
 
-    assert run_ranks(2, work) == ["dense", "dense"]
+    routes = run_ranks(ranks, work)
+    assert len(set(routes)) == 1
+    assert (routes[0] == "dense") == (density == 1)
+
+
+def test_zen_counts_anew_what_an_older_version_has_counted_together() -> None:
+    given = gradients(2, (256, 64), density=0.01)
+
+    def work(transport: Transport) -> list[bool]:
+        scheme = Zen(transport)
+        scheme.load_state_dict(
+            {"scheme": "zen", "seed": 0, "keys": {"weight": {"steps": 1, "counts": [16384] * 16, "plan": None}}}
+        )
+        planned = []
+        for _ in range(3):
+            scheme.reduce("weight", given[transport.rank].clone())
+            planned.append("weight" in scheme.plans)
+        assert scheme.plans["weight"].route != "dense"
+        return planned
+
+    assert run_ranks(2, work) == [[False, False, True]] * 2

@@ -14,7 +14,7 @@ _WORTH = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """How many rows of one width were not zero, of the rank and the profiled step that had most.
+    """How many rows of one width were not zero, of the rank that had most.
 
     Attributes:
         width: Elements per row.

@@ -22,10 +22,10 @@ _HOPELESS = 1 / 4
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What is known of one key since it was last profiled: steps, counts of those profiled, then the plan."""
+    """What is known of one key since it was last profiled: steps, counts of each that was profiled, then the plan."""
 
     steps: int = 0
-    counts: list[int] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
     plan: ZenPlan | None = None
 
 
@@ -33,14 +33,15 @@ class Zen(Scheme):
     """Sums sparse gradients with about the fewest bytes there can be, whatever their skew, and loses nothing.
 
     The first steps of each key are summed by recursive doubling (dense, where more than a quarter is not zero) and
-    counted; then all ranks choose as one, by bytes, between Push and Pull, recursive doubling and dense all-reduce, and
+    counted. Then all ranks choose as one, by bytes, between Push and Pull, recursive doubling and dense all-reduce, and
     between single elements and rows. In Push and Pull each message is in the format that is smallest for it.
 
     Args:
         transport: The ranks; with several ranks on a host use `TwoLevel` around this one.
         rows: Numbers of consecutive elements that may go under one index, apart from 1; those that do not divide the
             last dimensions of a gradient are lowered for it until they do.
-        profile_steps: Steps to count before the choice.
+        profile_steps: Steps to count before the choice, of those that are not empty. That in the middle decides: a pass
+            that warms up may show gradients that are all but empty, or dense.
         replan_steps: Steps after which densities are counted and the choice is made anew, since they drift. Under the
             DDP hook what is to be all-reduced stays so: it does not come here any more (`fuses`).
         route: Choose this one without counting.
@@ -55,7 +56,7 @@ class Zen(Scheme):
         transport: Transport,
         *,
         rows: Sequence[int] = (16, 64, 256),
-        profile_steps: int = 2,
+        profile_steps: int = 3,
         replan_steps: int = 1000,
         route: Route | None = None,
         partition: Literal["exact", "hash"] = "exact",
@@ -112,7 +113,7 @@ class Zen(Scheme):
         keys = {
             key: {
                 "steps": seen.steps,
-                "counts": list(seen.counts),
+                "counts": [list(counts) for counts in seen.counts],
                 "plan": None if seen.plan is None else asdict(seen.plan),
             }
             for key, seen in self._seen.items()
@@ -120,7 +121,7 @@ class Zen(Scheme):
         return {"scheme": self.name, "seed": self._seed, "keys": keys}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved plans and counts.
+        """Go on with saved plans and counts; those of an older version, which are of several steps, are made anew.
 
         Raises:
             CommError: They are of another scheme.
@@ -130,7 +131,7 @@ class Zen(Scheme):
         self._seen = {
             key: _Seen(
                 steps=saved["steps"],
-                counts=list(saved["counts"]),
+                counts=[list(counts) for counts in saved["counts"] if isinstance(counts, list)],
                 plan=None if saved["plan"] is None else ZenPlan(**saved["plan"]),
             )
             for key, saved in state["keys"].items()
@@ -154,13 +155,14 @@ class Zen(Scheme):
             total = compress(result)
         counts += [_rows(total.indices, width) for width in widths]
         counts = self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
-        # A step that was summed dense has no rounds; neither has the profile then.
-        both = zip(seen.counts, counts, strict=False)
-        # The most, not the mean: a pass without data, to warm up, shows gradients that are all but empty.
-        seen.counts = [max(pair) for pair in both] if seen.counts else counts
         seen.steps += 1
-        if seen.steps >= self._profile_steps:
-            by_width = [seen.counts[index :: len(widths)] for index in range(len(widths))]
+        summed_at = len(widths)
+        if counts[summed_at]:
+            seen.counts.append(counts)
+        if len(seen.counts) >= self._profile_steps:
+            by_sum = sorted(seen.counts, key=lambda each: each[summed_at])
+            middle = by_sum[len(by_sum) // 2]
+            by_width = [middle[index :: len(widths)] for index in range(len(widths))]
             profile = [
                 Rows(width=width, own=own_rows, sent=tuple(rounds), summed=summed)
                 for width, (own_rows, summed, *rounds) in zip(widths, by_width, strict=True)
