@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -149,10 +149,34 @@ class Transport:
         self._count_ring((self.size - 1) * share.nbytes)
         return whole
 
-    def relay(self, turns: Iterable[Turn]) -> None:
-        """Send and receive turn by turn."""
-        for _, together in groupby(turns, key=lambda turn: turn.source):
-            self._relay(list(together))
+    def relay(self, turns: Sequence[Turn]) -> None:
+        """Send and receive turn by turn; what comes in later turns may arrive before it is their turn."""
+        rooms = [torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device) for turn in turns]
+        # Gloo asks for a message when its receive is posted, so all are asked for before the first turn: else each turn
+        # would begin with a message to its sender. NCCL would wait for them before it begins to send.
+        ahead = self.device.type == "cpu"
+        receives = [
+            self._group.recv([room], turn.source, 0) if ahead and turn.source is not None and room.numel() else None
+            for turn, room in zip(turns, rooms, strict=True)
+        ]
+        sends = []
+        for turn, room, receive in zip(turns, rooms, receives, strict=True):
+            outgoing = {} if turn.to is None else {turn.to: turn.message().contiguous()}
+            if ahead:
+                sends += [
+                    (self._group.send([message], to, 0), message) for to, message in outgoing.items() if message.numel()
+                ]
+            else:
+                self._pass(outgoing, {} if turn.source is None else {turn.source: room})
+            if receive is not None:
+                receive.wait()
+            if turn.source is not None:
+                turn.take(room)
+            self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
+            self.traffic.received_bytes += room.numel()
+            self.traffic.rounds += 1
+        for work, _ in sends:
+            work.wait()
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
@@ -210,35 +234,6 @@ class Transport:
         self.traffic.sent_bytes += round(moved_bytes)
         self.traffic.received_bytes += round(moved_bytes)
         self.traffic.rounds += 1
-
-    def _relay(self, turns: Sequence[Turn]) -> None:
-        """Do what `relay` does while one rank sends: what comes next may arrive while something is passed on."""
-        rooms = [torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device) for turn in turns]
-        # Gloo asks for a message when its receive is posted. NCCL would wait for it before it begins to send.
-        ahead = self.device.type == "cpu"
-        source = turns[0].source
-        receives = [
-            self._group.recv([room], source, 0) if ahead and source is not None and room.numel() else None
-            for room in rooms
-        ]
-        sends = []
-        for turn, room, receive in zip(turns, rooms, receives, strict=True):
-            outgoing = {} if turn.to is None else {turn.to: turn.message().contiguous()}
-            if ahead:
-                sends += [
-                    (self._group.send([message], to, 0), message) for to, message in outgoing.items() if message.numel()
-                ]
-            else:
-                self._pass(outgoing, {} if source is None else {source: room})
-            if receive is not None:
-                receive.wait()
-            if source is not None:
-                turn.take(room)
-            self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
-            self.traffic.received_bytes += room.numel()
-            self.traffic.rounds += 1
-        for work, _ in sends:
-            work.wait()
 
     def _pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Post all sends and receives, empty ones left out on both sides, and wait for them."""
