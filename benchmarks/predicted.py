@@ -3,8 +3,9 @@
 Random models (3 to 12 gradients, sizes over two decades, backward times that do not follow the sizes) on random
 clusters: 2 to 8 ranks on 2 to 6 hosts of a laboratory network (namespaces, links shaped by tbf). Their files say what a
 person would write: of the links between hosts the rate, of which at most 95.6 % are payload; what a start-up takes, by
-an all-reduce of 4 bytes; what a compressor takes at two sizes, all workers at once. Nothing of a collective is
-measured. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
+4 bytes: an all-reduce for the library's, an all-gather for the run-time's own, and one of messages of the compressor;
+what a compressor takes at two sizes, all workers at once. No other collective is measured, and none of a size that is
+planned. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
 `espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once. Goal: within
 10 %.
 
@@ -35,6 +36,7 @@ from resilient_run.comm.cli.plan import plan as plan_command
 from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS
 from resilient_run.comm.espresso.fusion_cluster import fusion_system
+from resilient_run.comm.measure.probe import PROBED_COMPRESSED
 from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.plan import FLAT
@@ -113,6 +115,13 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
         slope = max(0.0, last_s - first_s) / (last - first)
         return {"alpha_s": max(0.0, first_s - slope * first), "beta_s_per_byte": slope}
 
+    def link(name: str, byte_s: float) -> dict[str, Any]:
+        own, library, coded = (
+            {"alpha_s": known.get(f"{name}_{whose}alpha_s", 0.0), "beta_s_per_byte": byte_s}
+            for whose in ("", "library_", "coded_")
+        )
+        return {**own, "routines": {"all_reduce": library}, "compressed": dict.fromkeys(PROBED_COMPRESSED, coded)}
+
     tensors = [{"name": s.name, "numel": s.columns, "backward_s": s.backward_s} for s in sample.steps]
     common = {"forward_s": sample.forward_s, "bytes_per_element": 4}
     coder = {name: line(known[name]) for name in ("compress", "decompress", "accumulate")}
@@ -120,8 +129,8 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
         **common,
         "hosts": sample.hosts,
         "gpus_per_host": sample.per_host,
-        "intra": {"alpha_s": known.get("intra_alpha_s", 0.0), "beta_s_per_byte": known.get("intra_byte_s", 0.0)},
-        "inter": {"alpha_s": known["inter_alpha_s"], "beta_s_per_byte": sample.byte_s},
+        "intra": link("intra", known.get("intra_byte_s", 0.0)),
+        "inter": link("inter", sample.byte_s),
         "compressors": {sample.compressor["name"]: {"ratio": known["ratio"], "gpu": coder}},
     }
     (folder / "model.json").write_text(json.dumps({"tensors": tensors}))

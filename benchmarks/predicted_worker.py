@@ -31,14 +31,21 @@ device = Device()
 def known() -> dict[str, object]:
     """Return seconds of start-ups, bytes within a host, and the compressor at two sizes; all ranks measure together."""
     fabric = make_fabric(range(dist.get_world_size()), ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]), device="cpu")
-    (inter_s,) = probe_link(fabric.flat, Routine.ALL_REDUCE, [4])
-    found: dict[str, object] = {"inter_alpha_s": inter_s / load(Routine.ALL_REDUCE, fabric.flat.size).startups}
-    if fabric.intra.size > 1:
-        within = load(Routine.ALL_REDUCE, fabric.intra.size)
-        intra_s = probe_link(fabric.intra, Routine.ALL_REDUCE, [4, IN_HOST_BYTES], everyone=fabric.flat)
-        found["intra_alpha_s"] = intra_s[0] / within.startups
-        found["intra_byte_s"] = max(0.0, intra_s[1] - intra_s[0]) / (within.rank * IN_HOST_BYTES)
-    coder = probe_coder(named(**options["compressor"]), CODED_BYTES, device="cpu", repeats=5, transport=fabric.flat)
+    compressor = named(**options["compressor"])
+    found: dict[str, object] = {}
+    for name, transport in {"inter": fabric.flat, "intra": fabric.intra}.items():
+        if transport.size == 1:
+            continue
+        library, own = (load(routine, transport.size) for routine in (Routine.ALL_REDUCE, Routine.ALL_GATHER))
+        (library_s,) = probe_link(transport, Routine.ALL_REDUCE, [4], everyone=fabric.flat)
+        (own_s,) = probe_link(transport, Routine.ALL_GATHER, [4], everyone=fabric.flat)
+        (coded_s,) = probe_link(transport, Routine.ALL_GATHER, [4], compressor=compressor, everyone=fabric.flat)
+        found[f"{name}_library_alpha_s"] = library_s / library.startups
+        found[f"{name}_alpha_s"], found[f"{name}_coded_alpha_s"] = own_s / own.startups, coded_s / own.startups
+        if name == "intra":
+            (long_s,) = probe_link(transport, Routine.ALL_REDUCE, [IN_HOST_BYTES], everyone=fabric.flat)
+            found["intra_byte_s"] = max(0.0, long_s - library_s) / (library.rank * IN_HOST_BYTES)
+    coder = probe_coder(compressor, CODED_BYTES, device="cpu", repeats=5, transport=fabric.flat)
     points = {"compress": coder.compress, "decompress": coder.decompress, "accumulate": coder.accumulate}
     return {**found, "sizes_bytes": CODED_BYTES, **points, "ratio": coder.ratio}
 
