@@ -630,7 +630,7 @@ BENCHMARKS: Final = (
                 name="planned-scaling",
                 arguments="--plot benchmarks/results/planned-scaling.svg",
                 minutes=5,
-                figures=("4.12", "4.13", "5.6", "5.7", "Table 4.1"),
+                figures=("4.12", "4.13", "4.14", "4.15", "5.6", "5.7", "Table 4.1"),
             ),
         ),
     ),
