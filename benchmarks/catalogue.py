@@ -597,7 +597,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/espresso_planning.py",
         depends=(*PLANNED, "comm/espresso"),
-        results=(Result(name="espresso-planning", minutes=10, figures=("4.12", "4.13", "4.15", "Table 4.5")),),
+        results=(Result(name="espresso-planning", minutes=10, figures=("4.12", "4.13", "4.14", "4.15", "Table 4.5")),),
     ),
     Benchmark(
         script="benchmarks/espresso_upper_bound.py",
