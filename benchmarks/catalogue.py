@@ -281,7 +281,7 @@ BENCHMARKS: Final = (
                 arguments="--hosts 4 8 16 --schemes dense agsparse sparcml sparse-ps omnireduce 'zen, elements' zen "
                 "index-free --plot benchmarks/results/zen.svg",
                 minutes=30,
-                figures=("3.2", "3.7", "3.13", "3.15", "3.18", "ZEN 15"),
+                figures=("3.7", "3.13", "3.18", "ZEN 15"),
             ),
             Result(
                 name="zen-rows",
@@ -326,7 +326,7 @@ BENCHMARKS: Final = (
                 name="zen-scaling",
                 arguments="--plot benchmarks/results/zen-scaling.svg",
                 minutes=2,
-                figures=("3.7", "ZEN 8"),
+                figures=("3.2", "3.7", "3.15", "ZEN 8"),
             ),
         ),
     ),
