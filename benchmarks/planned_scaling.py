@@ -1,4 +1,4 @@
-"""How do the contenders of the thesis scale from 8 to 64 GPUs, by one cost model (thesis, Fig. 4.12, 4.13, 5.6, 5.7)?
+"""How do the contenders of the thesis scale, by one cost model (thesis, Fig. 4.12 to 4.15, 5.6, 5.7)?
 
 Predicted, not run: each contender plans the same model for the same cluster, and the model that our planners use says
 how long its iteration takes. Links and the compressor, DGC, cost what they do in `espresso_planning.py`; a host has 8
@@ -11,16 +11,22 @@ alone; HiTopKComm all of them, with all-gathers between hosts, and BytePS-Compre
 Fusion and Evenly Split fuse by size and by number; `greedy` is Algorithms 4.1 and 4.2. "FP32" is the quickest without
 compression: tensor by tensor for Chapter 4, fused for Chapter 5. `espresso-fused`, of the last size only, is ours.
 
+Figures 4.14 and 4.15 are about 64 GPUs, with each model of Chapter 4, compressor and kind of links. Both clusters have
+the same GPUs, and so a model has one pace. Upper Bound is an iteration whose compression takes no time; beside it is
+what the search of `espresso` proves. Restricted planners find the best plan without one dimension of the search space
+(Section 4.8.6). Randomk sends no indices, and costs what DGC does otherwise.
+
     python benchmarks/planned_scaling.py --json FILE.json --plot FILE.svg
 """
 
+import statistics
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from espresso_planning import affine, cluster_of
+from espresso_planning import LINKS_GBIT, RATIOS, affine, cluster_of, upper_bound_s
 from espresso_upper_bound import paced
 from report import parser, table, write_json
 
@@ -35,6 +41,7 @@ from resilient_run.comm.plan.model import Model, read_model
 GPUS: Final = (8, 16, 32, 64)
 PER_HOST: Final = 8
 COMPRESSOR: Final = "dgc"
+ALL_RATIOS: Final = RATIOS | {"randomk": 0.01}
 NVLINK, PCIE = 1200, 100
 TENSOR_BY_TENSOR: Final = {
     "FP32": "espresso-dense",
@@ -44,6 +51,17 @@ TENSOR_BY_TENSOR: Final = {
     "greedy": "espresso-greedy",
     "espresso": "espresso",
 }
+RESTRICTED: Final = {
+    "All": "espresso-all",
+    "Myopic": "espresso-myopic",
+    "GPU": "espresso-gpu",
+    "CPU": "espresso-cpu",
+    "Inter Allgather": "espresso-inter-allgather",
+    "Inter Alltoall": "espresso-inter-alltoall",
+    "Alltoall+Alltoall": "espresso-alltoall-twice",
+}
+UPPER_BOUND: Final = "Upper Bound"
+PROVEN: Final = "no plan is above"
 FUSED: Final = {
     "FP32, fused": "dense",
     "GRACE": "layer-wise",
@@ -191,13 +209,17 @@ def cluster(case: Case, model: Model, gpus: int) -> Cluster:
     )
 
 
+def planned_s(job: Espresso, planners: Mapping[str, str]) -> dict[str, float]:
+    """Return name → iteration of one of `ESPRESSO_PLANNERS`."""
+    return {
+        name: job.cluster.forward_s + job.problem.iteration_s(ESPRESSO_PLANNERS[planner](job))
+        for name, planner in planners.items()
+    }
+
+
 def tensor_by_tensor_s(model: Model, of: Cluster, contenders: Collection[str]) -> dict[str, float]:
     """Return the iterations of contenders that choose for each tensor."""
-    job = Espresso(model, of)
-    return {
-        name: of.forward_s + job.problem.iteration_s(ESPRESSO_PLANNERS[TENSOR_BY_TENSOR[name]](job))
-        for name in contenders
-    }
+    return planned_s(Espresso(model, of), {name: TENSOR_BY_TENSOR[name] for name in contenders})
 
 
 def fused_s(model: Model, of: Cluster, contenders: Collection[str]) -> dict[str, float]:
@@ -214,6 +236,11 @@ def computation_s(model: Model) -> float:
     return 1.5 * model.backward_s
 
 
+def model_of(case: Case) -> Model:
+    """Return the model of a case at 10 TFLOP/s."""
+    return read_model(Path(__file__).parent / "models" / f"{case.model}.json", flops_per_s=1e13)
+
+
 def paced_for(case: Case, model: Model) -> tuple[float, Model]:
     """Return how many times as long computation takes for the scaling factor of a case, and the model with that."""
     low, high = 1e-2, 1e3
@@ -228,8 +255,7 @@ def paced_for(case: Case, model: Model) -> tuple[float, Model]:
 
 def describe(case: Case) -> dict[str, Any]:
     """Return GPUs → contender → seconds of an iteration, and how computation was paced."""
-    model = read_model(Path(__file__).parent / "models" / f"{case.model}.json", flops_per_s=1e13)
-    factor, slower = paced_for(case, model)
+    factor, slower = paced_for(case, model_of(case))
     iterations: dict[int, dict[str, float]] = {}
     for gpus in case.gpus:
         of = cluster(case, slower, gpus)
@@ -243,6 +269,21 @@ def describe(case: Case) -> dict[str, Any]:
         "iteration_s": iterations,
         "thesis": case.thesis,
     }
+
+
+def with_64_gpus(model: Model) -> dict[str, dict[str, dict[str, float]]]:
+    """Return links → compressor → contender, restricted planner, `PROVEN` and `UPPER_BOUND` → scaling factor."""
+    found: dict[str, dict[str, dict[str, float]]] = {links: {} for links in LINKS_GBIT}
+    for links, by_compressor in found.items():
+        like = cluster_of(model, links, COMPRESSOR)
+        for name, ratio in ALL_RATIOS.items():
+            of = replace(like, compressor=replace(like.compressor, name=name, ratio=ratio))
+            job = Espresso(model, of)
+            times_s = planned_s(job, TENSOR_BY_TENSOR | RESTRICTED)
+            times_s[PROVEN] = of.forward_s + job.optimum.bound_s
+            times_s[UPPER_BOUND] = upper_bound_s(model, of)
+            by_compressor[name] = {each: computation_s(model) / time_s for each, time_s in times_s.items()}
+    return found
 
 
 def plot(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -296,20 +337,59 @@ def show(case: Case, found: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def show_64_gpus(results: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> None:
+    """Print how far contenders are below the upper bound, and the scaling factors of restricted planners."""
+    for links in LINKS_GBIT:
+        below = {
+            name: [
+                1 - factors[name] / factors[UPPER_BOUND]
+                for by_links in results.values()
+                for factors in by_links[links].values()
+            ]
+            for name in TENSOR_BY_TENSOR
+        }
+        table(
+            f"Fig. 4.14: throughput below the upper bound, {links}, {len(below['espresso'])} cases",
+            ("contender", "least", "median", "most"),
+            [
+                (name, *(f"{share:.0%}" for share in (min(shares), statistics.median(shares), max(shares))))
+                for name, shares in below.items()
+            ],
+        )
+        columns = ("espresso", "greedy", *RESTRICTED, PROVEN)
+        table(
+            f"Fig. 4.15: scaling factors, {links}",
+            ("model, compressor", *columns),
+            [
+                (f"{model}, {compressor}", *(f"{factors[column]:.2f}" for column in columns))
+                for model, by_links in results.items()
+                for compressor, factors in by_links[links].items()
+            ],
+        )
+
+
 def main() -> None:
     """Predict, print and write."""
     arguments = parser(__doc__)
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
-    results = {}
+    results, factors = {}, {}
     for case in CASES:
         results[case.name] = describe(case)
         show(case, results[case.name])
+        if not isinstance(case, Cupcake):
+            factors[case.model] = with_64_gpus(paced(model_of(case), results[case.name]["computation_over_10_tflops"]))
+    show_64_gpus(factors)
     write_json(
         options.json,
         question=(__doc__ or "").splitlines()[0],
-        parameters={"gpus_per_host": PER_HOST, "compressor": COMPRESSOR},
-        results=results,
+        parameters={
+            "gpus_per_host": PER_HOST,
+            "compressor": COMPRESSOR,
+            "ratios": ALL_RATIOS,
+            "links_gbit": LINKS_GBIT,
+        },
+        results=results | {"scaling_with_64_gpus": factors},
     )
     if options.plot is not None:
         plot(options.plot, results)

@@ -1,26 +1,31 @@
 """How many tensors have which size, what does it save to compress one, and how many may go to CPUs (Espresso)?
 
-Figures 4.10 and 4.11 and the numbers of Table 4.6 of the thesis: counted and computed, no time is measured. The cluster
-is the thesis's with NVLink, 64 GPUs, DGC (`espresso_planning.py`). The benefit of GPU compression is the communication
-time that it saves over the time that compression and decompression take, of a tensor by itself: with what is quickest
-without compression, and with the quickest option that GPUs compress. Tensors that Algorithm 4.1 compresses may be
-offloaded; those of one size and option form a group, and Algorithm 4.2 looks at each number of each group: so many
-combinations. Thousands of them are more than the 4096 up to which our `offload` tries all.
+Figures 4.10 and 4.11 and Table 4.6 of the thesis: counted and computed, but for the CPU time of Algorithm 4.2. The
+cluster is the thesis's with NVLink, 64 GPUs, DGC (`espresso_planning.py`). The benefit of GPU compression is the
+communication time that it saves over the time that compression and decompression take, of a tensor by itself: with what
+is quickest without compression, and with the quickest option that GPUs compress. Tensors that Algorithm 4.1 compresses
+may be offloaded; those of one size and option form a group, and Algorithm 4.2 looks at each number of each group: so
+many combinations. Thousands of them are more than the 4096 up to which our `offload` tries all. How many tensors are
+compressed depends on the pace of computation: 10 TFLOP/s, and the pace that gives the scaling factors of the thesis
+(`planned_scaling.py`).
 
     python benchmarks/tensor_sizes.py --json FILE.json --plot FILE.svg
 """
 
+import time
 from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue import latest
 from espresso_planning import MIB, THESIS_MS, cluster_of
-from report import parser, table, write_json
+from espresso_upper_bound import paced
+from report import Constant, Summary, constant, parser, table, write_json
 
 from resilient_run.comm.espresso.cost import Costs
 from resilient_run.comm.espresso.espresso import Espresso
-from resilient_run.comm.espresso.greedy import greedy
+from resilient_run.comm.espresso.greedy import greedy, offload
 from resilient_run.comm.espresso.strategy import Choice
 from resilient_run.comm.plan.constraints import gpu_only, uncompressed
 from resilient_run.comm.plan.model import Model, read_model
@@ -30,6 +35,17 @@ KIB: Final = 1024
 SIZES_BYTES: Final = tuple(KIB << power for power in range(21))
 THESIS: Final = {"vgg16": 11, "resnet101": 42, "ugatit": 32, "bert_base": 54, "gpt2": 34, "lstm": 5}
 """Tensors for offloading, Table 4.6."""
+THESIS_OFFLOAD_MS: Final = {"vgg16": 1, "resnet101": 30, "ugatit": 12, "bert_base": 44, "gpt2": 18, "lstm": 1}
+FIGURES: Final = {
+    "bert_base": "4.12",
+    "gpt2": "4.12",
+    "ugatit": "4.12",
+    "vgg16": "4.13",
+    "lstm": "4.13",
+    "resnet101": "4.13",
+}
+"""Where the thesis has what gives the pace of a model."""
+REPETITIONS: Final = 5
 
 
 def model_of(name: str) -> Model:
@@ -57,11 +73,26 @@ def benefits() -> dict[int, float]:
     return found
 
 
+def paces() -> dict[str, Constant]:
+    """Return model → how many times as long as at 10 TFLOP/s it computes for the scaling factors of the thesis."""
+    planned = latest("planned-scaling")
+    assert planned is not None
+    return {
+        name: constant(planned, f"{figure}, {name}", "computation_over_10_tflops") for name, figure in FIGURES.items()
+    }
+
+
 def offloading(model: Model) -> dict[str, Any]:
-    """Return how many tensors Algorithm 4.1 compresses, and what Algorithm 4.2 has to look at."""
+    """Return how many tensors Algorithm 4.1 compresses, what Algorithm 4.2 has to look at, and how long it does."""
     job = Espresso(model, cluster_of(model, "nvlink-100", "dgc"))
     fronts = job.problem.fronts(job.among(gpu_only))
     found = greedy(job.problem, fronts, job.problem.quickest(job.among(uncompressed)), job.sizes_bytes)
+    on_cpu = {choice: job.on_cpu(choice) for choice in set(found)}
+    taken_ms = []
+    for _ in range(REPETITIONS):
+        began_s = time.process_time()
+        moved = offload(job.problem, found, on_cpu)
+        taken_ms.append((time.process_time() - began_s) * 1e3)
     groups = Counter(
         (kind, choice)
         for kind, choice in zip(job.problem.kinds, found, strict=True)
@@ -73,6 +104,8 @@ def offloading(model: Model) -> dict[str, Any]:
         "compressed": groups.total(),
         "groups": len(groups),
         "combinations": prod(count + 1 for count in groups.values()),
+        "offloaded": sum(before != after for before, after in zip(found, moved, strict=True)),
+        "offload_cpu_ms": Summary.of(taken_ms),
     }
 
 
@@ -119,26 +152,39 @@ def main() -> None:
         ("KiB", "ratio"),
         [(f"{size // KIB}", f"{ratio:.2f}") for size, ratio in by_size.items()],
     )
+    pace = paces()
     found = {model.name: offloading(model) for model in models}
-    columns = ("tensors", "sizes", "compressed", "groups", "combinations")
-    table(
-        "Offloading, 64 GPUs, NVLink and 100 Gbit/s, DGC",
-        ("model", *columns, "thesis: compressed", "most of one size"),
-        [
-            (
-                name,
-                *(f"{each[column]:,}" for column in columns),
-                str(THESIS.get(name, "")),
-                str(max(counts[name].values())),
-            )
-            for name, each in found.items()
-        ],
-    )
+    found_at_pace = {name: offloading(paced(model_of(name), factor.value)) for name, factor in pace.items()}
+    columns = ("tensors", "sizes", "compressed", "groups", "combinations", "offloaded")
+    for title, by_model in (("10 TFLOP/s", found), ("the pace of the thesis", found_at_pace)):
+        table(
+            f"Offloading at {title}, 64 GPUs, NVLink and 100 Gbit/s, DGC",
+            ("model", *columns, "thesis: compressed", "most of one size", "CPU ms", "thesis: ms"),
+            [
+                (
+                    name,
+                    *(f"{each[column]:,}" for column in columns),
+                    str(THESIS.get(name, "")),
+                    str(max(counts[name].values())),
+                    f"{each['offload_cpu_ms']:.1f}",
+                    str(THESIS_OFFLOAD_MS.get(name, "")),
+                )
+                for name, each in by_model.items()
+            ],
+        )
     write_json(
         options.json,
         question=(__doc__ or "").splitlines()[0],
-        parameters={"links": "nvlink-100", "compressor": "dgc"},
-        results={"benefit_by_bytes": by_size, "tensors_by_bytes": counts, "offloading": found, "thesis": THESIS},
+        parameters={"links": "nvlink-100", "compressor": "dgc", "repetitions": REPETITIONS},
+        results={
+            "benefit_by_bytes": by_size,
+            "tensors_by_bytes": counts,
+            "offloading": found,
+            "offloading_at_the_pace_of_the_thesis": found_at_pace,
+            "thesis": THESIS,
+            "thesis_offload_ms": THESIS_OFFLOAD_MS,
+        },
+        constants={f"pace of {name}": factor for name, factor in pace.items()},
     )
     if options.plot is not None:
         plot(options.plot, by_size, counts)

@@ -1,4 +1,4 @@
-"""How much faster than all-reduce are sparse schemes, and how near is Zen to its limit (Zen, Figures 3.13 and 3.15)?
+"""How much faster than all-reduce are sparse schemes, and how near is Zen to its limit (Zen, Figure 3.13)?
 
 Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each; gradients are those of
 `sparse_workload.py`. Each scheme makes three steps; the messages of the last one are then repeated, with nothing
@@ -13,14 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
-from sparse_workload import WIDTH, WORKLOADS, gradient, row_probability
+from sparse_workload import WORKLOADS, gradient
 
 from resilient_run.comm import sparsity
 from resilient_run.comm.measure.formulas import RECEIVED_BYTES, Sparsity
-from resilient_run.comm.zen.partition import Balanced
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("zen_worker.py"))
@@ -73,34 +71,6 @@ def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
     limit_bytes = RECEIVED_BYTES.get(name, RECEIVED_BYTES["index-free"])(sparse)
     # The formulas of coordinates count an index for each value.
     return 8 * limit_bytes / rate_bit_s / (1 if kind == scheme else 2)
-
-
-def imbalance() -> dict[str, dict[int, dict[str, float]]]:
-    """Return workload → servers → imbalance of Push and Pull, of even ranges and of Zen (Figure 3.15)."""
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for name, workload in WORKLOADS.items():
-        if workload.exponent is None:
-            continue
-        rows = round(workload.millions * 1e6 / 4 / WIDTH)
-        probability, generator = row_probability(workload, rows), torch.Generator().manual_seed(0)
-        workers = [
-            (
-                (torch.rand(rows, generator=generator, dtype=torch.float64) < probability).nonzero() * WIDTH
-                + torch.arange(WIDTH)
-            ).view(-1)
-            for _ in range(2)
-        ]
-        found[name] = {}
-        for servers in (8, 128):
-            cut, length = Balanced(length=rows * WIDTH, servers=servers), rows * WIDTH
-            found[name][servers] = {
-                "push": sparsity.push_imbalance(workers, servers, cut.servers_of),
-                "pull": sparsity.pull_imbalance(workers, servers, cut.servers_of),
-                "push, even ranges": sparsity.push_imbalance(
-                    workers, servers, lambda indices, n=servers, length=length: indices * n // length
-                ),
-            }
-    return found
 
 
 def show(lines: list[dict[str, Any]], *, ranks: int, rate: str) -> None:
@@ -182,16 +152,6 @@ def main() -> None:
             show(found, ranks=ranks, rate=rate)
             sys.stdout.flush()
             lines += found
-    balance = imbalance()
-    table(
-        "Imbalance of one GPU's gradients, a quarter of the full size",
-        ("model, servers", "push", "pull", "push, even ranges"),
-        [
-            (f"{name} {servers}", *(f"{value:.3f}" for value in values.values()))
-            for name, by_servers in balance.items()
-            for servers, values in by_servers.items()
-        ],
-    )
     parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
     parameters["load_average"] = os.getloadavg()[0]
     paper = {name: workload.paper_speedup for name, workload in WORKLOADS.items()}
@@ -199,7 +159,7 @@ def main() -> None:
         options.json,
         question=(__doc__ or "").splitlines()[0],
         parameters=parameters,
-        results={"measured": lines, "imbalance": balance, "zen_speedup_in_the_thesis_16_machines": paper},
+        results={"measured": lines, "zen_speedup_in_the_thesis_16_machines": paper},
     )
     if options.plot is not None:
         plot(options.plot, lines)

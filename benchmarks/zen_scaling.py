@@ -8,6 +8,9 @@ own, and messages are written as each scheme proposes: coordinates, and blocks o
 shown in three steps: Balanced Parallelism with coordinates, with whichever format is smallest, and with that by rows;
 beside them is what no format can undercut, Balanced Parallelism without any index.
 
+The imbalance of Push and Pull (Fig. 3.15) is that of the same gradients and of those drawn like other models, as many
+workers as servers. DeepFM is drawn once more with rows that are touched in runs of neighbours.
+
     python benchmarks/zen_scaling.py --json FILE.json --plot FILE.svg
 """
 
@@ -29,6 +32,7 @@ from resilient_run.comm.zen.partition import Balanced, Even
 
 RANKS: Final = (2, 4, 8, 16, 32, 64, 128)
 ITEM_BYTES: Final = 4
+RUN: Final = 64
 BATCH_OF_ONE: Final = 0.001
 """The density of NMT then, "less than 0.1 %" (ZEN, Section 2.4)."""
 COO: Final = (Format.COO,)
@@ -42,6 +46,7 @@ PARALLEL: Final[dict[str, tuple[type[Even | Balanced], int, tuple[Format, ...]]]
 }
 """Scheme with a server on each rank → who sums what, elements under one index, and formats (none: values alone)."""
 SCHEMES: Final = ("agsparse", "sparcml", *PARALLEL)
+BALANCES: Final = {"Sparse PS": "sparse-ps", "Zen, elements": "balanced, COO", "Zen, rows": "zen"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +83,7 @@ def phases(scheme: str, touched: Sequence[Tensor], rows: int) -> Iterator[Phase]
             partners = torch.tensor([rank ^ distance for rank in range(ranks)])
             yield Phase(sent=sent, received=sent[partners])
     else:
-        kind, unit, formats = PARALLEL[scheme]
-        length = -(-rows * WIDTH // unit)
-        cut = kind(length=length, servers=ranks)
+        cut, unit, formats = _servers(scheme, rows, ranks)
         sizes = [cut.size(server) for server in range(ranks)]
 
         def shares(rows_of: Tensor) -> Tensor:
@@ -98,6 +101,23 @@ def over_dense(scheme: str, touched: Sequence[Tensor], rows: int) -> float:
     ranks = len(touched)
     dense = 2 * (ranks - 1) / ranks * rows * WIDTH * ITEM_BYTES
     return sum(phase.busiest for phase in phases(scheme, touched, rows)) / dense
+
+
+def imbalance(scheme: str, touched: Sequence[Tensor], rows: int) -> dict[str, float]:
+    """Return how many times its even share the fullest server gets (thesis, Definition 3.6)."""
+    servers = len(touched)
+    cut, unit, _ = _servers(scheme, rows, servers)
+
+    def fullest(rows_of: Tensor) -> float:
+        loads = _loads(cut, rows_of, unit)
+        return servers * int(loads.max()) / int(loads.sum())
+
+    return {"push": max(map(fullest, touched)), "pull": fullest(_union(touched))}
+
+
+def _servers(scheme: str, rows: int, servers: int) -> tuple[Even | Balanced, int, tuple[Format, ...]]:
+    kind, unit, formats = PARALLEL[scheme]
+    return kind(length=-(-rows * WIDTH // unit), servers=servers), unit, formats
 
 
 def _message(touched: Tensor, rows: int, unit: int, formats: tuple[Format, ...]) -> int:
@@ -150,13 +170,13 @@ def real(ranks: int, steps: int) -> Iterator[tuple[str, int, list[Tensor]]]:
         yield from ((name, len(parameter), touched[name]) for name, parameter in model.tables.items())
 
 
-def drawn(workload: Workload, ranks: int) -> tuple[int, list[Tensor]]:
-    """Return the rows of a workload at its full size, and those that each rank touches."""
-    rows = round(workload.millions * 1e6) // WIDTH
-    probability = row_probability(workload, rows)
+def drawn(workload: Workload, ranks: int, run: int = 1) -> tuple[int, list[Tensor]]:
+    """Return the rows of a workload at its full size, and those that each rank touches, in runs of so many."""
+    runs = round(workload.millions * 1e6) // WIDTH // run
+    probability = row_probability(workload, runs)
     random = torch.Generator().manual_seed(0)
-    present = (torch.rand(rows, generator=random, dtype=torch.float64) < probability for _ in range(ranks))
-    return rows, [each.nonzero().view(-1) for each in present]
+    present = (torch.rand(runs, generator=random, dtype=torch.float64) < probability for _ in range(ranks))
+    return runs * run, [each.repeat_interleave(run).nonzero().view(-1) for each in present]
 
 
 def describe(rows: int, touched: Sequence[Tensor]) -> dict[str, Any]:
@@ -168,6 +188,13 @@ def describe(rows: int, touched: Sequence[Tensor]) -> dict[str, Any]:
         "over_dense": {
             scheme: {ranks: over_dense(scheme, touched[:ranks], rows) for ranks in RANKS} for scheme in SCHEMES
         },
+    }
+
+
+def balance(rows: int, touched: Sequence[Tensor]) -> dict[str, dict[int, dict[str, float]]]:
+    """Return who → servers → imbalance of Push and Pull."""
+    return {
+        who: {ranks: imbalance(scheme, touched[:ranks], rows) for ranks in RANKS} for who, scheme in BALANCES.items()
     }
 
 
@@ -205,11 +232,15 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     nmt = WORKLOADS["NMT"]
-    results = {
-        "NMT, drawn": describe(*drawn(nmt, RANKS[-1])),
-        "NMT, drawn, batch of one": describe(*drawn(replace(nmt, density=BATCH_OF_ONE), RANKS[-1])),
+    gradients_of = {
+        "NMT, drawn": drawn(nmt, RANKS[-1]),
+        "NMT, drawn, batch of one": drawn(replace(nmt, density=BATCH_OF_ONE), RANKS[-1]),
     }
-    results |= {name: describe(rows, touched) for name, rows, touched in real(RANKS[-1], options.steps)}
+    gradients_of |= {name: (rows, touched) for name, rows, touched in real(RANKS[-1], options.steps)}
+    results = {name: describe(*of) for name, of in gradients_of.items()}
+    balances = {name: balance(*of) for name, of in gradients_of.items()}
+    balances |= {f"{name}, drawn": balance(*drawn(WORKLOADS[name], RANKS[-1])) for name in ("LSTM", "DeepFM", "BERT")}
+    balances[f"DeepFM, drawn, runs of {RUN}"] = balance(*drawn(WORKLOADS["DeepFM"], RANKS[-1], RUN))
     for name, found in results.items():
         table(
             f"{name}, {found['rows']:,} rows, density {found['density']:.2%}: bytes over dense all-reduce's",
@@ -223,11 +254,20 @@ def main() -> None:
                 for ranks in RANKS
             ],
         )
+    table(
+        "Imbalance of Push and Pull",
+        ("gradient, servers", *(f"{who}, {side}" for who in BALANCES for side in ("push", "pull"))),
+        [
+            (f"{name}, {ranks}", *(f"{value:.2f}" for who in BALANCES for value in found[who][ranks].values()))
+            for name, found in balances.items()
+            for ranks in RANKS
+        ],
+    )
     write_json(
         options.json,
         question=(__doc__ or "").splitlines()[0],
         parameters={"ranks": RANKS, "steps": options.steps},
-        results=results,
+        results=results | {"imbalance": balances},
     )
     if options.plot is not None:
         plot(options.plot, results)

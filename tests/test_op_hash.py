@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import zen_hash
 from op_cases import RUNNERS, Runner, lists, same, sparse
 
 from resilient_run.comm.errors import OpError
 from resilient_run.comm.ops.coo import coo_encode
-from resilient_run.comm.ops.spread import Spread
+from resilient_run.comm.ops.spread import Spread, murmur
 from resilient_run.comm.zen.hash import Hashed, HashMemory, hierarchical_hash
 from resilient_run.comm.zen.histogram import Parts, partition
 
@@ -85,6 +86,18 @@ def test_spills_as_the_theory_says_and_loses_none_of_a_million(rounds: int, spil
     assert found.memory == memory
     assert found.spilled / indices.numel() == pytest.approx(spilled, rel=0.05)
     assert torch.equal(found.parts.indices.sort().values, indices)
+
+
+def test_the_strawman_of_the_benchmark_keeps_one_index_of_each_place() -> None:
+    gradient = sparse(5000, 0.2)
+    indices, _ = coo_encode(gradient)
+    kept, values, ends = zen_hash.strawman(gradient, indices, 3200)
+    places = (murmur(indices, 0) * 3200) >> 32
+    assert 0 < kept.numel() == places.unique().numel() < indices.numel()
+    assert torch.isin(kept, indices).all()
+    same((kept, values), (kept, gradient[kept]))
+    owners = ((murmur(kept, 0) * 3200) >> 32) * zen_hash.PARTS // 3200
+    assert torch.bincount(owners, minlength=zen_hash.PARTS).cumsum(0).tolist() == ends.tolist()
 
 
 def test_sizes_are_per_partition() -> None:

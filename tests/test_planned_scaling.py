@@ -1,7 +1,8 @@
 """`benchmarks/planned_scaling.py` paces computation as it says, and no contender of the thesis beats the planners."""
 
 import pytest
-from planned_scaling import CASES, FUSED, TENSOR_BY_TENSOR, describe
+from espresso_upper_bound import paced
+from planned_scaling import CASES, FUSED, PROVEN, TENSOR_BY_TENSOR, UPPER_BOUND, describe, model_of, with_64_gpus
 
 LSTM = next(case for case in CASES if case.model == "lstm")
 
@@ -15,3 +16,11 @@ def test_contenders_of_the_thesis_are_predicted() -> None:
         times_s = found["iteration_s"][gpus]
         assert times_s["espresso"] <= min(times_s[name] for name in TENSOR_BY_TENSOR)
         assert times_s["cupcake"] <= min(times_s[name] for name in FUSED) * (1 + 1e-9)
+
+
+def test_no_restricted_planner_and_no_contender_is_quicker_and_nothing_beats_the_bound() -> None:
+    for by_compressor in with_64_gpus(paced(model_of(LSTM), 60)).values():
+        assert set(by_compressor) == {"dgc", "efsignsgd", "randomk"}
+        for factors in by_compressor.values():
+            least = min(factors.pop(PROVEN), factors.pop(UPPER_BOUND))
+            assert max(factors.values()) == factors["espresso"] <= least <= 1

@@ -14,6 +14,7 @@ from resilient_run.comm.baselines.topk_dsa import TopkDSA
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.spardl.cost import log2_rounds
 from resilient_run.comm.spardl.sparse_scheme import SparseScheme
 
 DENSITY = 1 / 32
@@ -43,10 +44,13 @@ def test_nothing_is_lost_all_agree_and_words_are_those_of_table_1(ranks: int) ->
 
     headers = 2 * ranks
     cost = topk_dsa_cost(ranks, kept, numel)
+    direct_sends = ranks - 1  # one exchange
+    assert {run.rounds for run in topk_dsa} == {cost.rounds - direct_sends + 1}
     mean = sum(run.received_words for run in topk_dsa) / ranks
     assert cost.least_words <= mean <= cost.most_words + headers
     mean = sum(run.received_words for run in ok_topk) / ranks
     assert mean <= 2 * ok_topk_cost(ranks, kept).most_words + 4 * headers  # thresholds may select twice of k
+    assert 1 + 2 * log2_rounds(ranks) <= max(run.rounds for run in ok_topk) <= 2 + 3 * log2_rounds(ranks)
 
 
 def test_ok_topk_agrees_on_regions_and_keeps_thresholds_until_they_do_not_fit() -> None:

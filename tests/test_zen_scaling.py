@@ -1,14 +1,17 @@
-"""The bytes that `benchmarks/zen_scaling.py` counts are those that the real schemes send and receive."""
+"""The bytes that `benchmarks/zen_scaling.py` counts are those of the real schemes, its imbalances those of indices."""
 
 import pytest
 import torch
 from ranks import run_ranks
+from sparse_workload import WORKLOADS
 from torch import Tensor
-from zen_scaling import PARALLEL, SCHEMES, WIDTH, phases
+from zen_scaling import BALANCES, PARALLEL, SCHEMES, WIDTH, drawn, imbalance, phases
 
+from resilient_run.comm import sparsity
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.zen.centralized import AGsparse, RecursiveDoubling
 from resilient_run.comm.zen.parallel import IndexFree, push_and_pull
+from resilient_run.comm.zen.partition import Even
 from resilient_run.comm.zen.sparse import compress
 
 ROWS = 1000
@@ -44,3 +47,22 @@ def test_counted_bytes_are_those_of_the_scheme(scheme: str, ranks: int) -> None:
         for bytes_of, total in zip(("sent", "received"), real, strict=True):
             expected = sum(int(getattr(phase, bytes_of)[rank]) for phase in counted)
             assert 0 <= total - expected <= tags
+
+
+@pytest.mark.parametrize("scheme", BALANCES.values())
+def test_imbalance_is_that_of_the_indices(scheme: str) -> None:
+    rows, touched = drawn(WORKLOADS["BERT"], 4, run=8)
+    kind, unit, _ = PARALLEL[scheme]
+    cut = kind(length=rows * WIDTH // unit, servers=4)
+    units = [(each[:, None] * (WIDTH // unit) + torch.arange(WIDTH // unit)).view(-1) for each in touched]
+
+    def servers_of(indices: Tensor) -> Tensor:
+        if isinstance(cut, Even):
+            ends = torch.tensor([cut.size(server) for server in range(4)]).cumsum(0)
+            return torch.searchsorted(ends, indices, right=True)
+        return cut.servers_of(indices.int()).long()
+
+    assert imbalance(scheme, touched, rows) == {
+        "push": sparsity.push_imbalance(units, 4, servers_of),
+        "pull": sparsity.pull_imbalance(units, 4, servers_of),
+    }

@@ -10,7 +10,11 @@ def topk_a_cost(ranks: int, kept: int) -> Cost:
 
 
 def topk_dsa_cost(ranks: int, kept: int, numel: int) -> Cost:
-    """Direct sends to the owner of each block, then an all-gather of sparse or dense sums."""
+    """Direct sends to the owner of each block, then an all-gather of sparse or dense sums.
+
+    Rounds are those of `TopkDSA`: P - 1 sends, then Bruck's all-gather. The paper's table has P + 2·log P. `Traffic`
+    counts the sends as one exchange, as they need not wait for each other.
+    """
     share = (ranks - 1) / ranks
     return Cost(
         rounds=ranks - 1 + log2_rounds(ranks), least_words=4 * kept * share, most_words=(2 * kept + numel) * share
@@ -24,6 +28,10 @@ def gtopk_cost(ranks: int, kept: int) -> Cost:
 
 
 def ok_topk_cost(ranks: int, kept: int) -> Cost:
-    """A balanced split, then a balanced all-gather."""
+    """A balanced split, then a balanced all-gather.
+
+    Rounds are the paper's. `OkTopk` makes P - 1 sends (one exchange for `Traffic`) and gathers twice by Bruck; as many
+    sends again where sums are uneven, and a third gather where it evaluates its threshold.
+    """
     words = 2 * kept * (ranks - 1) / ranks
     return Cost(rounds=2 * (ranks + log2_rounds(ranks)), least_words=words, most_words=3 * words)
