@@ -9,7 +9,10 @@ etcd. After some steps one failure is made from outside:
   the rank and fetches its state from the peer); found when its lease of `--lease-s` expires.
 
 "total" is measured from outside: from the signal to the moment when every rank has completed its first step again. The
-phases are what the launchers report (`--rr-events`): per recovery the slowest host, then medians over the rounds.
+phases are those of the host that was last, as its launcher reports them (`--rr-events`), except that the first begins
+with the signal and the last ends with the first step of every rank. So they add up to the total. The table shows the
+round with the median total, because medians of phases would not add up. "told" is the total as the run itself tells it;
+it does not see the signal, and counts a hang or a lost host from the last step on.
 """
 
 import itertools
@@ -127,7 +130,7 @@ def recover(kind: str, *, after: int, **options: float) -> dict[str, float]:
         standby_ready = time.monotonic() + 3  # its launcher registers, its daemon gets warm
         wait_for(lambda: time.monotonic() > standby_ready, "the standby")
         pids = {step["pid"] for member in training for step in member.steps}
-        start_s = time.monotonic()
+        start_s, start_unix_s = time.monotonic(), time.time()
         match kind:
             case "worker kill":
                 os.kill(victim.steps[-1]["pid"], signal.SIGKILL)
@@ -148,9 +151,19 @@ def recover(kind: str, *, after: int, **options: float) -> dict[str, float]:
         wait_for(lambda: all(member.recovery() for member in reporting), "the reports")
         reports = [report for member in reporting if (report := member.recovery())]
         old = max(step["step"] for member in training for step in member.steps if step["pid"] in pids)
-        phases = {phase: max(report.get(f"{phase}_s", 0.0) for report in reports) for phase in PHASES}
         total_s = max(step["monotonic_s"] for step in firsts()) - start_s
-        return {**phases, "total": total_s, "steps_lost": old - firsts()[0]["step"] + 1}
+        last = max(reports, key=lambda report: report["unix_s"])
+        phases = between(last, start_unix_s, start_unix_s + total_s)
+        told_s = max(report["total_s"] for report in reports)
+        return {**phases, "total": total_s, "told": told_s, "steps_lost": old - firsts()[0]["step"] + 1}
+
+
+def between(report: dict[str, Any], start_unix_s: float, end_unix_s: float) -> dict[str, float]:
+    """Return the phases of a reported recovery that began and ended at these times, which the host did not see."""
+    phases: dict[str, float] = {phase: report[f"{phase}_s"] for phase in PHASES}
+    phases["detect"] += report["unix_s"] - report["total_s"] - start_unix_s
+    phases["first_step"] += end_unix_s - report["unix_s"]
+    return phases
 
 
 def main() -> None:
@@ -168,23 +181,28 @@ def main() -> None:
         samples[kind].append(
             recover(kind, after=args.after, state_mb=args.state_mb, lease_s=args.lease_s, hang_s=args.hang_s)
         )
-    columns = (*PHASES, "total", "steps_lost")
-    results = {
+    columns = (*PHASES, "total", "told", "steps_lost")
+    summaries = {
         kind: {column: Summary.of(sample[column] for sample in found) for column in columns}
         for kind, found in samples.items()
     }
+    medians = {
+        kind: sorted(found, key=lambda sample: sample["total"])[(len(found) - 1) // 2]
+        for kind, found in samples.items()
+    }
     rows = [
-        [kind, *(f"{summary[column].median:.2f}" for column in PHASES), f"{summary['total']:.2f}",
+        [kind, *(f"{medians[kind][column]:.2f}" for column in (*PHASES, "total")),
+         *(f"{summary[column]:.2f}" for column in ("total", "told")),
          f"{max(sample['steps_lost'] for sample in samples[kind]):.0f}"]
-        for kind, summary in results.items()
+        for kind, summary in summaries.items()
     ]  # fmt: skip
-    header = ["failure", *PHASES, "total, seconds", "steps lost, at most"]
-    table("One failure to the first completed step of every rank: median (p10..p90)", header, rows)
+    header = ["failure", *PHASES, "total, s", "of all rounds: median (p10..p90)", "told", "steps lost, at most"]
+    table("One failure to the first completed step of every rank: the round with the median total", header, rows)
     write_json(
         args.json,
         question="recovery_phases",
         parameters={name: value for name, value in vars(args).items() if name != "json"},
-        results=results,
+        results={kind: {**summary, "median round": medians[kind]} for kind, summary in summaries.items()},
     )
 
 

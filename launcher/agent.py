@@ -108,6 +108,7 @@ class ResilientAgent(LocalElasticAgent):
             host=self._rdzv.host,
             events_path=run_config.events_path,
             publish=self._rdzv.report_recovery,
+            missed_after_s=self._rdzv.missed_after_s,
         )
         self._link = DaemonLink(
             settings=run_config.settings,
@@ -250,10 +251,9 @@ class ResilientAgent(LocalElasticAgent):
         elif failure is not None and self._is_told(failure):
             detect_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
             last_step, idle_s = self._progress()
-            if failure.kind == "hang":
-                # Whoever wrote the failure knows when it was seen; that nothing had moved began before.
-                detect_s = max(detect_s, idle_s)
-            self._timeline.begin(kind=failure.kind, cause=failure.message, detect_s=detect_s, last_step=last_step)
+            self._timeline.begin(
+                kind=failure.kind, cause=failure.message, detect_s=detect_s, last_step=last_step, idle_s=idle_s
+            )
             self._timeline.mark("decide")
             log.warning("generation %d is broken: %s; restarting workers", self._rdzv.generation, failure.message)
         super()._restart_workers(worker_group)
@@ -302,7 +302,10 @@ class ResilientAgent(LocalElasticAgent):
             if exitcode:
                 rank = worker_group.workers[local_rank].global_rank
                 message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
-                self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=self._progress()[0])
+                last_step, idle_s = self._progress()
+                self._timeline.begin(
+                    kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s
+                )
                 self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
                 self._recoverable(message)
                 self._timeline.mark("decide")

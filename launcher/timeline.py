@@ -5,18 +5,23 @@ phases follow each other on one host's monotonic clock:
 
 | phase | from → to |
 |---|---|
-| detect | the failure (of a hang: the last progress) → this host knows (0 for an own worker, whose exit wakes it) |
+| detect | the failure → this host knows (0 for an own worker: its exit is the failure, and wakes it) |
 | decide | known → recover, restart or give up is decided and broadcast |
 | stop | decided → this host's workers are gone and the last capture is committed |
 | rendezvous | stopped → the next generation is formed |
 | spawn | formed → every local worker has attached (fork, the script's own imports, process group, model) |
 | restore | attached → every local worker has its state back |
 | first_step | restored → every local worker has completed a step |
+
+Nobody sees a hang begin or a host vanish. What shows it comes later: a limit without progress, an expired lease, or the
+exit of a worker whose collectives fail, for which Python takes a second or more. So both began with the last step that
+ranks of this host made; a host is not lost for longer than a lease can last.
 """
 
 import errno
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -40,6 +45,8 @@ class _Recovery:
     kind: str
     last_step: int | None
     start_s: float
+    known_s: float
+    idle_s: float = 0.0
     ends_s: dict[str, float] = field(default_factory=dict)
     generation: int = 0
     restored_step: int | None = None
@@ -55,6 +62,7 @@ class RecoveryTimeline:
         host: Named in every event.
         events_path: JSON Lines file that events are appended to, or None.
         publish: Shows every event of a generation to the other hosts.
+        missed_after_s: A host that is lost is missed this long afterwards, at most.
     """
 
     def __init__(
@@ -64,34 +72,41 @@ class RecoveryTimeline:
         host: str,
         events_path: Path | None,
         publish: Callable[[dict[str, Any]], None],
+        missed_after_s: float,
     ) -> None:
         self._run_id = run_id
         self._host = host
         self._events_path = events_path
         self._publish = publish
+        self._missed_after_s = missed_after_s
         self._lock = threading.Lock()
         self._recovery: _Recovery | None = None
         self._summed_up = 0
         self._protected = ""
 
-    def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None) -> None:
+    def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None, idle_s: float = 0.0) -> None:
         """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first.
 
-        `last_step` is the newest that was completed before it, None when nobody knows.
+        `last_step` is the newest that was completed before it, None when nobody knows, `idle_s` the time since then.
         """
         with self._lock:
             if self._recovery is not None:
                 self._report(self._recovery, complete=False)
             now = time.monotonic()
-            self._recovery = _Recovery(kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s)
+            self._recovery = _Recovery(
+                kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, known_s=now, idle_s=idle_s
+            )
             self._recovery.ends_s["detect"] = now
+            self._date_back(self._recovery)
 
     def join(self, *, kind: str, cause: str, since_s: float) -> None:
         """This host has a place in the round that follows a failure `since_s` ago; one under way goes on instead."""
         with self._lock:
             if self._recovery is None:
                 now_s = time.monotonic()
-                self._recovery = _Recovery(kind=kind, cause=cause, last_step=None, start_s=now_s - since_s)
+                self._recovery = _Recovery(
+                    kind=kind, cause=cause, last_step=None, start_s=now_s - since_s, known_s=now_s
+                )
                 self._recovery.ends_s["rendezvous"] = now_s
 
     def correct(self, *, kind: str, cause: str) -> None:
@@ -99,6 +114,7 @@ class RecoveryTimeline:
         with self._lock:
             if self._recovery is not None and self._recovery.kind == "worker_exit":
                 self._recovery.kind, self._recovery.cause = kind, cause
+                self._date_back(self._recovery)
 
     def mark(self, phase: str) -> None:
         """The launcher's `phase` (decide, stop, rendezvous) of the current recovery ends now.
@@ -176,6 +192,11 @@ class RecoveryTimeline:
             told, self._protected = self._protected, line
         if line != told:
             log.warning("%s", line)
+
+    def _date_back(self, recovery: _Recovery) -> None:
+        """Let a failure that nobody saw happen begin before it was noticed."""
+        longest_s = {"hang": math.inf, "host_lost": self._missed_after_s}.get(recovery.kind, 0.0)
+        recovery.start_s = min(recovery.start_s, recovery.known_s - min(recovery.idle_s, longest_s))
 
     def _report(self, recovery: _Recovery, *, complete: bool) -> None:
         durations, previous_s = {}, recovery.start_s

@@ -54,7 +54,7 @@ def write(path: Path, *events: dict[str, Any]) -> Path:
 def test_a_timeline_can_be_read(tmp_path: Path) -> None:
     """What the real writer writes: one complete recovery and one that was cut short before it had a generation."""
     path = tmp_path / "events"
-    line = timeline.RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    line = timeline.RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     line.begin(kind="host_lost", cause="host b is lost", detect_s=0.5, last_step=9)
     line.begin(kind="worker_exit", cause="rank 0 was killed", detect_s=0.0, last_step=9)
     for phase in ("decide", "stop", "rendezvous"):

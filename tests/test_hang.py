@@ -75,6 +75,21 @@ def test_limit_is_the_floor_or_a_multiple_of_the_longest_step() -> None:
     assert watch.detector.idle_s == pytest.approx(4.6)
 
 
+def test_a_rank_that_is_gone_has_still_made_its_steps() -> None:
+    """Its launcher asks when its process has ended."""
+    watch = Watch()
+    watch.steps(1, 2)
+    watch.steps(3, ranks=(0,))
+    watch.detector.detached(0)
+    watch.detector.detached(1)
+    watch.wait(1.0)
+    assert watch.detector.idle_s == pytest.approx(1.0)
+    watch.generation = 2
+    watch.attach()
+    watch.detector.detached(0)
+    assert watch.detector.idle_s is None
+
+
 def test_hang_is_one_observation_until_progress_resumes() -> None:
     watch = Watch()
     watch.steps(*range(1, 6))

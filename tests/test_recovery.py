@@ -14,6 +14,7 @@ import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, has_ended, kill, recovered, stop, wait_until
 from etcd_process import EtcdProcess
 
+from resilient_run.daemon.base.goodput import PHASES
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 
 pytestmark = pytest.mark.jobs
@@ -183,12 +184,16 @@ def test_lost_host_is_replaced_from_peer_memory(
     assert newcomer["ranks"] == {str(*before[lost.name]): "peer"}
     assert newcomer["steps_lost"] is None, "it did not train before"
     (summary,) = [event for host in [*survivors, standby] for event in host.summaries()]
-    told = {host.name: host.recoveries()[-1]["total_s"] for host in [*survivors, standby]}
+    events = {host.name: host.recoveries()[-1] for host in [*survivors, standby]}
+    for event in events.values():
+        assert sum(event.get(f"{phase}_s", 0.0) for phase in PHASES) == pytest.approx(event["total_s"], abs=1e-3)
+    assert all(events[host.name]["detect_s"] > 0.0 for host in survivors), "nobody sees a host vanish"
+    told = {name: event["total_s"] for name, event in events.items()}
     assert summary["hosts"] == told
     assert summary["kind"] == "host_lost", "whose worker exited because of it is not to blame"
     assert (summary["total_s"], told[summary["slowest"]]) == (max(told.values()), max(told.values()))
     assert sorted(summary["ranks"].values()) == ["local", "local", "peer"]
-    assert summary["steps_lost"] in [host.recoveries()[-1]["steps_lost"] for host in survivors]
+    assert summary["steps_lost"] in [events[host.name]["steps_lost"] for host in survivors]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recovery_phases
 
 from resilient_run.daemon.base.goodput import PHASES
 from resilient_run.daemon.etcd.client import Entry
@@ -30,7 +31,7 @@ def recover(timeline: RecoveryTimeline, *, ranks: set[int], restored_step: int) 
 
 def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="worker_exit", cause="rank 1 was killed by SIGKILL", detect_s=0.25, last_step=8)
     with caplog.at_level(logging.WARNING):
         recover(timeline, ranks={0, 1}, restored_step=7)
@@ -51,7 +52,7 @@ def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.Log
 def test_what_nobody_knows_is_not_said_to_be_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A daemon that was restarted a moment before has not heard yet how far the ranks are."""
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     unknown: tuple[dict[str, int], ...] = {}, {"0": 8}
     for heard in unknown:
         timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=newest_step(heard, {0, 1}))
@@ -64,7 +65,7 @@ def test_what_nobody_knows_is_not_said_to_be_nothing(tmp_path: Path, caplog: pyt
 
 def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="host_lost", cause="host b was lost", detect_s=0.0, last_step=3)
     timeline.spawned(generation=2, ranks={0, 1})
     timeline.on_event(event("first_step", 0, step=4))
@@ -76,7 +77,7 @@ def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
 
 def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
     timeline.mark("decide")
     timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
@@ -95,7 +96,7 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
 def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -> None:
     """They die once they are formed, before anything of them is heard of."""
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
     for phase in ("decide", "stop", "rendezvous", "stop"):
         timeline.mark(phase)
@@ -109,7 +110,7 @@ def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -
 
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.spawned(generation=1, ranks={0})
     timeline.on_event(event("attached", 0, generation=1))
     timeline.on_event(event("first_step", 0, generation=1, step=1))
@@ -119,7 +120,7 @@ def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
 
 def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="host_lost", cause="host a was cut off", detect_s=1.0, last_step=8)
     timeline.mark("stop")
     timeline.abandon()
@@ -130,7 +131,7 @@ def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
 
 def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path: Path) -> None:
     path, told = tmp_path / "events.jsonl", list[dict[str, Any]]()
-    timeline = RecoveryTimeline(run_id="run", host="d", events_path=path, publish=told.append)
+    timeline = RecoveryTimeline(run_id="run", host="d", events_path=path, publish=told.append, missed_after_s=6.0)
     timeline.join(kind="host_lost", cause="host b is lost", since_s=1.5)
     timeline.spawned(generation=2, ranks={1})
     for name in ("attached", "restored", "first_step"):
@@ -146,14 +147,59 @@ def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path:
 
 def test_a_worker_s_exit_may_have_another_cause(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.correct(kind="host_lost", cause="no recovery is under way")
+    timeline.join(kind="worker_exit", cause="c", since_s=1.0)
+    timeline.correct(kind="host_lost", cause="host b is lost")
+    timeline.abandon()
     for kind in ("worker_exit", "hang"):
         timeline.begin(kind=kind, cause="c", detect_s=0.0, last_step=3)
         timeline.correct(kind="host_lost", cause="host b is lost")
         recover(timeline, ranks={0}, restored_step=3)
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(event["kind"], event["cause"]) for event in events] == [("host_lost", "host b is lost"), ("hang", "c")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "idle_s", "detect_s"),
+    [("worker_exit", 1.5, 0.25), ("host_lost", 1.5, 1.5), ("host_lost", 60.0, 6.0), ("hang", 60.0, 60.0)],
+)
+def test_what_nobody_saw_happen_began_after_the_last_step(
+    tmp_path: Path, kind: str, idle_s: float, detect_s: float
+) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind=kind, cause="c", detect_s=0.25, last_step=3, idle_s=idle_s)
+    recover(timeline, ranks={0}, restored_step=3)
+    written = json.loads(path.read_text())
+    assert written["detect_s"] == pytest.approx(detect_s, abs=1e-3)
+    assert sum(written[f"{phase}_s"] for phase in PHASES) == pytest.approx(written["total_s"], abs=1e-3)
+
+
+def test_a_lost_host_was_lost_before_a_worker_exited_because_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3, idle_s=1.5)
+    timeline.mark("stop")
+    timeline.correct(kind="host_lost", cause="host b is lost")
+    timeline.close()
+    written = json.loads(path.read_text())
+    assert written["detect_s"] == pytest.approx(1.5, abs=1e-3)
+    assert written["total_s"] == pytest.approx(1.5 + written["stop_s"], abs=1e-3)
+
+
+def test_phases_of_the_benchmark_add_up_to_what_it_measures_from_outside(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="host_lost", cause="c", detect_s=0.0, last_step=3, idle_s=1.5)
+    recover(timeline, ranks={0}, restored_step=3)
+    written = json.loads(path.read_text())
+    known_s = written["unix_s"] - written["total_s"] + written["detect_s"]
+    phases = recovery_phases.between(written, known_s - 1.25, written["unix_s"] + 0.5)
+    assert list(phases) == list(PHASES)
+    assert phases["detect"] == pytest.approx(1.25, abs=1e-3)
+    assert phases["first_step"] == pytest.approx(written["first_step_s"] + 0.5, abs=1e-3)
+    assert sum(phases.values()) == pytest.approx(written["unix_s"] + 0.5 - (known_s - 1.25), abs=1e-3)
 
 
 def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
@@ -167,7 +213,7 @@ def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
 
 def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="worker_exit", cause="its own", detect_s=0.0, last_step=3)
     timeline.join(kind="host_lost", cause="another", since_s=9.0)
     recover(timeline, ranks={0}, restored_step=3)
@@ -177,7 +223,7 @@ def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:
 
 def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     about = {"kind": "host_lost", "cause": "host b is lost", "generation": 3, "restored_step": 7, "complete": True}
     events = [
         {**about, "host": "a", "total_s": 2.0, "ranks": {"0": "local", "10": "local"}, "steps_lost": 1},
@@ -211,7 +257,7 @@ def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) 
 
 
 def test_what_protects_a_run_is_said_again_only_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
 
     def committed(generation: int, *hosts: str, replicas: int = 2, every: int = 1) -> None:
         told = {"hosts": list(hosts), "replicas": replicas, "every": every}

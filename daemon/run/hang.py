@@ -82,7 +82,11 @@ class _WatchedRank:
 
 @dataclass(kw_only=True, slots=True)
 class _Generation:
-    """What is known of the generation under way; nothing of it outlives it."""
+    """What is known of the generation under way; nothing of it outlives it.
+
+    Attributes:
+        left_s: When the last rank that has detached made its last step.
+    """
 
     number: int
     ranks: dict[int, _WatchedRank] = field(default_factory=dict)
@@ -93,6 +97,7 @@ class _Generation:
     overlooked: bool = False
     first_step: int | None = None
     newest_step: int = 0
+    left_s: float = -math.inf
 
 
 class HangDetector:
@@ -135,8 +140,9 @@ class HangDetector:
     @property
     def idle_s(self) -> float | None:
         """Seconds since any rank of this host made a step in this generation, None before the first."""
-        stepped = [watched.since_s for watched in self._now.ranks.values() if watched.step is not None]
-        return self._clock() - max(stepped) if stepped else None
+        stepped = (watched.since_s for watched in self._now.ranks.values() if watched.step is not None)
+        newest_s = max((self._now.left_s, *stepped))
+        return None if newest_s == -math.inf else self._clock() - newest_s
 
     def attached(self, rank: int, pid: int, generation: int) -> None:
         """Watch `rank` from now on; a new generation forgets everything of the one before."""
@@ -209,8 +215,10 @@ class HangDetector:
 
     def detached(self, rank: int) -> None:
         """Forget `rank`: its trainer is done, or gone."""
-        if self._now.ranks.pop(rank, None) is not None:
+        if (watched := self._now.ranks.pop(rank, None)) is not None:
             self._now.finished.add(rank)
+            if watched.step is not None:
+                self._now.left_s = max(self._now.left_s, watched.since_s)
 
     def check(
         self,

@@ -6,6 +6,9 @@ from typing import Self
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+_EXPIRY_S = 1.0
+"""etcd counts whole seconds, and looks for expired leases twice in each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
@@ -14,6 +17,11 @@ class Patience:
     join_timeout_s: float
     last_call_s: float
     lease_ttl_s: float
+
+    @property
+    def missed_after_s(self) -> float:
+        """For how long after its last sign of life a launcher still seems to be there, at most."""
+        return self.lease_ttl_s + _EXPIRY_S
 
     @classmethod
     def from_params(cls, params: RendezvousParameters) -> Self:

@@ -195,6 +195,11 @@ class EtcdRendezvous(RendezvousHandler):
         return self._link.membership.view
 
     @property
+    def missed_after_s(self) -> float:
+        """For how long a host that is lost still seems to be there, at most."""
+        return self._patience.missed_after_s
+
+    @property
     def changed_fd(self) -> int:
         """A descriptor that is readable after any change of what this object knows, until `clear_changed`."""
         return self._link.changed_fd

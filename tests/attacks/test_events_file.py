@@ -56,7 +56,7 @@ def own_file(path: Path, _: Path) -> None:
 
 def write_event(path: Path) -> None:
     """Have a recovery told as a launcher does."""
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="worker_exit", cause="rank 1 exited", detect_s=0.0, last_step=8)
     timeline.close()
 
