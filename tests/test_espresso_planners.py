@@ -29,7 +29,7 @@ from resilient_run.comm.espresso.timeline import derive
 def optimum(problem: Problem) -> tuple[float, float]:
     """Return what the exact planner finds, and the bound it proves."""
     among = range(len(problem.choices))
-    found = search(problem, problem.fronts(among), problem.quickest(among))
+    found = search(problem, problem.fronts(among), [problem.quickest(among)])
     assert problem.timeline(found.strategy).iteration_s == pytest.approx(found.makespan_s, rel=1e-12, abs=1e-12)
     return found.makespan_s, found.bound_s
 

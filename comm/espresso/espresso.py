@@ -1,5 +1,6 @@
 """Espresso: which option of the decision tree each tensor takes, by several planners (Chapter 4 of the thesis)."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from .strategy import Problem, Strategy
 _ROUNDING_S = 1e-12
 # BytePS leaves smaller tensors alone (BYTEPS_MIN_COMPRESS_BYTES).
 BYTEPS_LEAST_BYTES = 65536
+EXACT = "espresso"
 
 
 class NoPlanError(ValueError):
@@ -66,6 +68,7 @@ class Espresso:
             choices=[steps for _, steps in costed],
             overlap=cluster.links_overlap,
         )
+        self._found: dict[tuple[int, ...], Found] = {}
 
     def among(self, *constraints: Constraint) -> list[int]:
         """Return the options that meet all constraints.
@@ -73,9 +76,7 @@ class Espresso:
         Raises:
             NoPlanError: There is none.
         """
-        found = list(range(len(self.options)))
-        for constraint in constraints:
-            found = [index for index in found if constraint(self.options[index])]
+        found = self._meeting(*constraints)
         if not found:
             names = ", ".join(constraint.__name__ for constraint in constraints)
             raise NoPlanError(f"no option is left that this planner may use ({names}); allow more, or another device")
@@ -90,27 +91,44 @@ class Espresso:
         """The options without compression."""
         return [index for index, option in enumerate(self.options) if uncompressed(option)]
 
-    def best(self, choices: Iterable[int], *, start: Strategy | None = None) -> Found:
-        """Return what the exact planner finds among these options, and among those of `start`."""
-        among = list(choices)
-        return search(self.problem, self.problem.fronts(among), start or self.problem.quickest(among))
+    def best(self, choices: Iterable[int]) -> Found:
+        """Return what the exact planner finds among these options."""
+        among = tuple(choices)
+        if among not in self._found:
+            self._found[among] = self._search(among, [self.problem.quickest(among)])
+        return self._found[among]
 
     @cached_property
     def optimum(self) -> Found:
-        """The best strategy of all options: on GPUs first, then on one device for each tensor, then all."""
-        found: Found | None = None
-        stages: list[list[int]] = []
-        for constraint in (gpu_only, same_device, None):
-            choices = [i for i, option in enumerate(self.options) if constraint is None or constraint(option)]
-            if choices and choices not in stages:
-                stages.append(choices)
-        for choices in stages:
-            found = self.best(choices, start=None if found is None else found.strategy)
+        """The best strategy of all options: the search begins with what the other planners find, and is no worse."""
+        found, starts = None, list(self.others.values())
+        for choices in (self._meeting(same_device), self._meeting()):
+            if choices:
+                found = self._search(choices, starts or [self.problem.quickest(choices)])
+                starts.append(found.strategy)
         assert found is not None
         return found
 
+    @cached_property
+    def others(self) -> dict[str, Strategy]:
+        """Planner → what it finds, of all planners but `espresso` that have options to choose from."""
+        found = {}
+        for name, planner in ESPRESSO_PLANNERS.items():
+            if name != EXACT:
+                with contextlib.suppress(NoPlanError):
+                    found[name] = planner(self)
+        return found
+
+    def _meeting(self, *constraints: Constraint) -> list[int]:
+        return [
+            index for index, option in enumerate(self.options) if all(constraint(option) for constraint in constraints)
+        ]
+
+    def _search(self, choices: Sequence[int], starts: Iterable[Strategy]) -> Found:
+        return search(self.problem, self.problem.fronts(choices), starts)
+
     def plain(self, strategy: Strategy) -> Strategy:
-        """Return the strategy with flat all-reduces in place of other options without compression, unless slower."""
+        """Return the strategy with flat all-reduces where other options compress nothing, unless slower."""
         plain = next((index for index, option in enumerate(self.options) if str(option) == ALL_REDUCE), None)
         if plain is None:
             return strategy
@@ -118,9 +136,10 @@ class Espresso:
         alone_s = dict(zip(used, self.problem.alone_s(np.array(used)).T, strict=True))
         found = tuple(
             plain
-            if uncompressed(self.options[choice]) and alone_s[plain][kind] <= alone_s[choice][kind] + _ROUNDING_S
+            if (not size_bytes or uncompressed(self.options[choice]))
+            and alone_s[plain][kind] <= alone_s[choice][kind] + _ROUNDING_S
             else choice
-            for kind, choice in zip(self.problem.kinds, strategy, strict=True)
+            for kind, choice, size_bytes in zip(self.problem.kinds, strategy, self.sizes_bytes, strict=True)
         )
         if found == strategy:
             return strategy
@@ -191,7 +210,7 @@ def byteps(job: Espresso) -> Strategy:
 
 ESPRESSO_PLANNERS: Mapping[str, Planner] = MappingProxyType(
     {
-        "espresso": lambda job: job.optimum.strategy,
+        EXACT: lambda job: job.optimum.strategy,
         "espresso-greedy": paper,
         "espresso-all": restricted(compressed),
         "espresso-myopic": myopic,
@@ -212,7 +231,7 @@ def espresso_plan(
     model: Model,
     cluster: Cluster,
     *,
-    planner: str = "espresso",
+    planner: str = EXACT,
     options: Sequence[Option] | None = None,
     baselines: bool = True,
 ) -> Plan:
@@ -233,7 +252,14 @@ def espresso_plan(
     strategy = job.plain(ESPRESSO_PLANNERS[planner](job))
     planning_s = time.perf_counter() - begin_s
     makespan_s = job.problem.iteration_s(strategy)
-    others = _others(job, planner) if baselines else {}
+    others: dict[str, float] = {}
+    if baselines:
+        everything = job.others | {EXACT: job.optimum.strategy}
+        others = {
+            name: cluster.forward_s + job.problem.iteration_s(everything[name])
+            for name in ESPRESSO_PLANNERS
+            if name != planner and name in everything
+        }
     chosen = [job.options[choice] for choice in strategy]
     return Plan(
         planner=planner,
@@ -252,22 +278,10 @@ def espresso_plan(
     )
 
 
-def _others(job: Espresso, planner: str) -> dict[str, float]:
-    """Return the iteration times of the other planners, but of those that have no option to choose from."""
-    found = {}
-    for name, plan in ESPRESSO_PLANNERS.items():
-        if name != planner:
-            try:
-                found[name] = job.cluster.forward_s + job.problem.iteration_s(plan(job))
-            except NoPlanError:
-                continue
-    return found
-
-
 def _reason(job: Espresso, planner: str, chosen: list[Option], iteration_s: float, others: Mapping[str, float]) -> str:
     count = sum(map(compressed, chosen))
     if not count:
-        considered = planner == "espresso" and len(job.without) < len(job.options)
+        considered = planner == EXACT and len(job.without) < len(job.options)
         return DOES_NOT_PAY if considered else "this planner compresses nothing here"
     on_cpus = sum(Device.CPU in option.devices for option in chosen)
     reason = f"{count} of {len(chosen)} groups compressed, {on_cpus} of them on CPUs"

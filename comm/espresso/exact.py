@@ -13,6 +13,7 @@ nothing had to be dropped without proof. On models of hundreds of tensors it sto
 enough.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,7 @@ class Found:
     bound_s: float
 
 
-def search(problem: Problem, fronts: Fronts, incumbent: Strategy) -> Found:
+def search(problem: Problem, fronts: Fronts, incumbents: Iterable[Strategy]) -> Found:
     """Return the best strategy of the choices in `fronts`.
 
     It is the optimum if that can be proven by looking at 50 000 states, which it can for a dozen tensors with a dozen
@@ -54,9 +55,9 @@ def search(problem: Problem, fronts: Fronts, incumbent: Strategy) -> Found:
     Args:
         problem: Tensors and choices.
         fronts: The choices of each kind.
-        incumbent: A strategy to begin with; the result is no worse.
+        incumbents: Strategies to begin with; the result is no worse than any.
     """
-    return _LegSearch(problem, fronts).run(incumbent)
+    return _LegSearch(problem, fronts).run(incumbents)
 
 
 class _LegSearch:
@@ -67,8 +68,9 @@ class _LegSearch:
         self._legs = Legs(problem, fronts)
         self._future, self._slack = Future(self._legs, overlap=problem.overlap), Slack(self._legs)
 
-    def run(self, incumbent: Strategy) -> Found:
-        best = improve(self._problem, self._fronts, incumbent)
+    def run(self, incumbents: Iterable[Strategy]) -> Found:
+        improved = (improve(self._problem, self._fronts, incumbent) for incumbent in dict.fromkeys(incumbents))
+        best = min(improved, key=self._problem.iteration_s)
         best_s, bound_s, width = self._problem.iteration_s(best), self._future.bound_s, _FIRST_WIDTH
         for_each_state = sum(len(self._legs.matrices[kind]) for kind in self._legs.kinds)
         while bound_s < best_s * (1 - _ROUNDING):
