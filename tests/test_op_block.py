@@ -30,12 +30,13 @@ def test_blocks_with_a_non_zero_and_back(run: Runner, gradient: Tensor, block: i
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_kernels_are_their_references(seed: int) -> None:
+@pytest.mark.parametrize("block", [1, 7, 16, 100, BLOCK, 300])
+def test_kernels_are_their_references(seed: int, block: int) -> None:
     gradient = sparse(5000 + seed, 0.002 * seed, seed=seed, dtype=[torch.float32, torch.bfloat16][seed % 2])
-    found = block_encode(gradient)
-    assert found.data.shape[1] == BLOCK
-    same(found, block_encode.reference(gradient))
+    found = block_encode(gradient, block)
+    same(found, block_encode.reference(gradient, block))
     same([block_decode(*found, gradient.numel())], [gradient])
+    same(block_encode(gradient), block_encode(gradient, BLOCK))
 
 
 @RUNNERS

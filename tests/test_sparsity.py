@@ -5,7 +5,7 @@ import torch
 
 from resilient_run.comm import sparsity
 from resilient_run.comm.zen.partition import Balanced, Even, join
-from resilient_run.comm.zen.sparse import Sparse
+from resilient_run.comm.zen.sparse import Sparse, merge
 
 TABLE_3_1 = {
     "LSTM": (20_000_000, 0.0113),
@@ -90,3 +90,23 @@ def test_every_partition_gives_back_what_it_split(length: int, servers: int, wid
     for one, other in zip(exact, hashed, strict=True):
         assert torch.equal(one.indices, other.indices)
         assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added_in_the_order_of_parts_and_none_is_left_out(density: float, dtype: torch.dtype) -> None:
+    random, length, width = torch.Generator().manual_seed(1), 500, 3
+    parts, expected = [], torch.zeros(length, width)
+    for _ in range(4):
+        indices = (torch.rand(length, generator=random) < density).nonzero().view(-1)
+        values = torch.randn(indices.numel(), width, generator=random).to(dtype)
+        parts.append(Sparse(indices=indices.int(), values=values, length=length))
+        expected[indices] += values.float()
+    first = parts[0]
+    cancelled = Sparse(indices=first.indices, values=-first.values, length=length)
+    for given, total in ((parts, expected), ([first, cancelled], torch.zeros(length, width))):
+        found = merge(given)
+        union = torch.cat([part.indices for part in given]).unique()
+        assert found.indices.dtype == torch.int32
+        assert torch.equal(found.indices, union)
+        assert torch.equal(found.values, total[union].to(dtype))

@@ -70,13 +70,15 @@ def _list(bitmap: NDArray[np.uint8], indices: NDArray[np.int32]) -> None:
 
 def _indices_cpu(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor:
     _check_bitmap(bitmap, numel)
-    found = _count(host(bitmap))
+    array = host(bitmap)
+    found = _count(array)
     if count is not None:
         check_count(count, found)
     indices = torch.empty(found + 1, dtype=torch.int32)
-    _list(host(bitmap), host(indices))
-    check_range("bitmap", indices[:found], numel)
-    return indices[:found]
+    _list(array, host(indices))
+    indices = indices[:found]
+    check_range("bitmap", indices, numel)
+    return indices
 
 
 def _indices_cuda(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor:

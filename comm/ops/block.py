@@ -84,16 +84,25 @@ def _check_decode(ids: Tensor, data: Tensor, numel: int) -> tuple[int, int]:
 
 
 @cpu_kernel
-def _find(bits: NDArray[Any], block: int, ids: NDArray[np.int32]) -> int:
+def _has_non_zero(bits: NDArray[Any]) -> bool:
     mask = np.iinfo(bits.dtype).max
+    seen = 0
+    for i in range(bits.size):
+        seen |= bits[i] & mask
+    return seen != 0
+
+
+@cpu_kernel
+def _find(bits: NDArray[Any], block: int, ids: NDArray[np.int32]) -> int:
+    # Loops over a few elements are slow: small blocks are looked at in groups, of which most have no non-zero.
+    group = max(1, BLOCK // block)
     count = 0
-    for b in range(ids.size):
-        elements = bits[b * block : min((b + 1) * block, bits.size)]
-        seen = 0
-        for i in range(elements.size):
-            seen |= elements[i] & mask
-        ids[count] = b
-        count += seen != 0
+    for first in range(0, ids.size, group):
+        last = min(first + group, ids.size)
+        if group == 1 or _has_non_zero(bits[first * block : last * block]):
+            for b in range(first, last):
+                ids[count] = b
+                count += _has_non_zero(bits[b * block : (b + 1) * block])
     return count
 
 
@@ -102,9 +111,11 @@ def _copy_out(bits: NDArray[Any], ids: NDArray[np.int32], data: NDArray[Any]) ->
     block = data.shape[1]
     for row in range(ids.size):
         start = ids[row] * block
-        length = min(block, bits.size - start)
-        data[row, :length] = bits[start : start + length]
-        data[row, length:] = 0
+        source, target = bits[start : start + block], data[row]
+        # Quicker than assignments to slices, which are not vectorized.
+        for i in range(source.size):
+            target[i] = source[i]
+        target[source.size :] = 0
 
 
 def _encode_cpu(dense: Tensor, block: int = BLOCK) -> Blocks:
@@ -123,8 +134,9 @@ def _copy_in(ids: NDArray[np.int32], data: NDArray[Any], dense: NDArray[Any]) ->
     block = data.shape[1]
     for row in range(ids.size):
         start = ids[row] * block
-        length = min(block, dense.size - start)
-        dense[start : start + length] = data[row, :length]
+        source, target = data[row], dense[start : start + block]
+        for i in range(target.size):
+            target[i] = source[i]
 
 
 def _decode_cpu(ids: Tensor, data: Tensor, numel: int) -> Tensor:

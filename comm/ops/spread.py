@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +24,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _murmur(number: Any, seed: int) -> int:
-    """Return MurmurHash3 (x86, 32 bits) of the four bytes of `number`; Python integers in the simulator."""
+    """Return MurmurHash3 (x86, 32 bits) of the four bytes of `number`; Python integers outside of kernels."""
     h = (int(number) * 0xCC9E2D51) & _MASK
     h = ((h << 15) | (h >> 17)) & _MASK
     h = int(seed) ^ ((h * 0x1B873593) & _MASK)
@@ -170,7 +169,7 @@ class Spread:
             raise OpError(f"part {part} is none of the {self.parts} parts; number them from 0")
 
     def _rotation(self, stripe: int) -> int:
-        return int(self._rotations(torch.tensor([stripe]))[0])
+        return (_murmur(stripe, self.seed) * self.parts) >> 32
 
     def _rotations(self, stripes: Tensor) -> Tensor:
         return (murmur(stripes, self.seed) * self.parts) >> 32

@@ -52,10 +52,11 @@ def _mark(positions: NDArray[np.int32], bitmap: NDArray[np.uint8]) -> None:
 def _encode_cpu(indices: Tensor, spread: Spread, part: int) -> Tensor:
     spread.check_part(part)
     own = positions.cpu(indices, spread)
-    owners, counts = np.empty(own.numel(), np.int32), np.zeros(spread.parts, np.int64)
-    count_owners(host(indices), spread.parts, spread.seed, spread.chunk, owners, counts)
-    if counts[part] != own.numel():
-        raise _not_owned(part)
+    if spread.parts > 1:
+        owners, counts = np.empty(own.numel(), np.int32), np.zeros(spread.parts, np.int64)
+        count_owners(host(indices), spread.parts, spread.seed, spread.chunk, owners, counts)
+        if counts[part] != own.numel():
+            raise _not_owned(part)
     bitmap = torch.zeros(bitmap_bytes(spread.size(part)), dtype=torch.uint8)
     _mark(host(own), host(bitmap))
     return bitmap
@@ -70,7 +71,7 @@ def _encode_cuda(indices: Tensor, spread: Spread, part: int) -> Tensor:
         if others:
             raise _not_owned(part)
 
-    if own.numel():
+    if own.numel() and spread.parts > 1:
         # The position of another part's index may lie behind this part's end.
         others = (own >= size) | (indices_of(own, spread, part) != indices)
         check_numbers(others.any().view(1), judge)

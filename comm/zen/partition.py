@@ -108,7 +108,7 @@ class Balanced:
                 if self.how == "hash"
                 else partition(sparse.indices, rows, self._spread)
             )
-            indices, values = found.indices, sparse.values[found.values]
+            indices, values = found.indices, sparse.values.index_select(0, found.values)
         places = torch.split(positions(indices, self._spread), found.counts)
         return [
             Sparse(indices=place, values=part, length=self.size(server))

@@ -14,7 +14,7 @@ from ..ops.kernels import checked_together
 from ..ops.scatter import coo_add, scatter_add
 
 _DENSE_SHARE = 1 / 8
-"""From how many entries per element on adding into a dense vector beats sorting indices; of rows there are too few."""
+"""From how many entries per row on marking them in a dense vector, or adding elements into one, beats sorting."""
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -128,8 +128,19 @@ def merge(parts: Sequence[Sparse]) -> Sparse:
         total = compress(whole)
         indices, sums = total.indices, total.values
     else:
-        indices, places = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
+        indices, places = _union(parts)
         sums = first.values.new_zeros(indices.numel(), first.width, dtype=wide)
         for part, place in zip(parts, torch.split(places, [part.count for part in parts]), strict=True):
             sums.index_add_(0, place, part.values.to(wide))
     return Sparse(indices=indices, values=sums.to(first.values.dtype), length=first.length)
+
+
+def _union(parts: Sequence[Sparse]) -> tuple[Tensor, Tensor]:
+    """Return which rows are given, ascending, and where among them each row of each part stands."""
+    given, length = torch.cat([part.indices for part in parts]), parts[0].length
+    if given.numel() < _DENSE_SHARE * length:
+        indices, places = torch.unique(given, return_inverse=True)
+        return indices, places
+    present = torch.zeros(length, dtype=torch.bool, device=given.device)
+    present.index_fill_(0, given.long(), True)
+    return present.nonzero().view(-1).int(), present.cumsum(0).index_select(0, given) - 1
