@@ -57,8 +57,9 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
     theirs = coo_encode(other)
     wide = indices.long()
     spread = Spread(numel=numel, parts=parts)
-    own = partition(indices, values, spread).split()[0]
-    bitmap, length = hash_bitmap_encode(own.indices, spread, 0), spread.size(0)
+    parts_of = partition(indices, values, spread)
+    own = parts_of.indices[: parts_of.counts[0]]
+    bitmap, length = hash_bitmap_encode(own, spread, 0), spread.size(0)
     memory = HashMemory.of(spread, density)
     k = int(numel * density)
     sums = [
@@ -79,8 +80,8 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
         "scatter_add": (lambda: scatter_add(other, indices, values), lambda: other.index_add_(0, wide, values)),
         "coo_add": (lambda: coo_add(indices, values, *theirs), lambda: (sums[0] + sums[1]).coalesce()),
         "hash_bitmap_encode": (
-            lambda: hash_bitmap_encode(own.indices, spread, 0),
-            lambda: hash_bitmap_encode.reference(own.indices, spread, 0),
+            lambda: hash_bitmap_encode(own, spread, 0),
+            lambda: hash_bitmap_encode.reference(own, spread, 0),
         ),
         "bitmap_indices": (lambda: bitmap_indices(bitmap, length), lambda: bitmap_indices.reference(bitmap, length)),
         "block_encode": (lambda: block_encode(gradient), lambda: block_encode.reference(gradient)),

@@ -16,6 +16,8 @@ from resilient_run.comm.schemes import named
 from resilient_run.comm.zen.formats import ALL
 from resilient_run.comm.zen.zen import Zen
 
+WARM_UP = 2
+"""Steps that allocate memory: Zen's first is profiled, and the next is the first that goes its way."""
 ROWS: dict[str, Any] = {"row": WIDTH, "formats": ALL}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, rows": (name, ROWS) for name in ("agsparse", "sparcml", "sparse-ps")},
@@ -33,8 +35,10 @@ for workload in options["workloads"]:
     for name in options["schemes"]:
         kind, arguments = OPTIONS.get(name, (name, {}))
         scheme = named(kind, transport, **arguments)
-        inputs = (own.clone() for _ in range(3))
-        found = measure(scheme, transport, inputs, repeats=options["repeats"], sample_s=0.5, at_most_s=4.0)
+        inputs = (own.clone() for _ in range(WARM_UP + options["steps"]))
+        found = measure(
+            scheme, transport, inputs, repeats=options["repeats"], warm_up=WARM_UP, sample_s=0.5, at_most_s=4.0
+        )
         if rank == 0:
             plan = next(iter(scheme.plans.values())) if isinstance(scheme, Zen) else None
             chosen = None if plan is None else f"{plan.route}, rows of {plan.width}"

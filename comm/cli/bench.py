@@ -18,6 +18,7 @@ from ..schemes import SCHEMES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _TIMEOUT = timedelta(seconds=300)
+_WARM_UP = 4  # memory is allocated, and Zen plans after three
 _Rows = list[dict[str, Any]]
 _Measured = Callable[[Any], _Rows]
 """What a rank does with its transport."""
@@ -62,7 +63,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help="Ranks over loopback; inside torchrun, its ranks are used.",
 )
-@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="The first is not measured.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Those that are measured; four go before.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of the messages' time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--picture", type=_FILE, help="Draw the times, as .svg or .png.")
@@ -141,6 +142,7 @@ def _measured(
     rows = []
     for numel, density in cases:
         gradients = [example_gradient(numel, transport.rank, step).to(transport.device) for step in range(steps)]
+        all_steps = [gradients[step % steps] for step in range(_WARM_UP + steps)]
         for name in names:
             case = {"workers": transport.size, "numel": numel, "density": density, "scheme": name}
             try:
@@ -148,8 +150,8 @@ def _measured(
             except CommError as error:
                 rows.append({**case, "refused": str(error)})
                 continue
-            inputs = inputs_for(scheme, gradients, density)
-            found = measure(scheme, transport, inputs, repeats=repeats)
+            inputs = inputs_for(scheme, all_steps, density)
+            found = measure(scheme, transport, inputs, repeats=repeats, warm_up=_WARM_UP)
             rows.append(
                 {
                     **case,

@@ -164,6 +164,7 @@ def measure(
     gradients: Iterable[Tensor],
     *,
     repeats: int,
+    warm_up: int = 1,
     sample_s: float = 0.1,
     at_most_s: float = 10.0,
 ) -> Measurement:
@@ -172,7 +173,8 @@ def measure(
     Args:
         scheme: On `transport`.
         transport: The ranks.
-        gradients: At least one; the first step of several is not measured, because memory is allocated in it.
+        gradients: At least one.
+        warm_up: First steps that are not measured where others follow, because they allocate memory or plan.
         repeats: Samples of the messages' time, at least 1. Each is the mean of a batch.
         sample_s: Length of a batch, about; long enough that what the network's buffers take in at once does not count.
         at_most_s: For all samples together, about; one is taken anyway.
@@ -192,7 +194,7 @@ def measure(
         _greatest(transport, [_timed(transport, lambda: transport.repeat(batch)) / batch])[0] for _ in range(samples)
     ]
     return Measurement(
-        step_s=step_s[1:] or step_s,
+        step_s=step_s[warm_up:] or step_s,
         messages_s=messages_s,
         received_bytes=round(numbers[0]),
         header_bytes=round(numbers[1]),
