@@ -63,7 +63,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help="Ranks over loopback; inside torchrun, its ranks are used.",
 )
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Those that are measured; four go before.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Those that are measured; four go before."
+)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of the messages' time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--picture", type=_FILE, help="Draw the times, as .svg or .png.")
