@@ -196,9 +196,9 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="interleaving",
-                arguments="--rounds 2 --steps 16 --profile-steps 6 --compute-ms 200 "
+                arguments="--rounds 5 --steps 8 --profile-steps 4 --state-mib 14 "
                 "--plot benchmarks/results/interleaving.svg",
-                minutes=12,
+                minutes=15,
                 figures=("6.7", "6.8", "6.16"),
             ),
             Result(
@@ -232,7 +232,7 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="transports",
-                arguments="--alone-mb 16 --schemes naive interleaved --repeats 6",
+                arguments="--alone-mb 16 --schemes unpaced interleaved --repeats 6",
                 minutes=5,
                 figures=("6.5",),
             ),
