@@ -418,6 +418,7 @@ BENCHMARKS: Final = (
         depends=(
             *SUMS,
             *LAB,
+            "benchmarks/curves.py",
             "benchmarks/spardl_accuracy_worker.py",
             "benchmarks/workload.py",
             "tests/byte_model.py",
@@ -666,6 +667,29 @@ BENCHMARKS: Final = (
                 arguments="--models resnet50 --rounds 1 --plot benchmarks/results/plans-resnet50.svg",
                 minutes=26,
                 figures=("4.12", "5.6", "5.7", "5.9"),
+            ),
+        ),
+    ),
+    Benchmark(
+        script="benchmarks/planned_training.py",
+        root=True,
+        depends=(
+            *TRAINED,
+            *PLANNED,
+            *LAB,
+            "comm/cli",
+            "comm/cupcake",
+            "comm/espresso",
+            "comm/profiler.py",
+            "comm/synchronizer.py",
+            "benchmarks/curves.py",
+        ),
+        results=(
+            Result(
+                name="planned-training",
+                arguments="--plot benchmarks/results/planned-training.svg",
+                minutes=15,
+                figures=("4.16", "5.8"),
             ),
         ),
     ),

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from curves import Points, plot
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
@@ -25,9 +26,6 @@ from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("spardl_accuracy_worker.py"))
 SCHEMES = ("spardl", "topk-a", "topk-dsa", "gtopk", "ok-topk", "dense")
-
-Points = Sequence[tuple[float, float]]
-"""Seconds of training, and the accuracy then."""
 
 
 def curves(options: Any) -> dict[str, list[Points]]:
@@ -69,26 +67,6 @@ def summaries(found: Mapping[str, Sequence[Points]]) -> dict[str, dict[str, Any]
     }
 
 
-def plot(path: Path, found: Mapping[str, Sequence[Points]]) -> None:
-    """Write the figure: accuracy by seconds, a line for each seed; needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "resilient-run"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for color, (name, runs) in zip(plt.get_cmap("tab10").colors, found.items(), strict=False):
-        for place, run in enumerate(runs):
-            axes.plot(*zip(*run, strict=True), color=color, linewidth=1, label=None if place else name)
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("accuracy on held-out text")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def main() -> None:
     """Train, print and write."""
     arguments = parser(__doc__)
@@ -126,7 +104,7 @@ def main() -> None:
     )
     write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results=results)
     if options.plot is not None:
-        plot(options.plot, found)
+        plot(options.plot, found, reached="accuracy on held-out text")
 
 
 if __name__ == "__main__":
