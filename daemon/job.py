@@ -207,7 +207,7 @@ class Job:
             "attached": self.slots.record.attached,
             "watermark": pair_value(self.view.watermark),
             "last_steps": self.sessions.last_steps,
-            "idle_s": self._observer.hang.idle_s,
+            "idle_s": self._observer.hang.idle_s(self.view.generation),
             "refused": self.sessions.refusals.get(self.view.generation),
         }
 

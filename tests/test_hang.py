@@ -72,7 +72,7 @@ def test_limit_is_the_floor_or_a_multiple_of_the_longest_step() -> None:
     assert (seen.kind, seen.severity, seen.generation, seen.limit) == ("hang", "fail", 1, 4.5)
     assert seen.value == pytest.approx(4.6)
     assert seen.unix_s == pytest.approx(1000.0 + watch.now_s - 4.6)
-    assert watch.detector.idle_s == pytest.approx(4.6)
+    assert watch.detector.idle_s(1) == pytest.approx(4.6)
 
 
 def test_a_rank_that_is_gone_has_still_made_its_steps() -> None:
@@ -83,11 +83,12 @@ def test_a_rank_that_is_gone_has_still_made_its_steps() -> None:
     watch.detector.detached(0)
     watch.detector.detached(1)
     watch.wait(1.0)
-    assert watch.detector.idle_s == pytest.approx(1.0)
+    assert watch.detector.idle_s(1) == pytest.approx(1.0)
+    assert watch.detector.idle_s(2) is None, "its workers have not attached yet"
     watch.generation = 2
     watch.attach()
     watch.detector.detached(0)
-    assert watch.detector.idle_s is None
+    assert watch.detector.idle_s(2) is None
 
 
 def test_hang_is_one_observation_until_progress_resumes() -> None:
@@ -178,7 +179,7 @@ def test_detector_that_was_stopped_itself_blames_nobody() -> None:
     watch.detector.progressed(0, 6)
     assert watch.detector.limit_s == 2.0, "its own pause is nothing to learn from"
     assert watch.look() is None
-    assert watch.detector.idle_s == 0.0
+    assert watch.detector.idle_s(1) == 0.0
     assert watch.wait(1.0) is None
     assert watch.wait(2.0) is not None
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -23,11 +24,13 @@ from proxy import Proxy
 from seats import seats
 from torch.distributed import TCPStore
 
+from resilient_run.ckpt.errors import WireError
 from resilient_run.ckpt.format import slot
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, parse_header, plan_layout
 from resilient_run.ckpt.link.env import TrainerEnv
 from resilient_run.ckpt.transport.carriers import _SIZE_TAG
 from resilient_run.ckpt.transport.edge import Edge, EdgeConfig, Reply
+from resilient_run.daemon.base.policy import ReplicationPolicy
 from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.peers.trainer_transport import PATIENCE_S, PATIENCE_STEPS, TrainerTransport, receiver, routes
@@ -389,6 +392,32 @@ def absurd(page: bytes) -> bytes:
     """Return a header page with a right checksum that announces more bytes than any host has."""
     header = parse_header(page, MAX_SLOT_BYTES)
     return slot._pack_header(replace(header, payload_bytes=1 << 42, payload_offset=1 << 42))
+
+
+@pytest.mark.parametrize("scheme", ["interleaved", "naive"])
+def test_sub_buffers_of_any_configuration_are_accepted(scheme: str) -> None:
+    most = ReplicationPolicy(transport="trainer", scheme=scheme, sub_buffers=64, sub_buffer_bytes=1 << 30)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+    def open_edge(rank: int, generation: int, more_bytes: int = 0) -> Edge:
+        env = TrainerEnv(
+            socket=Path("/nowhere"),
+            run_id="run",
+            generation=generation,
+            rank=rank,
+            local_rank=0,
+            world_size=2,
+            store=("127.0.0.1", store.port),
+        )
+        config = EdgeConfig(sub_buffers=most.in_flight, sub_buffer_bytes=most.chunk_bytes + more_bytes, device=None)
+        return Edge.open(env, owner=0, receiver=1, config=config)
+
+    with ThreadPoolExecutor(2) as pool:
+        for edge in pool.map(open_edge, (0, 1), (1, 1)):
+            edge.close()
+        for opening in [pool.submit(open_edge, rank, 2, 1) for rank in (0, 1)]:
+            with pytest.raises(WireError, match="wants"):
+                opening.result()
 
 
 def test_a_lying_trainer_is_refused(job: Job, tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from .carriers import UNLIMITED, Carrier, DeviceCarrier, HostCarrier
 _OPEN: Final = timedelta(seconds=120)
 _FORMAT: Final = 0x45_44_47_45_01
 _PAGE_TAG, _ANSWER_TAG, _CLOSE_TAG = range(1000, 1003)
-_SUB_BUFFER_BYTES: Final = (1 << 12, 1 << 30)
 _MAX_SUB_BUFFERS: Final = 64
+_LEAST_BYTES: Final = 1 << 12
+_MOST_BYTES: Final = _MAX_SUB_BUFFERS << 30
+"""Of all sub-buffers together: without pipelining one of them may have it all."""
 
 
 class Reply(IntEnum):
@@ -90,8 +92,7 @@ class Edge:
         _, count, size_bytes, _ = (said if rank == 0 else heard).tolist()
         if heard[0] != _FORMAT:
             raise WireError(f"the other end of edge {owner}>{receiver} is of another version")
-        low, high = _SUB_BUFFER_BYTES
-        if not (0 < count <= _MAX_SUB_BUFFERS and low <= size_bytes <= high):
+        if not (0 < count <= _MAX_SUB_BUFFERS and _LEAST_BYTES <= size_bytes <= _MOST_BYTES // count):
             raise WireError(f"the owner of edge {owner}>{receiver} wants {count} sub-buffers of {size_bytes} bytes")
         carrier: Carrier = HostCarrier(group, sub_buffers=count, sub_buffer_bytes=size_bytes)
         if config.device is not None and said[3] and heard[3]:

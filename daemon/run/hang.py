@@ -137,9 +137,10 @@ class HangDetector:
         """The first and the newest step that a rank of this host has done in this generation, None before the first."""
         return None if self._now.first_step is None else (self._now.first_step, self._now.newest_step)
 
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds since any rank of this host made a step in this generation, None before the first."""
+    def idle_s(self, generation: int) -> float | None:
+        """Return the seconds since any rank of this host made a step in `generation`, None before the first."""
+        if generation != self._now.number:
+            return None
         stepped = (watched.since_s for watched in self._now.ranks.values() if watched.step is not None)
         newest_s = max((self._now.left_s, *stepped))
         return None if newest_s == -math.inf else self._clock() - newest_s
