@@ -15,7 +15,8 @@ phases follow each other on one host's monotonic clock:
 
 Nobody sees a hang begin or a host vanish. What shows it comes later: a limit without progress, an expired lease, or the
 exit of a worker whose collectives fail, for which Python takes a second or more. So both began with the last step that
-ranks of this host made; a host is not lost for longer than a lease can last.
+ranks of this host made, less the time in which silence says nothing; a host is not lost for longer than a lease can
+last.
 """
 
 import errno
