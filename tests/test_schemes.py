@@ -5,14 +5,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_hosts, run_ranks
 from sparse_gradients import gradients, in_order
 from torch import Tensor
 
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.measure.formulas import RECEIVED_BYTES, Sparsity
+from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.net.two_level import TwoLevel
+from resilient_run.comm.runtime.bucket import BucketSum
 from resilient_run.comm.schemes import SCHEMES, named
 from resilient_run.comm.sparsity import densities, skewness
 from resilient_run.comm.zen.formats import ALL
@@ -258,6 +260,51 @@ def test_two_levels_sum_over_all_ranks(shape: tuple[int, ...], sparse: bool) -> 
         torch.testing.assert_close(result, in_order(given), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("sparse_share", [0, 1])
+@pytest.mark.parametrize(("density", "sparse_steps"), [(0.0, 1), (0.0, 5), (0.05, 5)])
+def test_all_shares_of_a_gradient_are_all_reduced_with_others_or_none(
+    sparse_share: int, density: float, sparse_steps: int
+) -> None:
+    """Two hosts of two ranks; half of the rows has few gradients, or none, in the first step or in all."""
+    shape, steps = (64, 16), 5
+    given = [gradients(4, shape, density=1, seed=step) for step in range(steps)]
+    for of_ranks in given[:sparse_steps]:
+        for own in of_ranks:
+            half = own[32 * sparse_share :][:32]
+            half *= torch.rand(32, 1, generator=torch.Generator().manual_seed(1)) < density
+
+    def work(fabric: Fabric) -> list[tuple[bool, Tensor]]:
+        scheme = TwoLevel(fabric.intra, Zen(fabric.inter))
+        bucket = BucketSum(scheme=scheme, world=fabric.flat, least_elements=100)
+        found = []
+        for of_ranks in given:
+            buffer = torch.cat([of_ranks[fabric.flat.rank].view(-1), torch.ones(4)])
+            bucket.sum_bucket(buffer, [("weight", buffer[:-4].view(shape)), ("bias", buffer[-4:])])
+            found.append((scheme.fuses("weight"), buffer))
+        return found
+
+    for found in run_hosts(2, 2, work):
+        assert [fuses for fuses, _ in found] == [False, False, True, True, True]
+        for (_, buffer), of_ranks in zip(found, given, strict=True):
+            torch.testing.assert_close(buffer[:-4].view(shape), in_order(of_ranks), rtol=1e-5, atol=1e-5)
+            assert buffer[-4:].tolist() == [4.0] * 4
+
+
+def test_plans_of_an_older_version_are_made_anew_where_each_share_had_its_own() -> None:
+    def work(fabric: Fabric) -> list[bool]:
+        alone, shared = Zen(fabric.flat), Zen(fabric.inter)
+        between = TwoLevel(fabric.intra, shared)
+        plan = {"route": "dense", "width": 1, "received_bytes": 1, "reason": ""}
+        older = {"scheme": "zen", "seed": 0, "keys": {"weight": {"steps": 9, "counts": [16384] * 16, "plan": plan}}}
+        for scheme in (alone, between):
+            scheme.load_state_dict(older)
+        found = [alone.fuses("weight"), between.fuses("weight")]
+        between.load_state_dict({**older, "keys": {"weight": {"steps": 9, "counts": [[16384] * 16], "plan": plan}}})
+        return [*found, between.fuses("weight")]
+
+    assert run_hosts(2, 2, work) == [[True, False, True]] * 4
+
+
 def test_ranks_with_other_seeds_or_shapes_are_told() -> None:
     with pytest.raises(MessageError, match="same model and options"):
         run_ranks(2, lambda transport: Zen(transport, seed=transport.rank).reduce("weight", torch.ones(4)))
@@ -373,3 +420,15 @@ def test_zen_counts_anew_what_an_older_version_has_counted_together() -> None:
         return planned
 
     assert run_ranks(2, work) == [[False, False, True]] * 2
+
+
+def test_zen_that_is_to_profile_no_step_profiles_one() -> None:
+    def work(transport: Transport) -> list[int]:
+        scheme = Zen(transport, profile_steps=0)
+        planned = []
+        for gradient in (torch.zeros(64), torch.ones(64)):
+            scheme.reduce("weight", gradient)
+            planned.append(len(scheme.plans))
+        return planned
+
+    assert run_ranks(2, work) == [[0, 1]] * 2

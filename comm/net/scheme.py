@@ -79,6 +79,9 @@ class Scheme(ABC):
     pool: Transport | None = None
     """Ranks that it asks about each gradient besides those over which it sums."""
 
+    beside: Transport | None = None
+    """Ranks that sum other shares of the same gradients, each with ranks of its own: `fuses` is the same on them."""
+
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 

@@ -24,6 +24,7 @@ class TwoLevel(Scheme):
         super().__init__(between.transport)
         self.within = within
         self.between = between
+        between.beside = within
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -123,19 +123,21 @@ class Zen(Scheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved plans and counts; those of an older version, which are of several steps, are made anew.
 
+        So are its plans where others sum shares beside: each share had its own.
+
         Raises:
             CommError: They are of another scheme.
         """
         self.check_own(state)
         self._seed = state["seed"]
-        self._seen = {
-            key: _Seen(
-                steps=saved["steps"],
-                counts=[list(counts) for counts in saved["counts"] if isinstance(counts, list)],
-                plan=None if saved["plan"] is None else ZenPlan(**saved["plan"]),
+        self._seen = {}
+        for key, saved in state["keys"].items():
+            counts = [list(counts) for counts in saved["counts"] if isinstance(counts, list)]
+            is_older = len(counts) < len(saved["counts"])
+            known = saved["plan"] is not None and not (is_older and self.beside is not None)
+            self._seen[key] = _Seen(
+                steps=saved["steps"], counts=counts, plan=ZenPlan(**saved["plan"]) if known else None
             )
-            for key, saved in state["keys"].items()
-        }
 
     def _widths(self, gradient: Tensor) -> list[int]:
         return sorted({1, *(row_width(gradient.shape, rows) for rows in self._rows)})
@@ -159,7 +161,7 @@ class Zen(Scheme):
         summed_at = len(widths)
         if counts[summed_at]:
             seen.counts.append(counts)
-        if len(seen.counts) >= self._profile_steps:
+        if len(seen.counts) >= max(1, self._profile_steps):
             by_sum = sorted(seen.counts, key=lambda each: each[summed_at])
             middle = by_sum[len(by_sum) // 2]
             by_width = [middle[index :: len(widths)] for index in range(len(widths))]
@@ -171,12 +173,20 @@ class Zen(Scheme):
         return result
 
     def _agree(self, key: str, gradient: Tensor, counts: list[int]) -> list[int]:
-        """Return the greatest of each count over all ranks, after making sure that these sum the same thing."""
+        """Return the greatest of each count over all ranks, after making sure that these sum the same thing.
+
+        Those beside are asked as well: a gradient of which one share is all-reduced with others, and another one is
+        not, would let ranks wait for each other for ever.
+        """
+        for transport in (self.transport, self.beside):
+            if transport is not None:
+                counts = self._greatest(key, gradient, counts, transport)
+        return counts
+
+    def _greatest(self, key: str, gradient: Tensor, counts: list[int], transport: Transport) -> list[int]:
         own = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
-        message = to_bytes(torch.cat([own, torch.tensor(counts, dtype=torch.int64)])).to(self.transport.device)
-        messages = [
-            from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in self.transport.send_to_all(message)
-        ]
+        message = to_bytes(torch.cat([own, torch.tensor(counts, dtype=torch.int64)])).to(transport.device)
+        messages = [from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in transport.send_to_all(message)]
         numbers = iter(torch.cat(messages).tolist())
         heard = [list(islice(numbers, each.numel())) for each in messages]
         for rank, other in enumerate(heard):
