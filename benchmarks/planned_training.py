@@ -125,6 +125,8 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
+    if options.steps < options.every:
+        arguments.error(f"--steps {options.steps}: train for --every {options.every} steps at least")
     parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}
     parameters["load_average"] = os.getloadavg()[0]
     runs: dict[str, list[Points]] = defaultdict(list)

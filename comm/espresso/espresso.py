@@ -101,13 +101,12 @@ class Espresso:
     @cached_property
     def optimum(self) -> Found:
         """The best strategy of all options: the search begins with what the other planners find, and is no worse."""
-        found, starts = None, list(self.others.values())
-        for choices in (self._meeting(same_device), self._meeting()):
-            if choices:
-                found = self._search(choices, starts or [self.problem.quickest(choices)])
-                starts.append(found.strategy)
-        assert found is not None
-        return found
+        everything = range(len(self.options))
+        starts = list(self.others.values())
+        on_one_device = self._meeting(same_device)
+        if 0 < len(on_one_device) < len(everything):
+            starts.append(self._search(on_one_device, starts).strategy)
+        return self._search(everything, starts)
 
     @cached_property
     def others(self) -> dict[str, Strategy]:
