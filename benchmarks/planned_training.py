@@ -120,9 +120,9 @@ def main() -> None:
     arguments.add_argument("--width", type=int, default=128)
     arguments.add_argument("--density", type=float, default=0.01, help="of dgc")
     arguments.add_argument("--largest-mib", type=int, default=2, help="the largest collective that is measured")
-    arguments.add_argument("--steps", type=int, default=300)
-    arguments.add_argument("--every", type=int, default=30)
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--steps", type=int, default=150)
+    arguments.add_argument("--every", type=int, default=15)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
     if options.steps < options.every:
