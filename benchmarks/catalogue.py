@@ -196,7 +196,7 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="interleaving",
-                arguments="--rounds 5 --steps 8 --profile-steps 4 --state-mib 14 "
+                arguments="--rounds 5 --steps 8 --profile-steps 4 --state-mib 10 "
                 "--plot benchmarks/results/interleaving.svg",
                 minutes=15,
                 figures=("6.7", "6.8", "6.16"),
