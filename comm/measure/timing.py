@@ -90,9 +90,8 @@ class RecordingTransport(Transport):
             self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=sizes_bytes, in_turn=in_turn))
         return super().exchange(outgoing, senders, sizes_bytes=sizes_bytes, in_turn=in_turn)
 
-    def relay(self, turns: Iterable[Turn]) -> None:
+    def relay(self, turns: Sequence[Turn]) -> None:
         """As of `Transport`."""
-        turns = list(turns)
         if not self._recording:
             super().relay(turns)
             return

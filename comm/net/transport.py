@@ -150,26 +150,23 @@ class Transport:
         return whole
 
     def relay(self, turns: Sequence[Turn]) -> None:
-        """Send and receive turn by turn; what comes in later turns may arrive before it is their turn."""
-        rooms = [torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device) for turn in turns]
+        """Send and receive turn by turn; over Gloo, what comes in later turns may arrive before it is their turn."""
         # Gloo asks for a message when its receive is posted, so all are asked for before the first turn: else each turn
         # would begin with a message to its sender. NCCL would wait for them before it begins to send.
-        ahead = self.device.type == "cpu"
-        receives = [
-            self._group.recv([room], turn.source, 0) if ahead and turn.source is not None and room.numel() else None
-            for turn, room in zip(turns, rooms, strict=True)
-        ]
+        asked = [self._ask(turn) for turn in turns] if self.device.type == "cpu" else None
         sends = []
-        for turn, room, receive in zip(turns, rooms, receives, strict=True):
+        for index, turn in enumerate(turns):
             outgoing = {} if turn.to is None else {turn.to: turn.message().contiguous()}
-            if ahead:
+            if asked is None:
+                room = self._room(turn)
+                self._pass(outgoing, {} if turn.source is None else {turn.source: room})
+            else:
+                room, receive = asked[index]
                 sends += [
                     (self._group.send([message], to, 0), message) for to, message in outgoing.items() if message.numel()
                 ]
-            else:
-                self._pass(outgoing, {} if turn.source is None else {turn.source: room})
-            if receive is not None:
-                receive.wait()
+                if receive is not None:
+                    receive.wait()
             if turn.source is not None:
                 turn.take(room)
             self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
@@ -177,6 +174,14 @@ class Transport:
             self.traffic.rounds += 1
         for work, _ in sends:
             work.wait()
+
+    def _ask(self, turn: Turn) -> tuple[Tensor, Work | None]:
+        room = self._room(turn)
+        wanted = turn.source is not None and room.numel()
+        return room, self._group.recv([room], turn.source, 0) if wanted else None
+
+    def _room(self, turn: Turn) -> Tensor:
+        return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
