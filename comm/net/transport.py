@@ -177,8 +177,9 @@ class Transport:
 
     def _ask(self, turn: Turn) -> tuple[Tensor, Work | None]:
         room = self._room(turn)
-        wanted = turn.source is not None and room.numel()
-        return room, self._group.recv([room], turn.source, 0) if wanted else None
+        if turn.source is None or not room.numel():
+            return room, None
+        return room, self._group.recv([room], turn.source, 0)
 
     def _room(self, turn: Turn) -> Tensor:
         return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
