@@ -202,6 +202,13 @@ BENCHMARKS: Final = (
                 figures=("6.7", "6.8", "6.16"),
             ),
             Result(
+                name="interleaving-fsdp2",
+                arguments="--parallel fsdp2 --rounds 5 --steps 8 --profile-steps 4 --layers 4 --bucket-kib 1024 "
+                "--schemes none interleaved naive blocking",
+                minutes=11,
+                figures=("6.16",),
+            ),
+            Result(
                 name="interleaving-50",
                 arguments="--rate 50mbit --rounds 2 --steps 14 --profile-steps 6 --compute-ms 200 --bucket-kib 128 "
                 "--state-mib 2 --schemes none interleaved blocking",

@@ -1,9 +1,10 @@
 """What do checkpoints cost an iteration, by the scheme in which replicas travel (Gemini, Figure 6.16)?
 
 Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each, transport `daemon`. An
-iteration has layers that compute and then all-reduce, so the network is idle in between (`interleaving_worker.py`). Per
-round each scheme is one run, in turn; "none" makes no checkpoints. The first steps of a run (profiling) are not
-counted. The ratio is between medians of the same round, so that slow changes of the machine cancel out.
+iteration has layers that compute and then all-reduce, or that FSDP2 has sharded (`--parallel fsdp2`, the ZeRO-3 of the
+figure), so the network is idle in between (`interleaving_worker.py`). Per round each scheme is one run, in turn; "none"
+makes no checkpoints. The first steps of a run (profiling) are not counted. The ratio is between medians of the same
+round, so that slow changes of the machine cancel out.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ def run(lab: NetLab, endpoint: str, root: Path, *, scheme: str, options: Any, ro
     command = [*RESILIENT_RUN, "--nnodes", str(options.hosts), "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3"]
     command += ["--rdzv-endpoint", endpoint, "--rdzv-id", f"{scheme}-{round_}", "--rr-no-warm-workers"]
     command += ["--rr-key-file", str(key_in(root))]
-    command += ["--rr-config", str(config), WORKER, *map(str, arguments)]
+    command += ["--rr-config", str(config), WORKER, *map(str, arguments), options.parallel]
     messages = [(root / f"{index}.log").open("w+") for index in range(options.hosts)]
     hosts = [lab.host(f"h{index}") for index in range(options.hosts)]
     # One pipe for all: rank 0, which prints, may be on any of them.
@@ -138,7 +139,10 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=6)
     arguments.add_argument("--compute-ms", type=float, default=100.0, help="of each layer")
     arguments.add_argument("--bucket-kib", type=int, default=512, help="all-reduced after each layer")
-    arguments.add_argument("--state-mib", type=int, default=6, help="a checkpoint of one rank")
+    arguments.add_argument(
+        "--state-mib", type=int, default=6, help="a checkpoint of one rank; with FSDP2 without layers"
+    )
+    arguments.add_argument("--parallel", choices=("all-reduce", "fsdp2"), default="all-reduce")
     arguments.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, help='with "none", the baseline')
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
