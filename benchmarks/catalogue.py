@@ -206,7 +206,6 @@ BENCHMARKS: Final = (
                 arguments="--parallel fsdp2 --rounds 5 --steps 8 --profile-steps 4 --layers 4 --bucket-kib 1024 "
                 "--schemes none interleaved naive blocking",
                 minutes=11,
-                figures=("6.16",),
             ),
             Result(
                 name="interleaving-50",
