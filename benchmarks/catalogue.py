@@ -805,7 +805,6 @@ KEPT: Final = {
     "2026-11-23-capture-stall.json": "ratios to each contender's own memcpy; has 64 MiB and torch.save, too",
     "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
     "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
-    "2026-11-25-predicted-213.json": "the worst sample, again",
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
 }
 """Results that documents cite beside the newest, or that no script writes: why each is kept. None is made again."""
