@@ -434,8 +434,8 @@ BENCHMARKS: Final = (
             Result(name="spardl-accuracy", minutes=30),
             Result(
                 name="spardl-accuracy-4",
-                arguments="--hosts 4 --schemes spardl topk-a topk-dsa gtopk ok-topk",
-                minutes=15,
+                arguments="--hosts 4 --steps 200 --every 20 --schemes spardl topk-a topk-dsa gtopk ok-topk",
+                minutes=8,
             ),
         ),
     ),
