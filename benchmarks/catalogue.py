@@ -436,6 +436,7 @@ BENCHMARKS: Final = (
                 name="spardl-accuracy-4",
                 arguments="--hosts 4 --steps 200 --every 20 --schemes spardl topk-a topk-dsa gtopk ok-topk",
                 minutes=8,
+                figures=("SparDL 6", "SparDL Table 3"),
             ),
         ),
     ),
