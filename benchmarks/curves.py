@@ -1,10 +1,23 @@
 """Trainings by the clock: when each was how good, and a figure of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 """Seconds of training, and what was reached then."""
+
+
+def seconds_to_common(
+    found: Mapping[str, Sequence[Points]], is_as_good: Callable[[float, float], bool]
+) -> dict[str, list[float]]:
+    """Return contender → when it first was as good, in each seed, as all are in the end; `is_as_good(own, other)`."""
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for seed in zip(*found.values(), strict=True):
+        ends = [points[-1][1] for points in seed]
+        worst = next(end for end in ends if all(is_as_good(other, end) for other in ends))
+        for name, points in zip(found, seed, strict=True):
+            seconds[name].append(next(at_s for at_s, reached in points if is_as_good(reached, worst)))
+    return seconds
 
 
 def plot(path: Path, found: Mapping[str, Sequence[Points]], *, reached: str) -> None:

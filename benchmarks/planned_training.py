@@ -12,6 +12,7 @@ a step than on hosts of their own.
 """
 
 import json
+import operator
 import os
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from curves import Points, plot
+from curves import Points, plot, seconds_to_common
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
@@ -87,16 +88,9 @@ def trained(job: Job, options: Any, how: Sequence[str], seed: int) -> Points:
     return points
 
 
-def seconds_to(points: Points, loss: float) -> float:
-    """Return when a training, whose loss ends at least so low, first was there."""
-    return next(seconds for seconds, reached in points if reached <= loss)
-
-
 def summaries(found: Mapping[str, Sequence[Points]]) -> dict[str, dict[str, Any]]:
     """Return of each contender its loss in the end, its time, and DDP's time to the common loss over its own."""
-    seeds = range(len(found[DDP]))
-    common = [max(runs[seed][-1][1] for runs in found.values()) for seed in seeds]
-    to_common_s = {name: [seconds_to(runs[seed], common[seed]) for seed in seeds] for name, runs in found.items()}
+    to_common_s = seconds_to_common(found, operator.le)
     return {
         name: {
             "loss": Summary.of(run[-1][1] for run in runs),

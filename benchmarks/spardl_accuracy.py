@@ -11,6 +11,7 @@ takes a greater part of a step than on hosts of their own.
 """
 
 import json
+import operator
 import os
 import sys
 from collections import defaultdict
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from curves import Points, plot
+from curves import Points, plot, seconds_to_common
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
@@ -42,16 +43,9 @@ def curves(options: Any) -> dict[str, list[Points]]:
     return {name: found[name] for name in options.schemes}
 
 
-def seconds_to(points: Points, accuracy: float) -> float:
-    """Return when a training, which ends at least so accurate, first was."""
-    return next(seconds for seconds, reached in points if reached >= accuracy)
-
-
 def summaries(found: Mapping[str, Sequence[Points]]) -> dict[str, dict[str, Any]]:
     """Return of each scheme its accuracy in the end, its time, and its time to the common accuracy over the first's."""
-    seeds = range(len(next(iter(found.values()))))
-    common = [min(runs[seed][-1][1] for runs in found.values()) for seed in seeds]
-    to_common_s = {name: [seconds_to(runs[seed], common[seed]) for seed in seeds] for name, runs in found.items()}
+    to_common_s = seconds_to_common(found, operator.ge)
     reference = next(iter(to_common_s.values()))
     return {
         name: {

@@ -46,7 +46,6 @@ class _Recovery:
     kind: str
     last_step: int | None
     start_s: float
-    known_s: float
     idle_s: float = 0.0
     ends_s: dict[str, float] = field(default_factory=dict)
     generation: int = 0
@@ -95,7 +94,7 @@ class RecoveryTimeline:
                 self._report(self._recovery, complete=False)
             now = time.monotonic()
             self._recovery = _Recovery(
-                kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, known_s=now, idle_s=idle_s
+                kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, idle_s=idle_s
             )
             self._recovery.ends_s["detect"] = now
             self._date_back(self._recovery)
@@ -105,9 +104,7 @@ class RecoveryTimeline:
         with self._lock:
             if self._recovery is None:
                 now_s = time.monotonic()
-                self._recovery = _Recovery(
-                    kind=kind, cause=cause, last_step=None, start_s=now_s - since_s, known_s=now_s
-                )
+                self._recovery = _Recovery(kind=kind, cause=cause, last_step=None, start_s=now_s - since_s)
                 self._recovery.ends_s["rendezvous"] = now_s
 
     def correct(self, *, kind: str, cause: str) -> None:
@@ -197,7 +194,8 @@ class RecoveryTimeline:
     def _date_back(self, recovery: _Recovery) -> None:
         """Let a failure that nobody saw happen begin before it was noticed."""
         longest_s = {"hang": math.inf, "host_lost": self._missed_after_s}.get(recovery.kind, 0.0)
-        recovery.start_s = min(recovery.start_s, recovery.known_s - min(recovery.idle_s, longest_s))
+        noticed_s = recovery.ends_s.get("detect", recovery.start_s)
+        recovery.start_s = min(recovery.start_s, noticed_s - min(recovery.idle_s, longest_s))
 
     def _report(self, recovery: _Recovery, *, complete: bool) -> None:
         durations, previous_s = {}, recovery.start_s

@@ -34,7 +34,7 @@ def test_contenders_of_the_thesis_are_predicted() -> None:
 
 
 def test_the_search_of_everything_begins_where_smaller_ones_end() -> None:
-    """Of hundreds of tensors it cannot look at enough: for this model CPUs alone were quicker by 6 %."""
+    """Of hundreds of tensors it cannot look at enough: for this model CPUs alone were quicker."""
     case = next(case for case in CASES if case.model == "resnet101" and not isinstance(case, Cupcake))
     of = cluster_of(model_of(case), "pcie-25", "dgc")
     job = Espresso(paced(model_of(case), 1.13), replace(of, compressor=replace(of.compressor, ratio=0.01)))

@@ -299,7 +299,9 @@ def test_plans_of_an_older_version_are_made_anew_where_each_share_had_its_own() 
         for scheme in (alone, between):
             scheme.load_state_dict(older)
         found = [alone.fuses("weight"), between.fuses("weight")]
-        between.load_state_dict({**older, "keys": {"weight": {"steps": 9, "counts": [[16384] * 16], "plan": plan}}})
+        between.load_state_dict(
+            {**older, "rows": [16, 64, 256], "keys": {"weight": {"steps": 9, "counts": [[16384] * 16], "plan": plan}}}
+        )
         return [*found, between.fuses("weight")]
 
     assert run_hosts(2, 2, work) == [[True, False, True]] * 4

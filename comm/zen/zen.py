@@ -109,7 +109,7 @@ class Zen(Scheme):
         return plan is not None and plan.route == "dense"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed, counts and plans."""
+        """Return seed, rows, counts and plans."""
         keys = {
             key: {
                 "steps": seen.steps,
@@ -118,26 +118,28 @@ class Zen(Scheme):
             }
             for key, seen in self._seen.items()
         }
-        return {"scheme": self.name, "seed": self._seed, "keys": keys}
+        return {"scheme": self.name, "seed": self._seed, "rows": list(self._rows), "keys": keys}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved plans and counts; those of an older version, which are of several steps, are made anew.
+        """Go on with saved plans, and with counts if they are of the same rows; those of older versions do not say.
 
-        So are its plans where others sum shares beside: each share had its own.
+        Their plans are made anew where others sum shares beside: each share had its own.
 
         Raises:
             CommError: They are of another scheme.
         """
         self.check_own(state)
         self._seed = state["seed"]
-        self._seen = {}
-        for key, saved in state["keys"].items():
-            counts = [list(counts) for counts in saved["counts"] if isinstance(counts, list)]
-            is_older = len(counts) < len(saved["counts"])
-            known = saved["plan"] is not None and not (is_older and self.beside is not None)
-            self._seen[key] = _Seen(
-                steps=saved["steps"], counts=counts, plan=ZenPlan(**saved["plan"]) if known else None
+        has_plans = "rows" in state or self.beside is None
+        has_counts = state.get("rows") == list(self._rows)
+        self._seen = {
+            key: _Seen(
+                steps=saved["steps"],
+                counts=[list(counts) for counts in saved["counts"]] if has_counts else [],
+                plan=ZenPlan(**saved["plan"]) if has_plans and saved["plan"] is not None else None,
             )
+            for key, saved in state["keys"].items()
+        }
 
     def _widths(self, gradient: Tensor) -> list[int]:
         return sorted({1, *(row_width(gradient.shape, rows) for rows in self._rows)})
