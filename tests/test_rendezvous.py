@@ -617,6 +617,23 @@ def test_failure_ends_the_run_and_leaves_what_a_new_start_needs(launchers: Launc
     assert (handler.generation, handler.round.restore) == (2, (1, 41))
 
 
+def test_of_two_ends_at_once_the_one_that_etcd_took_is_the_runs(launchers: Launchers) -> None:
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    ends = [
+        launchers._threads.submit(launchers.handlers[host].close, f"{host} ended", failed)
+        for host, failed in (("a", False), ("b", True))
+    ]
+    for end in ends:
+        end.result(WAIT_S)
+    taken = launchers.keys()["rdzv/closed"].value
+    for host in "ab":
+        closed = launchers.handlers[host].closed
+        assert closed is not None
+        assert closed.to_value() == taken
+
+
 def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:
     launchers.make("a", (1, 1))
     launchers.joined("a")

@@ -179,9 +179,14 @@ class Membership:
         await self._insist(keys.RECOVERED(event["generation"], self._member.host), event)
 
     async def close(self, closed: Closed) -> None:
-        """End the run for everyone, unless it has ended; goes on trying while etcd is away."""
+        """End the run for everyone, unless it has ended; goes on trying while etcd is away.
+
+        The first end that etcd takes is the run's; `closed` counts here until etcd has answered.
+        """
         self._closed = self._closed or closed
         await self._insist(keys.CLOSED, closed.to_value(), ttl_s=CLOSED_TTL_S)
+        entries = await self._etcd.list(self._prefix + keys.CLOSED)
+        self._closed = View.parse(entries, self._prefix).closed or self._closed
 
     async def leave(self) -> None:
         """Give up the membership and disconnect; the last one to leave a closed run removes its keys.
@@ -245,8 +250,8 @@ class Membership:
         return max(0.0, back_s + patience_s - asyncio.get_running_loop().time())
 
     def _note_end(self, view: View) -> None:
-        """Remember that the run ended: the key that says so soon vanishes."""
-        self._closed = self._closed or view.closed
+        """Remember how the run ended: the key that says so soon vanishes."""
+        self._closed = view.closed or self._closed
         if view.round is None and self._seated and self._closed is None:
             lost = "etcd came back without its data: keep its data directory, or run three members"
             ended = "the other hosts ended it while this one was cut off"
