@@ -665,13 +665,13 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="plans-lstm",
-                arguments="--models lstm --rounds 2 --plot benchmarks/results/plans-lstm.svg",
+                arguments="--models lstm --rounds 5 --iterations 2 --plot benchmarks/results/plans-lstm.svg",
                 minutes=20,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),
             Result(
                 name="plans-resnet50",
-                arguments="--models resnet50 --rounds 1 --plot benchmarks/results/plans-resnet50.svg",
+                arguments="--models resnet50 --rounds 5 --iterations 1 --plot benchmarks/results/plans-resnet50.svg",
                 minutes=26,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),

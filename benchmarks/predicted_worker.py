@@ -23,6 +23,7 @@ from resilient_run.comm.plan.tree import Routine
 
 CODED_BYTES = (256 << 10, 4 << 20)
 IN_HOST_BYTES = 1 << 20
+BATCHES = 15
 
 options = json.loads(sys.argv[1])
 device = Device()
@@ -37,9 +38,11 @@ def known() -> dict[str, object]:
         if transport.size == 1:
             continue
         library, own = (load(routine, transport.size) for routine in (Routine.ALL_REDUCE, Routine.ALL_GATHER))
-        (library_s,) = probe_link(transport, Routine.ALL_REDUCE, [4], everyone=fabric.flat)
-        (own_s,) = probe_link(transport, Routine.ALL_GATHER, [4], everyone=fabric.flat)
-        (coded_s,) = probe_link(transport, Routine.ALL_GATHER, [4], compressor=compressor, everyone=fabric.flat)
+        (library_s,) = probe_link(transport, Routine.ALL_REDUCE, [4], repeats=BATCHES, everyone=fabric.flat)
+        (own_s,) = probe_link(transport, Routine.ALL_GATHER, [4], repeats=BATCHES, everyone=fabric.flat)
+        (coded_s,) = probe_link(
+            transport, Routine.ALL_GATHER, [4], repeats=BATCHES, compressor=compressor, everyone=fabric.flat
+        )
         found[f"{name}_library_alpha_s"] = library_s / library.startups
         found[f"{name}_alpha_s"], found[f"{name}_coded_alpha_s"] = own_s / own.startups, coded_s / own.startups
         if name == "intra":

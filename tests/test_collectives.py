@@ -17,7 +17,7 @@ from resilient_run.comm.net.collectives import (
 )
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
-from resilient_run.comm.plan.collective import blocks, load, rounds, segments, turns
+from resilient_run.comm.plan.collective import blocks, is_short, load, rounds, segments, turns
 from resilient_run.comm.plan.tree import Routine
 
 pytestmark = pytest.mark.jobs
@@ -163,6 +163,32 @@ def test_startups_are_the_longest_way_of_a_block(routine: Routine, size: int) ->
             for block in hop.blocks:
                 waited[hop.receiver, block] = max(waited[hop.receiver, block], startups)
     assert load(routine, size, cut=cut).startups == max(waited.values())
+
+
+@pytest.mark.parametrize("numel", [1000, LONG])
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_long_messages_follow_each_other_as_their_startups_say(size: int, numel: int) -> None:
+    def work(transport: Transport) -> tuple[list[Tensor], list[Tensor] | None, list[int]]:
+        message = given(transport.rank, numel).view(torch.uint8)
+        found, counted = [], []
+        for call in (
+            lambda: transport.all_to_all([message] * size, sizes_bytes=[message.numel()] * size),
+            lambda: gather_to(0, message, transport, sizes_bytes=[message.numel()] * size),
+        ):
+            transport.traffic.reset()
+            found.append(call())
+            counted.append(transport.traffic.rounds)
+        return found[0], found[1], counted
+
+    exchanged, gathered = 4 * numel * size, 4 * numel
+    all_to_all = load(Routine.ALL_TO_ALL, size, short=is_short(Routine.ALL_TO_ALL, size, exchanged)).startups
+    gather = load(Routine.GATHER, size, short=is_short(Routine.GATHER, size, gathered)).startups
+    assert (all_to_all, gather) == (1, 1) if numel < LONG else (size - 1, size - 1)
+    for rank, (everyones, at_root, counted) in enumerate(run_ranks(size, work)):
+        assert counted == [all_to_all, 1 if rank else gather]
+        for found in (everyones, *([] if rank else [at_root])):
+            assert found is not None
+            assert all(torch.equal(each.view(torch.float32), given(n, numel)) for n, each in enumerate(found))
 
 
 def test_ranks_of_a_host_share_its_adapter() -> None:

@@ -53,7 +53,7 @@ def test_the_exact_plan_is_no_slower_than_any_other() -> None:
     plan = espresso_plan(MODEL, cluster(hosts=8, gpus=8))
     assert set(plan.baselines_s) == set(ESPRESSO_PLANNERS) - {"espresso"}
     assert plan.iteration_s <= min(plan.baselines_s.values()) * (1 + 1e-9)
-    assert plan.bound_s <= plan.iteration_s <= plan.bound_s * 1.03
+    assert plan.bound_s <= plan.iteration_s <= plan.bound_s * 1.05
     assert upper_bound_s(MODEL, cluster(hosts=8, gpus=8)) <= plan.iteration_s
     assert plan.compress
     assert plan.groups[2].option == DENSE, "a tensor of no elements is not compressed"

@@ -25,6 +25,7 @@ def costed(
     call_s: float = 0.0,
     batched: bool = False,
     announced: bool = False,
+    size_bytes: float = SIZE_BYTES,
 ) -> list[tuple[str, float]]:
     """Return resource and seconds of each step: one second for a byte in the host, ten between hosts."""
     coder = Coder(compress=affine(call_s, 100), decompress=affine(call_s, 1000), accumulate=affine(call_s, 10000))
@@ -36,7 +37,7 @@ def costed(
         inter=LinkCost(cost=affine(10 * alpha_s, 10)),
         compressor=CompressorCost(name="half", ratio=0.5, coders=coders, batched=batched, announced=announced),
     )
-    ((_, steps),) = Costs(made, [SIZE_BYTES]).options([parse(text)])
+    ((_, steps),) = Costs(made, [size_bytes]).options([parse(text)])
     return [(step.resource, step.seconds[0]) for step in steps]
 
 
@@ -141,13 +142,28 @@ def test_latency_counts_rounds() -> None:
     assert seconds == 30 + 10 * 3 * 800
 
 
-def test_what_has_to_be_announced_costs_a_message_more_for_each_other_host() -> None:
+def test_what_has_to_be_announced_costs_one_message_more() -> None:
     text = "comp:gpu > gather@flat > decomp:gpu > comp:gpu > broadcast@flat > decomp:gpu"
     bytes_s = [10 * 3 * 400, 10 * 2 * 400]
     found = costed(text, hosts=4, gpus=1, alpha_s=1)
-    assert [seconds for resource, seconds in found if resource == "inter"] == [30 + bytes_s[0], 50 + bytes_s[1]]
+    assert [seconds for resource, seconds in found if resource == "inter"] == [10 + bytes_s[0], 30 + bytes_s[1]]
     found = costed(text, hosts=4, gpus=1, alpha_s=1, announced=True)
-    assert [seconds for resource, seconds in found if resource == "inter"] == [60 + bytes_s[0], 50 + bytes_s[1]]
+    assert [seconds for resource, seconds in found if resource == "inter"] == [20 + bytes_s[0], 30 + bytes_s[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "kib", "seconds"),
+    [
+        ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 682, 10 + 10 * (341 << 10) * 3 / 4),
+        ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 684, 30 + 10 * (342 << 10) * 3 / 4),
+        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 170, 10 + 10 * (85 << 10) * 3),
+        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 172, 30 + 10 * (86 << 10) * 3),
+    ],
+)
+def test_short_messages_start_together(text: str, kib: int, seconds: float) -> None:
+    """Up to 256 KiB from three others, half of whose bytes are left after compression."""
+    found = costed(text, hosts=4, gpus=1, alpha_s=1, size_bytes=kib << 10)
+    assert next(taken for resource, taken in found if resource == "inter") == seconds
 
 
 def test_collectives_of_one_participant_are_no_steps() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.cluster import Cluster, LinkCost
-from ..plan.collective import load, segments
+from ..plan.collective import is_short, load, segments
 from ..plan.curve import Affine, Curve, Table
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 from .strategy import Choice, CostedStep
@@ -120,27 +120,28 @@ class Costs:
         cost, sharing = self._of(link, step), holding.senders if step.phase is Phase.INTER else 1
         if isinstance(cost, Table):
             return resource, cost.over(sharing * held_bytes)
-        cuts = np.array([segments(step.routine, participants, size_bytes) for size_bytes in held_bytes.tolist()])
-        seconds = np.zeros_like(held_bytes)
-        for cut in set(cuts.tolist()):
-            startups, s_per_byte = self._load(step, link, cut)
-            announcements = participants - 1 if self._announced(step) else 0
-            sent = cuts == cut
-            seconds[sent] = cost.alpha_s * (startups + announcements) + s_per_byte * sharing * held_bytes[sent]
-        return resource, seconds
+        ways = [
+            (segments(step.routine, participants, size_bytes), is_short(step.routine, participants, size_bytes))
+            for size_bytes in held_bytes.tolist()
+        ]
+        costs = {way: self._load(step, link, *way) for way in set(ways)}
+        startups, s_per_byte = np.array([costs[way] for way in ways]).T
+        # All sizes are announced at once.
+        startups = startups + self._announced(step)
+        return resource, cost.alpha_s * startups + s_per_byte * sharing * held_bytes
 
-    def _load(self, step: Comm, link: LinkCost, cut: int) -> tuple[int, float]:
+    def _load(self, step: Comm, link: LinkCost, cut: int, short: bool) -> tuple[int, float]:
         """Return how many start-ups a collective has, and what each byte costs that a rank holds."""
         cluster, cost = self._cluster, self._of(link, step)
         assert isinstance(cost, Affine)
         derived = step.phase is Phase.FLAT and link is cluster.inter and cluster.gpus_per_host > 1
         if not derived:
-            found = load(step.routine, self._participants(step.phase), cut=cut)
+            found = load(step.routine, self._participants(step.phase), cut=cut, short=short)
             return found.startups, cost.beta_s_per_byte * found.rank
         # Rounds wait for the link between hosts, and bytes pass at the slower one's pace.
         within = self._of(cluster.intra, step)
         assert isinstance(within, Affine)
-        found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut)
+        found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut, short)
         return found.startups, max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
 
     def _announced(self, step: Comm) -> bool:

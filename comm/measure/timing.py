@@ -75,20 +75,30 @@ class RecordingTransport(Transport):
         finally:
             self._recording = True
 
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
+        """As of `Transport`."""
+        sources = list(senders)
+        if self._recording:
+            again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
+            self._calls.append(lambda: self.announce(again, sources))
+        return super().announce(outgoing, sources)
+
     def exchange(
         self,
         outgoing: Mapping[int, Tensor],
         sources: Iterable[int],
         *,
         sizes_bytes: Mapping[int, int] | None = None,
-        in_turn: bool = False,
     ) -> dict[int, Tensor]:
         """As of `Transport`."""
         senders = list(sources)
+        # What is announced is a call of its own.
+        received = super().exchange(outgoing, senders, sizes_bytes=sizes_bytes)
         if self._recording:
             again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
-            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=sizes_bytes, in_turn=in_turn))
-        return super().exchange(outgoing, senders, sizes_bytes=sizes_bytes, in_turn=in_turn)
+            known = {rank: message.numel() for rank, message in received.items()}
+            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=known))
+        return received
 
     def relay(self, turns: Sequence[Turn]) -> None:
         """As of `Transport`."""

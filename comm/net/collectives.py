@@ -88,12 +88,18 @@ def gather_to(
         transport: The ranks.
         sizes_bytes: As of `relay_gather`.
     """
-    own = turns(Routine.GATHER, transport.size, (transport.rank - root) % transport.size)
-    outgoing = {} if transport.rank == root else {root: message}
-    sources = [(received.sender + root) % transport.size for _, received in own if received is not None]
-    known = None if sizes_bytes is None else {source: sizes_bytes[source] for source in sources}
-    found = transport.exchange(outgoing, sources, sizes_bytes=known, in_turn=True)
-    return [found.get(rank, message) for rank in range(transport.size)] if transport.rank == root else None
+    if transport.rank != root:
+        transport.exchange({root: message}, [], sizes_bytes=None if sizes_bytes is None else {})
+        return None
+    sources = [(root + ahead) % transport.size for ahead in range(1, transport.size)]
+    known = transport.announce({}, sources) if sizes_bytes is None else dict(enumerate(sizes_bytes))
+    # Long messages wait until they are asked for.
+    in_turn = transport.overruns(known[source] for source in sources)
+    together = [[source] for source in sources] if in_turn else [sources]
+    found = {root: message}
+    for group in together:
+        found |= transport.exchange({}, group, sizes_bytes=known)
+    return [found[rank] for rank in range(transport.size)]
 
 
 def _is_left_to_library(transport: Transport) -> bool:

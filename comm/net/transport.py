@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,10 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from ..errors import MessageError
-from ..plan.collective import turns
+from ..plan.collective import AT_ONCE_BYTES, turns
 from ..plan.tree import Routine
 
 _SIZE_BYTES = 8
-_AT_ONCE_BYTES = 256 << 10
 _groups_among: Counter[tuple[int, ...]] = Counter()
 """Ranks → groups that `Transport.among` has made of them in this process."""
 
@@ -102,17 +101,14 @@ class Transport:
         sources: Iterable[int],
         *,
         sizes_bytes: Mapping[int, int] | None = None,
-        in_turn: bool = False,
     ) -> dict[int, Tensor]:
-        """Send each message to its rank and return source → the message that it sent here.
+        """Send all messages at once, each to its rank, and return source → the message that it sent here.
 
         Args:
             outgoing: Other rank → message.
             sources: Other ranks that send a message to this one.
             sizes_bytes: Source → size of its message, where both sides know it (as 0 too); None announces the sizes
                 first, which costs a round trip and `_SIZE_BYTES` for each message.
-            in_turn: Where each n-th message to a rank is the n-th that it waits for, or all that it waits for are from
-                ranks that send nothing else: long messages may follow each other then; else all go at once.
 
         Raises:
             MessageError: A size that was announced is not possible.
@@ -121,12 +117,7 @@ class Transport:
         if sizes_bytes is None:
             sizes_bytes = self.announce(outgoing, senders)
         incoming = {rank: torch.empty(sizes_bytes[rank], dtype=torch.uint8, device=self.device) for rank in senders}
-        if in_turn and self.device.type == "cpu" and sum(map(Tensor.numel, incoming.values())) > _AT_ONCE_BYTES:
-            # Many senders at once overrun the queue in front of a receiver, and TCP waits and sends again (incast).
-            for sent, received in zip_longest(outgoing.items(), incoming.items()):
-                self._pass(dict([sent] if sent else ()), dict([received] if received else ()))
-        else:
-            self._pass(outgoing, incoming)
+        self._pass(outgoing, incoming)
         self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
         self.traffic.received_bytes += sum(message.numel() for message in incoming.values())
         self.traffic.rounds += 1
@@ -184,6 +175,13 @@ class Transport:
     def _room(self, turn: Turn) -> Tensor:
         return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
 
+    def overruns(self, sizes_bytes: Iterable[int]) -> bool:
+        """Tell whether messages for this rank are too long to come at once.
+
+        Many senders overrun the queue in front of a receiver, and TCP waits and sends again (incast).
+        """
+        return self.device.type == "cpu" and sum(sizes_bytes) > AT_ONCE_BYTES
+
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
 
@@ -213,8 +211,23 @@ class Transport:
         own = turns(Routine.ALL_TO_ALL, self.size, self.rank)
         outgoing = {sent.receiver: messages[sent.receiver] for sent, _ in own if sent is not None}
         sources = [received.sender for _, received in own if received is not None]
-        known = None if sizes_bytes is None else {rank: sizes_bytes[rank] for rank in sources}
-        received = self.exchange(outgoing, sources, sizes_bytes=known, in_turn=True)
+        known = self.announce(outgoing, sources) if sizes_bytes is None else dict(enumerate(sizes_bytes))
+        if not self.overruns(known[source] for source in sources):
+            received = self.exchange(outgoing, sources, sizes_bytes=known)
+        else:
+            received = {}
+            self.relay(
+                [
+                    Turn(
+                        to=to,
+                        message=partial(outgoing.__getitem__, to),
+                        source=source,
+                        size_bytes=known[source],
+                        take=partial(received.__setitem__, source),
+                    )
+                    for to, source in zip(outgoing, sources, strict=True)
+                ]
+            )
         received[self.rank] = messages[self.rank]
         return [received[rank] for rank in range(self.size)]
 

@@ -6,13 +6,16 @@ round does a rank send or receive more than one message.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from .tree import Routine
+
+AT_ONCE_BYTES = 256 << 10
+"""As many bytes for a rank may come from all others at once, in a gather or an all-to-all; more come in turn."""
 
 _LEAST_SEGMENT_BYTES = 128 << 10
 _MOST_SEGMENTS_PER_RANK = 8
@@ -38,7 +41,7 @@ class Load:
 
     Attributes:
         startups: Messages each of which waits for the one before it. The blocks of a chain follow each other while
-            those before them are on their way, so only the way of the first one counts.
+            those before them are on their way, so only the way of the first one counts. What goes at once has one.
         rank: Bytes that go through the busiest rank, one direction, round by round, for each byte that a rank holds.
         adapter: The same of the busiest adapter, which the ranks of a host share.
     """
@@ -107,10 +110,31 @@ def turns(routine: Routine, ranks: int, rank: int, cut: int = 1) -> tuple[tuple[
     return tuple(found)
 
 
+def is_short(routine: Routine, ranks: int, size_bytes: float) -> bool:
+    """Tell whether all messages of a collective go at once; `size_bytes`: what a rank holds before it."""
+    match routine:
+        case Routine.GATHER:
+            return (ranks - 1) * size_bytes <= AT_ONCE_BYTES
+        case Routine.ALL_TO_ALL:
+            return (ranks - 1) / ranks * size_bytes <= AT_ONCE_BYTES
+        case _:
+            return False
+
+
 @cache
-def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1) -> Load:
-    """Return what a collective of all ranks asks of the network; those of a host are next to each other."""
+def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1, short: bool = False) -> Load:
+    """Return what a collective of all ranks asks of the network; those of a host are next to each other.
+
+    Args:
+        routine: The collective.
+        hosts: As many as take part.
+        per_host: Ranks on each.
+        cut: What `segments` says.
+        short: What `is_short` says.
+    """
     ranks = hosts * per_host
+    if short:
+        return replace(load(routine, hosts, per_host), startups=1)
     if cut > ranks:
         # Each further block takes one more round like those in the middle, in which all are at work.
         most, more = load(routine, hosts, per_host, ranks), cut - ranks
