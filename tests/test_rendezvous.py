@@ -536,7 +536,7 @@ def test_round_with_something_to_restore_does_not_shrink(
     launchers: Launchers, caplog: pytest.LogCaptureFixture
 ) -> None:
     for host in "abc":
-        launchers.make(host, (1, 2), last_call_timeout="0.1")
+        launchers.make(host, (1, 2))
     launchers.joined("ab")
     commit(launchers, 1, 41, world_size=2)
     launchers.handlers["b"].leave()
