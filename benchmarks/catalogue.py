@@ -731,6 +731,21 @@ BENCHMARKS: Final = (
         ),
         results=(Result(name="collectives", minutes=3),),
     ),
+    Benchmark(
+        script="benchmarks/latency.py",
+        root=True,
+        depends=(
+            "comm/compress",
+            "comm/measure",
+            "comm/net",
+            "comm/plan",
+            "benchmarks/collectives_worker.py",
+            "benchmarks/delayed_hosts.py",
+            "benchmarks/lab_job.py",
+            "benchmarks/workload.py",
+        ),
+        results=(Result(name="latency", minutes=3),),
+    ),
     # GPUs.
     Benchmark(
         script="benchmarks/fingerprint_gpu.py",

@@ -31,7 +31,7 @@ def predicted_s(routine: Routine, ranks: int, held_bytes: int, *, alpha_s: float
 def run(ranks: int, rate: str, size_bytes: int, repeats: int) -> list[dict[str, Any]]:
     """Return measured and predicted seconds of each collective."""
     with NetLab(ranks, rate=rate) as lab:
-        shared = json.dumps({"size_bytes": size_bytes, "repeats": repeats})
+        shared = json.dumps({"size_bytes": size_bytes, "repeats": repeats, "compressors": ["fp16"]})
         found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
         rate_bit_s = lab.rate_bit_s
     empty = found.pop(0)
@@ -70,7 +70,7 @@ def main() -> None:
                 [
                     (
                         line["routine"],
-                        "compressed" if line["compressed"] else "dense",
+                        line["compressor"] or "dense",
                         f"{line['seconds'] * 1e3:.1f}",
                         f"{line['predicted_s'] * 1e3:.1f}",
                         f"{line['ratio']:.2f}",

@@ -17,18 +17,18 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 transport = Transport(dist.group.WORLD)
 # The first line is of an all-reduce of next to nothing.
-cases = [(Routine.ALL_REDUCE, False, 4)]
-cases += [(routine, False, options["size_bytes"]) for routine in PROBED]
-cases += [(routine, True, options["size_bytes"]) for routine in PROBED_COMPRESSED]
-for routine, compressed, size_bytes in cases:
+cases = [(Routine.ALL_REDUCE, None, 4)]
+cases += [(routine, None, options["size_bytes"]) for routine in PROBED]
+cases += [(routine, name, options["size_bytes"]) for name in options["compressors"] for routine in PROBED_COMPRESSED]
+for routine, name, size_bytes in cases:
     # All ranks together hold as much after an all-gather or gather as before another collective.
     held_bytes = size_bytes // (transport.size if routine in (Routine.ALL_GATHER, Routine.GATHER) else 1)
-    compressor = named("fp16") if compressed else None
+    compressor = None if name is None else named(name)
     (seconds,) = probe_link(transport, routine, [held_bytes], repeats=options["repeats"], compressor=compressor)
     if dist.get_rank() == 0:
         emit(
             json.dumps(
-                {"routine": routine, "compressed": compressed, "held_bytes": held_bytes, "seconds": seconds},
+                {"routine": routine, "compressor": name, "held_bytes": held_bytes, "seconds": seconds},
             )
         )
 dist.destroy_process_group()

@@ -4,6 +4,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from delayed_hosts import DelayedHosts
+
 from resilient_run.daemon.trust.secret import make_key
 from resilient_run.launcher.netlab import NetLab
 
@@ -18,7 +20,9 @@ def key_in(directory: Path) -> Path:
     return path
 
 
-def lines_of(lab: NetLab, command: Sequence[str], *, per_host: int = 1, port: int = 29500) -> Iterator[str]:
+def lines_of(
+    lab: NetLab | DelayedHosts, command: Sequence[str], *, per_host: int = 1, port: int = 29500
+) -> Iterator[str]:
     """Run `command` as every rank of a job and yield the lines of rank 0, as they come.
 
     Args:
