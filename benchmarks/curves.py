@@ -1,5 +1,6 @@
 """Trainings by the clock: when each was how good, and a figure of it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ def seconds_to_common(
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for seed in zip(*found.values(), strict=True):
         ends = [points[-1][1] for points in seed]
+        if any(map(math.isnan, ends)):
+            raise ValueError(f"what trainings reached is {dict(zip(found, ends, strict=True))}: one diverged")
         worst = next(end for end in ends if all(is_as_good(other, end) for other in ends))
         for name, points in zip(found, seed, strict=True):
             seconds[name].append(next(at_s for at_s, reached in points if is_as_good(reached, worst)))

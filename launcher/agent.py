@@ -138,20 +138,27 @@ class ResilientAgent(LocalElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
         self._link.start()
-        discard = self._config.ephemeral
+        succeeded = False
         try:
             result: RunResult | None = super().run(role)
             if result is None:
                 result = RunResult(state=WorkerState.SUCCEEDED)
             else:
                 self._rdzv.close(_reason(result) + self._verdict, failed=result.is_failed())
-            discard = discard or not result.is_failed()
+            succeeded = not result.is_failed()
             return result
         finally:
             self._timeline.close()
             self._sum_up()
-            self._rdzv.leave()
-            self._link.close(discard=discard)
+            left = self._rdzv.leave()
+            self._link.close(discard=self._config.ephemeral or (succeeded and left and self._is_over()))
+
+    def _is_over(self) -> bool:
+        """Tell whether the run ended as a success for all hosts, not for this one alone: nobody resumes from it."""
+        ended = self._rdzv.ended
+        if ended is not None and ended.failed:
+            log.warning("the run ended with a failure elsewhere, and what it keeps in memory stays: %s", ended.reason)
+        return ended is not None and not ended.failed
 
     def _persisted(self) -> tuple[list[list[int]], int | None]:
         """Return the pairs of this run id in its persistent tier, oldest first, and how many ranks made the newest.

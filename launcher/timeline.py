@@ -85,19 +85,18 @@ class RecoveryTimeline:
         self._protected = ""
 
     def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None, idle_s: float = 0.0) -> None:
-        """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery is reported first.
+        """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery ends where it starts.
 
         `last_step` is the newest that was completed before it, None when nobody knows, `idle_s` the time since then.
         """
         with self._lock:
-            if self._recovery is not None:
-                self._report(self._recovery, complete=False)
             now = time.monotonic()
-            self._recovery = _Recovery(
-                kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, idle_s=idle_s
-            )
-            self._recovery.ends_s["detect"] = now
-            self._date_back(self._recovery)
+            recovery = _Recovery(kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, idle_s=idle_s)
+            recovery.ends_s["detect"] = now
+            self._date_back(recovery)
+            if self._recovery is not None:
+                recovery.start_s = self._interrupt(self._recovery, recovery.start_s)
+            self._recovery = recovery
 
     def join(self, *, kind: str, cause: str, since_s: float) -> None:
         """This host has a place in the round that follows a failure `since_s` ago; one under way goes on instead."""
@@ -149,6 +148,8 @@ class RecoveryTimeline:
             recovery, event = self._recovery, message.get("event")
             if recovery is None or message.get("generation") != recovery.generation or event not in _WORKER_PHASE:
                 return
+            if _WORKER_PHASE[event] in recovery.ends_s:
+                return  # a worker tells a new daemon again that it has attached
             if event == "restored":
                 recovery.restored_step = message.get("step")
                 recovery.sources[int(message["rank"])] = str(message.get("source"))
@@ -197,6 +198,14 @@ class RecoveryTimeline:
         noticed_s = recovery.ends_s.get("detect", recovery.start_s)
         recovery.start_s = min(recovery.start_s, noticed_s - min(recovery.idle_s, longest_s))
 
+    def _interrupt(self, recovery: _Recovery, at_s: float) -> float:
+        """Report a recovery in whose unfinished phase the next failure began, and return when that was."""
+        last = max(recovery.ends_s, key=PHASES.index)
+        unfinished = PHASES[PHASES.index(last) + 1]
+        recovery.ends_s[unfinished] = max(at_s, recovery.ends_s[last])
+        self._report(recovery, complete=False)
+        return recovery.ends_s[unfinished]
+
     def _report(self, recovery: _Recovery, *, complete: bool) -> None:
         durations, previous_s = {}, recovery.start_s
         for phase in PHASES:
@@ -208,6 +217,7 @@ class RecoveryTimeline:
             steps_lost = max(0, recovery.last_step - recovery.restored_step)
         event = {
             **self._about("recovery", recovery.generation),
+            "unix_s": round(time.time() - (time.monotonic() - previous_s), 3),
             "kind": recovery.kind,
             "cause": recovery.cause,
             "complete": complete,

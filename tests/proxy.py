@@ -14,6 +14,7 @@ class Proxy:
         hold_from: Of all bytes that the target sends: those from this one on wait for `release`.
         flip: The number of one of which a bit is flipped.
         held: Set once something waits.
+        port: Where it listens, also if the address left that open.
     """
 
     def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
@@ -25,6 +26,7 @@ class Proxy:
         self._passed = 0
         self._counting = threading.Lock()
         self._listener = socket.create_server(address)
+        self.port: int = self._listener.getsockname()[1]
         self._socks = [self._listener]
         self._threads: list[threading.Thread] = []
         self._spawn(self._accept)

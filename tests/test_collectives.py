@@ -1,11 +1,14 @@
 """Collectives: everyone ends with what the routine says, and costs count the messages that are sent."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from resilient_run.comm.net.collectives import (
     broadcast_from,
@@ -189,6 +192,47 @@ def test_long_messages_follow_each_other_as_their_startups_say(size: int, numel:
         for found in (everyones, *([] if rank else [at_root])):
             assert found is not None
             assert all(torch.equal(each.view(torch.float32), given(n, numel)) for n, each in enumerate(found))
+
+
+class Asking:
+    """A process group that notes which messages are asked for before an earlier one is there."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._asked: list[int] = []
+        self.ahead: set[tuple[int, int]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        self.ahead |= {(waited, source) for waited in self._asked}
+        self._asked.append(source)
+        work = self._group.recv(tensors, source, tag)
+        return SimpleNamespace(wait=lambda: (work.wait(), self._asked.remove(source)))
+
+
+@pytest.mark.parametrize(("numel", "ahead"), [(1000, {(2, 1)}), (LONG, set())])
+def test_long_messages_of_two_senders_are_not_asked_for_together(numel: int, ahead: set[tuple[int, int]]) -> None:
+    """Rank 0 of four waits for rank 2, and then for rank 1."""
+
+    def work(transport: Transport) -> set[tuple[int, int]]:
+        asking = Asking(transport._group)
+        gather_shares(Transport(cast("ProcessGroup", asking)), torch.ones(numel))
+        return asking.ahead
+
+    assert run_ranks(4, work)[0] == ahead
+
+
+def test_ring_is_asked_for_at_once() -> None:
+    """All comes from one neighbour, one after the other."""
+
+    def work(transport: Transport) -> set[tuple[int, int]]:
+        asking = Asking(transport._group)
+        gather_shares(Transport(cast("ProcessGroup", asking)), torch.ones(LONG))
+        return asking.ahead
+
+    assert run_ranks(3, work) == [{(2, 2)}, {(0, 0)}, {(1, 1)}]
 
 
 def test_ranks_of_a_host_share_its_adapter() -> None:

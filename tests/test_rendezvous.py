@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from etcd_process import EtcdProcess
 from launchers import start_python
+from proxy import Proxy
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -31,7 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.records import Fingerprint
 from resilient_run.daemon.run.rounds import Round
-from resilient_run.launcher.rendezvous import claim
+from resilient_run.launcher.rendezvous import claim, rendezvous
 from resilient_run.launcher.rendezvous.loop import LoopThread
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
 
@@ -632,6 +633,48 @@ def test_of_two_ends_at_once_the_one_that_etcd_took_is_the_runs(launchers: Launc
         closed = launchers.handlers[host].closed
         assert closed is not None
         assert closed.to_value() == taken
+
+
+def test_end_that_etcd_did_not_take_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network of a host stands still while another one ends the run with a failure."""
+    monkeypatch.setattr(rendezvous, "_CLOSE_S", 0.5)
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    launchers = Launchers(server.endpoint, "run", monkeypatch)
+    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", server.port))
+    try:
+        launchers.make("b", (2, 2))
+        launchers.endpoint = f"127.0.0.1:{proxy.port}"
+        late = launchers.make("a", (2, 2))
+        launchers.endpoint = server.endpoint
+        launchers.joined("ab")
+        put_watermark(launchers, 1, 41)
+        proxy.hold_from = 0
+        launchers.handlers["b"].close("rank 1 failed", failed=True)
+        assert launchers.handlers["b"].leave()
+        late.close("all ranks succeeded", failed=False)
+        assert late.ended is None
+        proxy.release()
+        assert late.leave()
+        assert late.ended is not None
+        assert late.ended.reason == "rank 1 failed"
+        assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "ckpt/watermark"}
+    finally:
+        proxy.release()
+        launchers.close()
+        proxy.close()
+        server.kill()
+
+
+def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launchers) -> None:
+    late = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    late.close("all ranks succeeded", failed=False)
+    formed = launchers.keys()["rdzv/round"].value
+    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/round", {**formed, "generation": 2}))
+    put_watermark(launchers, 2, 99)
+    assert late.leave()
+    assert launchers.keys()["ckpt/watermark"].value == {"generation": 2, "step": 99}
 
 
 def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +88,48 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
     recover(timeline, ranks={0}, restored_step=3)
     first, second, third = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["cause"], first["complete"]) == ("first", False)
-    assert "stop_s" not in first
+    assert [phase for phase in PHASES if f"{phase}_s" in first] == ["detect", "decide", "stop"]
     assert (second["cause"], second["complete"]) == ("second", False)
     assert (third["cause"], third["complete"], third["steps_lost"]) == ("third", True, 0)
     assert caplog.messages[0] == "not recovered (first): no workers were started again"
     assert caplog.messages[1].startswith("recovery interrupted after")
+
+
+def test_time_until_the_next_failure_is_in_the_phase_that_it_interrupts(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+    for phase in ("decide", "stop", "rendezvous"):
+        timeline.mark(phase)
+    timeline.spawned(generation=2, ranks={0})
+    timeline.on_event(event("attached", 0))
+    timeline.on_event(event("restored", 0, step=3, source="local"))
+    time.sleep(0.3)
+    timeline.begin(kind="worker_exit", cause="second", detect_s=0.1, last_step=3)
+    timeline.begin(kind="hang", cause="third", detect_s=0.0, last_step=3, idle_s=60.0)
+    timeline.close()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert events[0]["first_step_s"] >= 0.1
+    for before, after in pairwise(events):
+        assert after["unix_s"] - after["total_s"] == pytest.approx(before["unix_s"], abs=0.05)
+    for told in events:
+        durations = [told[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in told]
+        assert min(durations) >= 0
+        assert sum(durations) == pytest.approx(told["total_s"], abs=1e-3)
+
+
+def test_worker_that_attaches_again_to_a_new_daemon_ends_no_phase_twice(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=2, ranks={0})
+    timeline.on_event(event("attached", 0))
+    timeline.on_event(event("restored", 0, step=3, source="local"))
+    time.sleep(0.1)
+    timeline.on_event(event("attached", 0))
+    timeline.on_event(event("first_step", 0, step=4))
+    told = json.loads(path.read_text())
+    assert told["restore_s"] < 0.1 <= told["first_step_s"]
 
 
 def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -> None:

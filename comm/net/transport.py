@@ -142,20 +142,26 @@ class Transport:
 
     def relay(self, turns: Sequence[Turn]) -> None:
         """Send and receive turn by turn; over Gloo, what comes in later turns may arrive before it is their turn."""
-        # Gloo asks for a message when its receive is posted, so all are asked for before the first turn: else each turn
-        # would begin with a message to its sender. NCCL would wait for them before it begins to send.
-        asked = [self._ask(turn) for turn in turns] if self.device.type == "cpu" else None
+        # Gloo asks for a message when its receive is posted. What is asked for ahead need not be waited for, but long
+        # messages of two senders must not meet. NCCL would wait for all that is asked for before it begins to send.
+        over_gloo = self.device.type == "cpu"
+        is_short = not self.overruns(turn.size_bytes for turn in turns)
+        asked: list[tuple[Tensor, Work | None]] = []
         sends = []
         for index, turn in enumerate(turns):
             outgoing = {} if turn.to is None else {turn.to: turn.message().contiguous()}
-            if asked is None:
+            if not over_gloo:
                 room = self._room(turn)
                 self._pass(outgoing, {} if turn.source is None else {turn.source: room})
             else:
-                room, receive = asked[index]
+                while len(asked) <= index or (
+                    len(asked) < len(turns) and (is_short or turns[len(asked)].source == turn.source)
+                ):
+                    asked.append(self._ask(turns[len(asked)]))
                 sends += [
                     (self._group.send([message], to, 0), message) for to, message in outgoing.items() if message.numel()
                 ]
+                room, receive = asked[index]
                 if receive is not None:
                     receive.wait()
             if turn.source is not None:

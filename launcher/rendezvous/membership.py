@@ -54,6 +54,8 @@ class Membership:
         self._on_change = on_change
         self._view = View(members={}, stores={}, failures={}, done=frozenset())
         self._closed: Closed | None = None
+        self._closing: Closed | None = None
+        self._ended: View | None = None
         self._seated = False
         self._standbys: set[str] = set()
         self._lease_ttl_s = 0.0
@@ -83,8 +85,16 @@ class Membership:
 
     @property
     def closed(self) -> Closed | None:
-        """The end of the run that this launcher is or was a member of, None while it goes on."""
+        """The end of the run that this launcher is or was a member of, None while it goes on.
+
+        Until etcd has answered, it is what this launcher asked for.
+        """
         return self._closed
+
+    @property
+    def ended(self) -> Closed | None:
+        """The end of the run as etcd has it: that of whoever was first. None while nobody knows."""
+        return None if self._ended is None else self._ended.closed
 
     async def register(self, terms: Terms, host: str, addr: str, nproc: int, role: str, *, lease_ttl_s: float) -> None:
         """Become a member, ready for nothing yet.
@@ -132,7 +142,7 @@ class Membership:
             await asyncio.sleep(0)
 
     async def form(self, view: View, members: tuple[Seat, ...]) -> bool:
-        """Form the generation after that of `view`, unless someone was first or the watermark has just moved.
+        """Form the generation after that of `view`, unless someone was first, or watermark or end have just come.
 
         Raises:
             RendezvousStateError: The watermark is not of its form.
@@ -155,6 +165,7 @@ class Membership:
             {
                 round_key: 0 if view.round is None else view.round.revision,
                 watermark_key: 0 if watermark is None else watermark.revision,
+                self._prefix + keys.CLOSED: 0,
             },
             {round_key: Round(generation=before + 1, seats=members, restore=restore).to_value()},
             deletes=[self._prefix + name for name in names],
@@ -179,17 +190,13 @@ class Membership:
         await self._insist(keys.RECOVERED(event["generation"], self._member.host), event)
 
     async def close(self, closed: Closed) -> None:
-        """End the run for everyone, unless it has ended; goes on trying while etcd is away.
-
-        The first end that etcd takes is the run's; `closed` counts here until etcd has answered.
-        """
-        self._closed = self._closed or closed
+        """End the run for everyone, unless it has ended; goes on trying while etcd is away."""
+        self._closing, self._closed = closed, self._closed or closed
         await self._insist(keys.CLOSED, closed.to_value(), ttl_s=CLOSED_TTL_S)
-        entries = await self._etcd.list(self._prefix + keys.CLOSED)
-        self._closed = View.parse(entries, self._prefix).closed or self._closed
+        await self._look_for_end()
 
     async def leave(self) -> None:
-        """Give up the membership and disconnect; the last one to leave a closed run removes its keys.
+        """Give up the membership and disconnect; the last one to leave a run that has ended removes its keys.
 
         After a failure with something committed, the job, the round and the `ckpt/` keys stay, so that the same run id
         can be started again and resumes from memory, with a generation number that was never used before.
@@ -202,9 +209,11 @@ class Membership:
                 await asyncio.wait(self._insisting, timeout=_RETRY_S)
             await _cancel(self._tasks | self._insisting)
             if self._lease is not None:
+                if self._closing is not None and self._ended is None:
+                    await self._end_round(self._closing)
                 await self._lease.revoke()
-                if self._closed is not None:
-                    await self._remove_keys(self._closed)
+                if self._ended is not None:
+                    await self._remove_keys(self._ended)
         finally:
             await self._etcd.close()
 
@@ -251,7 +260,8 @@ class Membership:
 
     def _note_end(self, view: View) -> None:
         """Remember how the run ended: the key that says so soon vanishes."""
-        self._closed = view.closed or self._closed
+        if view.closed is not None and self._ended is None:
+            self._ended, self._closed = view, view.closed
         if view.round is None and self._seated and self._closed is None:
             lost = "etcd came back without its data: keep its data directory, or run three members"
             ended = "the other hosts ended it while this one was cut off"
@@ -341,15 +351,30 @@ class Membership:
         # The caller may stop waiting; the write must not stop with it.
         await asyncio.shield(self._start(create(), self._insisting))
 
-    async def _remove_keys(self, closed: Closed) -> None:
-        alone = {self._prefix + keys.MEMBERS(): 0}
-        if not closed.failed or await self._etcd.get(self._prefix + keys.WATERMARK) is None:
-            await self._etcd.commit(alone, {}, deletes=[self._prefix])
-        else:
+    async def _end_round(self, closed: Closed) -> None:
+        """End the run if it is still in the round that this launcher knows: others may have gone on, or begun anew."""
+        if self._view.round is not None:
+            key = self._prefix + keys.CLOSED
+            guards = {key: 0, self._prefix + keys.ROUND: self._view.round.revision}
+            lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
+            await self._etcd.commit(guards, {key: closed.to_value()}, lease=lease)
+            await self._look_for_end()
+
+    async def _look_for_end(self) -> None:
+        self._note_end(View.parse(await self._etcd.list(self._prefix + keys.RENDEZVOUS), self._prefix))
+
+    async def _remove_keys(self, ended: View) -> None:
+        """Remove what nobody needs any more, unless there is another member, or the run id has begun anew."""
+        assert ended.closed is not None
+        round_revision = 0 if ended.round is None else ended.round.revision
+        guards = {self._prefix + keys.MEMBERS(): 0, self._prefix + keys.ROUND: round_revision}
+        if not ended.closed.failed:
+            await self._etcd.commit(guards, {}, deletes=[self._prefix])
+        elif not await self._etcd.commit({**guards, self._prefix + keys.WATERMARK: 0}, {}, deletes=[self._prefix]):
             # Whoever starts the run again has put something right: its failures so far count no more.
             folders = keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION
             names = (keys.CLOSED, keys.HISTORY, *folders)
-            await self._etcd.commit(alone, {}, deletes=[self._prefix + name for name in names])
+            await self._etcd.commit(guards, {}, deletes=[self._prefix + name for name in names])
 
     def _start(self, coroutine: Any, tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -185,6 +185,11 @@ class EtcdRendezvous(RendezvousHandler):
         return self._link.membership.closed
 
     @property
+    def ended(self) -> Closed | None:
+        """The end of the run as etcd has it, which may be that of another launcher; None while nobody knows."""
+        return self._link.membership.ended
+
+    @property
     def forgotten(self) -> bool:
         """Whether the run ended and its keys are gone: no generation follows, so nothing recovers."""
         return self.closed is not None and self.view.round is None
