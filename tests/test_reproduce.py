@@ -192,6 +192,7 @@ def test_what_is_not_in_the_table_is_refused_in_one_line(arguments: list[str], t
 def test_figures_and_names_select() -> None:
     assert [result.name for _, result in select([], ["6.16"])] == [
         "interleaving",
+        "interleaving-fsdp2",
         "interleaving-50",
         "interleaving-200-b",
     ]
