@@ -22,6 +22,10 @@ from .timeline import Resource
 
 Array = NDArray[np.float64]
 
+_FURTHER = 1 / 4
+_MOST_FURTHER_S = 1e-4
+"""What a message costs that goes at once with another one: of a start-up, but no more than that."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
@@ -125,24 +129,26 @@ class Costs:
             for size_bytes in held_bytes.tolist()
         ]
         costs = {way: self._load(step, link, *way) for way in set(ways)}
-        startups, s_per_byte = np.array([costs[way] for way in ways]).T
-        # All sizes are announced at once.
-        startups = startups + self._announced(step)
-        return resource, cost.alpha_s * startups + s_per_byte * sharing * held_bytes
+        startups_s, s_per_byte = np.array([costs[way] for way in ways]).T
+        if self._announced(step):
+            # All sizes at once.
+            startups_s = startups_s + _startups_s(cost, 1, participants - 2)
+        return resource, startups_s + s_per_byte * sharing * held_bytes
 
-    def _load(self, step: Comm, link: LinkCost, cut: int, short: bool) -> tuple[int, float]:
-        """Return how many start-ups a collective has, and what each byte costs that a rank holds."""
+    def _load(self, step: Comm, link: LinkCost, cut: int, short: bool) -> tuple[float, float]:
+        """Return what all start-ups of a collective cost, and what each byte costs that a rank holds."""
         cluster, cost = self._cluster, self._of(link, step)
         assert isinstance(cost, Affine)
         derived = step.phase is Phase.FLAT and link is cluster.inter and cluster.gpus_per_host > 1
         if not derived:
             found = load(step.routine, self._participants(step.phase), cut=cut, short=short)
-            return found.startups, cost.beta_s_per_byte * found.rank
+            return _startups_s(cost, found.startups, found.further), cost.beta_s_per_byte * found.rank
         # Rounds wait for the link between hosts, and bytes pass at the slower one's pace.
         within = self._of(cluster.intra, step)
         assert isinstance(within, Affine)
         found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut, short)
-        return found.startups, max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
+        s_per_byte = max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
+        return _startups_s(cost, found.startups, found.further), s_per_byte
 
     def _announced(self, step: Comm) -> bool:
         """Tell whether ranks tell each other the sizes of messages first."""
@@ -155,6 +161,11 @@ class Costs:
         if phase is Phase.FLAT:
             return self._cluster.hosts * self._cluster.gpus_per_host
         return self._cluster.hosts if phase is Phase.INTER else self._cluster.gpus_per_host
+
+
+def _startups_s(cost: Affine, startups: int, further: int) -> float:
+    # What goes at once still takes a processor's time, message by message: an assumption, for files do not say it.
+    return startups * cost.alpha_s + further * min(_FURTHER * cost.alpha_s, _MOST_FURTHER_S)
 
 
 def held_after(step: Comm, holding: Holding, participants: int) -> Holding:

@@ -42,6 +42,7 @@ class Load:
     Attributes:
         startups: Messages each of which waits for the one before it. The blocks of a chain follow each other while
             those before them are on their way, so only the way of the first one counts. What goes at once has one.
+        further: Messages of a rank that go at once with the first one.
         rank: Bytes that go through the busiest rank, one direction, round by round, for each byte that a rank holds.
         adapter: The same of the busiest adapter, which the ranks of a host share.
     """
@@ -49,6 +50,7 @@ class Load:
     startups: int
     rank: float
     adapter: float
+    further: int = 0
 
 
 def segments(routine: Routine, ranks: int, size_bytes: float) -> int:
@@ -134,7 +136,7 @@ def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1, short: b
     """
     ranks = hosts * per_host
     if short:
-        return replace(load(routine, hosts, per_host), startups=1)
+        return replace(load(routine, hosts, per_host), startups=1, further=ranks - 2)
     if cut > ranks:
         # Each further block takes one more round like those in the middle, in which all are at work.
         most, more = load(routine, hosts, per_host, ranks), cut - ranks
