@@ -165,6 +165,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.fsdp and args.scheme:
         parser.error("--scheme is for DDP; leave out --fsdp")
+    if args.width < 1 or args.width % 64:
+        parser.error(f"--width {args.width} is no multiple of 64: each head has 64")
     return args
 
 
