@@ -47,6 +47,7 @@ class _Recovery:
     last_step: int | None
     start_s: float
     idle_s: float = 0.0
+    not_before_s: float = -math.inf
     ends_s: dict[str, float] = field(default_factory=dict)
     generation: int = 0
     restored_step: int | None = None
@@ -94,8 +95,13 @@ class RecoveryTimeline:
             recovery = _Recovery(kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, idle_s=idle_s)
             recovery.ends_s["detect"] = now
             self._date_back(recovery)
-            if self._recovery is not None:
-                recovery.start_s = self._interrupt(self._recovery, recovery.start_s)
+            before = self._recovery
+            if before is not None and "stop" not in before.ends_s and not before.generation:
+                # The same failure, of which more is known by now.
+                recovery.start_s, recovery.not_before_s = min(before.start_s, recovery.start_s), before.not_before_s
+            elif before is not None:
+                recovery.not_before_s = self._interrupt(before, recovery.start_s)
+            recovery.start_s = max(recovery.start_s, recovery.not_before_s)
             self._recovery = recovery
 
     def join(self, *, kind: str, cause: str, since_s: float) -> None:
@@ -148,7 +154,7 @@ class RecoveryTimeline:
             recovery, event = self._recovery, message.get("event")
             if recovery is None or message.get("generation") != recovery.generation or event not in _WORKER_PHASE:
                 return
-            if _WORKER_PHASE[event] in recovery.ends_s:
+            if any(phase in recovery.ends_s for phase in PHASES[PHASES.index(_WORKER_PHASE[event]) :]):
                 return  # a worker tells a new daemon again that it has attached
             if event == "restored":
                 recovery.restored_step = message.get("step")
@@ -196,7 +202,8 @@ class RecoveryTimeline:
         """Let a failure that nobody saw happen begin before it was noticed."""
         longest_s = {"hang": math.inf, "host_lost": self._missed_after_s}.get(recovery.kind, 0.0)
         noticed_s = recovery.ends_s.get("detect", recovery.start_s)
-        recovery.start_s = min(recovery.start_s, noticed_s - min(recovery.idle_s, longest_s))
+        began_s = min(recovery.start_s, noticed_s - min(recovery.idle_s, longest_s))
+        recovery.start_s = max(began_s, recovery.not_before_s)
 
     def _interrupt(self, recovery: _Recovery, at_s: float) -> float:
         """Report a recovery in whose unfinished phase the next failure began, and return when that was."""

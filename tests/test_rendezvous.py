@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import stop
 from etcd_process import EtcdProcess
 from launchers import start_python
 from proxy import Proxy
@@ -675,6 +676,39 @@ def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launche
     put_watermark(launchers, 2, 99)
     assert late.leave()
     assert launchers.keys()["ckpt/watermark"].value == {"generation": 2, "step": 99}
+
+
+def test_success_whose_last_launcher_was_killed_is_cleared_by_a_new_start(launchers: Launchers) -> None:
+    launchers.make("a", (2, 2))
+    joining = launchers.join("a")
+    last = launchers.launch("b", (2, 2), lease_ttl="6")
+    assert place(last)[0] == 1
+    joining["a"].result(WAIT_S)
+    put_watermark(launchers, 1, 41)
+    stop(last.pid)
+    launchers.handlers["a"].close("all ranks succeeded", failed=False)
+    last.kill()
+    assert launchers.handlers["a"].leave()
+    assert "ckpt/watermark" in set(launchers.keys())
+    handler = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    assert handler.round is not None
+    assert (handler.generation, handler.round.restore) == (1, None)
+
+
+def test_launcher_ends_no_round_that_others_are_in_without_it(launchers: Launchers) -> None:
+    replaced = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    formed = replaced.round
+    assert formed is not None
+    others = replace(formed, generation=2, seats=(replace(formed.seats[0], host="b"),)).to_value()
+    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/round", others))
+    put_watermark(launchers, 1, 41)
+    replaced.close("rank 0 failed", failed=True)
+    assert "rdzv/closed" not in set(launchers.keys())
+    assert replaced.leave()
+    assert replaced.ended is None
+    assert {"rdzv/round", "ckpt/watermark"} <= set(launchers.keys())
 
 
 def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:

@@ -82,13 +82,14 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
     timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
     timeline.mark("decide")
+    timeline.mark("stop")
     timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
     timeline.spawned(generation=1, ranks={0})
     timeline.begin(kind="worker_exit", cause="third", detect_s=0.0, last_step=3)
     recover(timeline, ranks={0}, restored_step=3)
     first, second, third = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["cause"], first["complete"]) == ("first", False)
-    assert [phase for phase in PHASES if f"{phase}_s" in first] == ["detect", "decide", "stop"]
+    assert [phase for phase in PHASES if f"{phase}_s" in first] == ["detect", "decide", "stop", "rendezvous"]
     assert (second["cause"], second["complete"]) == ("second", False)
     assert (third["cause"], third["complete"], third["steps_lost"]) == ("third", True, 0)
     assert caplog.messages[0] == "not recovered (first): no workers were started again"
@@ -116,6 +117,32 @@ def test_time_until_the_next_failure_is_in_the_phase_that_it_interrupts(tmp_path
         durations = [told[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in told]
         assert min(durations) >= 0
         assert sum(durations) == pytest.approx(told["total_s"], abs=1e-3)
+
+
+def test_failure_of_which_more_is_known_is_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker is killed in a hang, which another host has reported."""
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="rank 0 was killed", detect_s=0.0, last_step=3, idle_s=60.0)
+    timeline.mark("decide")
+    timeline.begin(kind="hang", cause="rank 1 hangs", detect_s=0.0, last_step=3, idle_s=60.0)
+    recover(timeline, ranks={0}, restored_step=3)
+    told = json.loads(path.read_text())
+    assert (told["kind"], told["complete"]) == ("hang", True)
+    assert told["detect_s"] >= 60
+    assert len(caplog.messages) == 1
+
+
+def test_cause_that_is_seen_later_does_not_take_time_of_the_recovery_before(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=1, ranks={0})
+    timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3, idle_s=5.0)
+    timeline.correct(kind="host_lost", cause="host b is lost")
+    timeline.close()
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert second["unix_s"] - second["total_s"] == pytest.approx(first["unix_s"], abs=0.05)
 
 
 def test_worker_that_attaches_again_to_a_new_daemon_ends_no_phase_twice(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ STORES = Folder("rdzv/store")  # by generation, launcher of group rank 0: where 
 FAILURES = Folder("rdzv/failure")  # by generation, root and launchers, never replaced: the `Failure`
 DONE = Folder("rdzv/done")  # by generation and host, its launcher: all its workers succeeded
 RECOVERED = Folder("rdzv/recovered")  # by generation and host, its launcher: the recovery event
-CLOSED = "rdzv/closed"  # leased, root and launchers: the end of the run, `Closed`
+CLOSED = "rdzv/closed"  # root and launchers, leased after a failure: the end of the run, `Closed`
 QUARANTINES = Folder("rdzv/quarantine")  # by host, root: a `Quarantine`
 
 ROOT = "root/"  # what says who is the root, and what roots did

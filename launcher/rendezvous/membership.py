@@ -7,9 +7,10 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Membership:
         self._closed: Closed | None = None
         self._closing: Closed | None = None
         self._ended: View | None = None
-        self._seated = False
+        self._seat_revision = 0
         self._standbys: set[str] = set()
         self._lease_ttl_s = 0.0
         self._lease: Lease | None = None
@@ -119,7 +120,10 @@ class Membership:
         """Tell whether this launcher is a member now; what may yet pass is in the way if not."""
         closed = self._prefix + keys.CLOSED
         if await self._etcd.get(closed) is not None or self._view.closed is not None:
-            if waited_s > 2 * CLOSED_TTL_S:
+            if self._view.closed is not None and not self._view.closed.failed:
+                # Whoever was to leave last was killed.
+                await self._remove_keys(self._view)
+            if waited_s > 2 * CLOSED_TTL_S + self._lease_ttl_s:
                 raise RendezvousClosedError(f"run {self._run_id!r} stays closed: delete the etcd key {closed}")
             return False
         try:
@@ -178,22 +182,21 @@ class Membership:
 
     async def fail(self, failure: Failure) -> None:
         """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
-        await self._insist(keys.FAILURES(failure.generation), failure.to_value())
+        await self._insist(partial(self._create, keys.FAILURES(failure.generation), failure.to_value()))
 
     async def done(self, generation: int) -> None:
         """Announce that all workers of this host succeeded; goes on trying while etcd is away."""
-        await self._insist(keys.DONE(generation, self._member.host), {})
+        await self._insist(partial(self._create, keys.DONE(generation, self._member.host), {}))
 
     async def tell_recovery(self, event: Mapping[str, Any]) -> None:
         """Show a recovery event of this host to everybody; goes on trying while etcd is away."""
         event = {**event, "cause": printable(event["cause"], MAX_REASON_BYTES)}
-        await self._insist(keys.RECOVERED(event["generation"], self._member.host), event)
+        await self._insist(partial(self._create, keys.RECOVERED(event["generation"], self._member.host), event))
 
     async def close(self, closed: Closed) -> None:
-        """End the run for everyone, unless it has ended; goes on trying while etcd is away."""
+        """End the run for everyone, unless it has ended or goes on without this launcher; goes on trying likewise."""
         self._closing, self._closed = closed, self._closed or closed
-        await self._insist(keys.CLOSED, closed.to_value(), ttl_s=CLOSED_TTL_S)
-        await self._look_for_end()
+        await self._insist(partial(self._end, closed))
 
     async def leave(self) -> None:
         """Give up the membership and disconnect; the last one to leave a run that has ended removes its keys.
@@ -209,9 +212,11 @@ class Membership:
                 await asyncio.wait(self._insisting, timeout=_RETRY_S)
             await _cancel(self._tasks | self._insisting)
             if self._lease is not None:
-                if self._closing is not None and self._ended is None:
-                    await self._end_round(self._closing)
-                await self._lease.revoke()
+                try:
+                    if self._closing is not None and self._ended is None:
+                        await self._end(self._closing)
+                finally:
+                    await self._lease.revoke()
                 if self._ended is not None:
                     await self._remove_keys(self._ended)
         finally:
@@ -262,7 +267,7 @@ class Membership:
         """Remember how the run ended: the key that says so soon vanishes."""
         if view.closed is not None and self._ended is None:
             self._ended, self._closed = view, view.closed
-        if view.round is None and self._seated and self._closed is None:
+        if view.round is None and self._seat_revision and self._closed is None:
             lost = "etcd came back without its data: keep its data directory, or run three members"
             ended = "the other hosts ended it while this one was cut off"
             self._closed = Closed(reason=lost if self._etcd.has_forgotten else ended, failed=True)
@@ -271,7 +276,7 @@ class Membership:
         """Break our generation for everyone when one of its members is lost."""
         if view.round is None or view.round.rank_of(self._member.host, self._member.session) is None:
             return
-        self._seated = True
+        self._seat_revision = view.round.revision
         if self._closed is not None or view.round.generation == self._announced:
             return
         failure = broken(view, view.round.generation)
@@ -282,7 +287,7 @@ class Membership:
 
     def _note_standbys(self, view: View) -> None:
         """Log, once for each host that would make the run larger, that it cannot."""
-        if not self._seated or view.job is None or view.round is None or view.bound is None:
+        if not self._seat_revision or view.job is None or view.round is None or view.bound is None:
             return
         free = replace(view, committed=None, round=replace(view.round, restore=None))
         standbys = set(newcomers(free, view.job.max_nodes, time.time()))
@@ -335,30 +340,32 @@ class Membership:
                 log.debug("not registered again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _insist(self, name: str, value: Mapping[str, Any], ttl_s: float | None = None) -> None:
-        key = self._prefix + name
-
-        async def create() -> None:
+    async def _insist(self, write: Callable[[], Awaitable[None]]) -> None:
+        async def written() -> None:
             while True:
                 try:
-                    lease = None if ttl_s is None else await self._etcd.lease(ttl_s, keep_alive=False)
-                    await self._etcd.create(key, value, lease=lease)
+                    await write()
                     return
                 except EtcdUnavailable as error:
-                    log.debug("%s not written yet: %s", key, error)
+                    log.debug("not written yet: %s", error)
                     await asyncio.sleep(_RETRY_S)
 
         # The caller may stop waiting; the write must not stop with it.
-        await asyncio.shield(self._start(create(), self._insisting))
+        await asyncio.shield(self._start(written(), self._insisting))
 
-    async def _end_round(self, closed: Closed) -> None:
-        """End the run if it is still in the round that this launcher knows: others may have gone on, or begun anew."""
-        if self._view.round is not None:
-            key = self._prefix + keys.CLOSED
-            guards = {key: 0, self._prefix + keys.ROUND: self._view.round.revision}
-            lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
-            await self._etcd.commit(guards, {key: closed.to_value()}, lease=lease)
-            await self._look_for_end()
+    async def _create(self, name: str, value: Mapping[str, Any]) -> None:
+        await self._etcd.create(self._prefix + name, value)
+
+    async def _end(self, closed: Closed) -> None:
+        """End the run unless it has ended, or is in a round without this launcher, and look how it ended."""
+        key = self._prefix + keys.CLOSED
+        guards = {key: 0}
+        if self._seat_revision:
+            guards[self._prefix + keys.ROUND] = self._seat_revision
+        # A success stays known as long as keys of the run do, also if nobody is left to remove them.
+        lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False) if closed.failed else None
+        await self._etcd.commit(guards, {key: closed.to_value()}, lease=lease)
+        await self._look_for_end()
 
     async def _look_for_end(self) -> None:
         self._note_end(View.parse(await self._etcd.list(self._prefix + keys.RENDEZVOUS), self._prefix))

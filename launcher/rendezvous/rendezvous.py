@@ -330,6 +330,8 @@ class EtcdRendezvous(RendezvousHandler):
         joined = self._serve_store(formed, deadline) if rank == 0 else self._reach_store(formed, deadline)
         if joined is None:
             return None
+        if self.closed is not None or broken(self.view, formed.generation) is not None:
+            return None  # Whoever has seen it earlier does not come to the store.
         store, addr, port = joined
         store.set_timeout(_STORE_TIMEOUT)
         self._offer(0, deadline)
