@@ -56,6 +56,8 @@ def test_a_timeline_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "events"
     line = timeline.RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     line.begin(kind="host_lost", cause="host b is lost", detect_s=0.5, last_step=9)
+    for phase in ("decide", "stop"):
+        line.mark(phase)
     line.begin(kind="worker_exit", cause="rank 0 was killed", detect_s=0.0, last_step=9)
     for phase in ("decide", "stop", "rendezvous"):
         line.mark(phase)
