@@ -667,7 +667,7 @@ BENCHMARKS: Final = (
             Result(
                 name="plans-lstm",
                 arguments="--models lstm --rounds 5 --iterations 2 --plot benchmarks/results/plans-lstm.svg",
-                minutes=20,
+                minutes=30,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),
             Result(
