@@ -74,6 +74,7 @@ SUMS = (
     "comm/zen",
 )
 TRAINED = (*SUMS, "comm/compress", "comm/hook.py", "comm/runtime", "examples")
+COLLECTIVES = ("comm/compress", "comm/measure", "comm/net", "comm/plan")
 PLANNED = ("comm/plan", "benchmarks/models")
 LM, NVRX, DLROVER = "lm/bin/python", "nvrx/bin/python", "dlrover/bin/python"
 
@@ -722,10 +723,7 @@ BENCHMARKS: Final = (
         script="benchmarks/collectives.py",
         root=True,
         depends=(
-            "comm/compress",
-            "comm/measure",
-            "comm/net",
-            "comm/plan",
+            *COLLECTIVES,
             *LAB,
             "benchmarks/collectives_worker.py",
             "benchmarks/workload.py",
@@ -736,10 +734,7 @@ BENCHMARKS: Final = (
         script="benchmarks/latency.py",
         root=True,
         depends=(
-            "comm/compress",
-            "comm/measure",
-            "comm/net",
-            "comm/plan",
+            *COLLECTIVES,
             "benchmarks/collectives_worker.py",
             "benchmarks/delayed_hosts.py",
             "benchmarks/lab_job.py",

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from etcd_process import EtcdProcess
 from framework_parts import Attempts
 from solo_daemon import SoloDaemon
 
@@ -57,6 +58,15 @@ def etcd_endpoint() -> Iterator[str]:
     """A real etcd server for the whole session, "unix:/path"; a test keeps apart from others by its own run id."""
     with EmbeddedEtcd() as server:
         yield server.endpoint
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    """An etcd of the test's own, which it may kill."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -43,14 +43,6 @@ Membership.close = close_alone
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
-    server = EtcdProcess(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     made = Cluster(tmp_path)
     yield made.host("a")
@@ -60,16 +52,8 @@ def host(tmp_path: Path) -> Iterator[Host]:
 def run(host: Host, etcd: EtcdProcess, steps: int, before: str = "") -> tuple[int, str, list[int]]:
     """Return the exit status of a launcher, what it says, and the steps that its worker completes."""
     code = f"{before}\nimport sys\nfrom resilient_run.__main__ import main\nsys.argv[0] = 'resilient-run'\nmain()"
-    arguments = [
-        "--nnodes",
-        "1:2",
-        "--nproc-per-node",
-        "1",
-        "--rdzv-backend",
-        "etcd-v3",
-        "--rdzv-id",
-        host.run_dir.parent.parent.name,
-    ]
+    run_id = host.run_dir.parent.parent.name
+    arguments = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-id", run_id]
     arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", "lease_ttl=3,last_call_timeout=1"]
     arguments += ["--local-addr", "127.0.0.1", "--rr-allow-different-script"]
     script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]

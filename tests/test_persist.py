@@ -23,14 +23,6 @@ pytestmark = pytest.mark.jobs
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
-    server = EtcdProcess(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 def own_hosts(tmp_path: Path, etcd: EtcdProcess) -> Iterator[Hosts]:
     """Hosts with an etcd that no other test uses."""
     made = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig(endpoints=(etcd.endpoint,)))

@@ -25,14 +25,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
-    server = EtcdProcess(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.kill()
-
-
 def launch(
     cluster: Cluster, names: str, etcd: EtcdProcess, config: Path, *extra: str, script: list[str] = SCRIPT
 ) -> list[Host]:

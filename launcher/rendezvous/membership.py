@@ -357,10 +357,16 @@ class Membership:
         await self._etcd.create(self._prefix + name, value)
 
     async def _end(self, closed: Closed) -> None:
-        """End the run unless it has ended, or is in a round without this launcher, and look how it ended."""
+        """End the run unless it has ended, and look how.
+
+        A launcher whose lease was lost ends no round but its own: the others may go on without it.
+        """
         key = self._prefix + keys.CLOSED
         guards = {key: 0}
-        if self._seat_revision:
+        own = await self._etcd.get(self._key)
+        if own is not None and self._replaced_s == -math.inf:
+            guards[self._key] = own.revision
+        elif self._seat_revision:
             guards[self._prefix + keys.ROUND] = self._seat_revision
         # A success stays known as long as keys of the run do, also if nobody is left to remove them.
         lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False) if closed.failed else None
