@@ -82,6 +82,7 @@ class RecoveryTimeline:
         self._missed_after_s = missed_after_s
         self._lock = threading.Lock()
         self._recovery: _Recovery | None = None
+        self._ended_s = -math.inf
         self._summed_up = 0
         self._protected = ""
 
@@ -92,7 +93,14 @@ class RecoveryTimeline:
         """
         with self._lock:
             now = time.monotonic()
-            recovery = _Recovery(kind=kind, cause=cause, last_step=last_step, start_s=now - detect_s, idle_s=idle_s)
+            recovery = _Recovery(
+                kind=kind,
+                cause=cause,
+                last_step=last_step,
+                start_s=now - detect_s,
+                idle_s=idle_s,
+                not_before_s=self._ended_s,
+            )
             recovery.ends_s["detect"] = now
             self._date_back(recovery)
             before = self._recovery
@@ -100,7 +108,7 @@ class RecoveryTimeline:
                 # The same failure, of which more is known by now.
                 recovery.start_s, recovery.not_before_s = min(before.start_s, recovery.start_s), before.not_before_s
             elif before is not None:
-                recovery.not_before_s = self._interrupt(before, recovery.start_s)
+                recovery.not_before_s = self._ended_s = self._interrupt(before, recovery.start_s)
             recovery.start_s = max(recovery.start_s, recovery.not_before_s)
             self._recovery = recovery
 
@@ -166,7 +174,7 @@ class RecoveryTimeline:
             recovery.ends_s[_WORKER_PHASE[event]] = time.monotonic()
             if event == "first_step":
                 self._report(recovery, complete=True)
-                self._recovery = None
+                self._recovery, self._ended_s = None, recovery.ends_s["first_step"]
 
     def sum_up(self, generation: int, events: Sequence[Mapping[str, Any]]) -> None:
         """Report once what the recovery took on all hosts, whose complete events of `generation` these are."""

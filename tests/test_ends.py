@@ -1,9 +1,10 @@
 """Ends of a run that another launcher sees otherwise, or etcd does not hear of: its id can go on from memory."""
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,47 +43,83 @@ Membership.close = close_alone
 """Has etcd gone a moment before the end of this launcher is written."""
 
 
+KILLED = """
+import os, signal
+from resilient_run.launcher.rendezvous.membership import Membership
+
+async def leave(self):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Membership.leave = leave
+"""
+"""Is killed before it leaves."""
+
+
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
-    yield made.host("a")
+    yield made
     made.close()
 
 
-def run(host: Host, etcd: EtcdProcess, steps: int, before: str = "") -> tuple[int, str, list[int]]:
-    """Return the exit status of a launcher, what it says, and the steps that its worker completes."""
+def run(
+    hosts: Sequence[Host], etcd: EtcdProcess, steps: int, before: str = ""
+) -> tuple[list[int], str, list[list[int]]]:
+    """Return the exit statuses of a run's launchers, what they say, and the steps that the worker of each completes."""
     code = f"{before}\nimport sys\nfrom resilient_run.__main__ import main\nsys.argv[0] = 'resilient-run'\nmain()"
-    run_id = host.run_dir.parent.parent.name
-    arguments = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-id", run_id]
+    arguments = ["--nnodes", str(len(hosts)), "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-id", "run"]
     arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", "lease_ttl=3,last_call_timeout=1"]
     arguments += ["--local-addr", "127.0.0.1", "--rr-allow-different-script"]
     script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]
-    found = subprocess.run(
-        [sys.executable, "-P", "-c", code, *arguments, *script],
-        env=host.environ(ETCD_PID=str(etcd.pid)),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
-    return found.returncode, found.stderr, [line["step"] for line in lines if "loss" in line]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", code, *arguments, *script],
+            env=host.environ(ETCD_PID=str(etcd.pid)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in hosts
+    ]
+    try:
+        printed, said = zip(*(launcher.communicate(timeout=240) for launcher in launchers), strict=True)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+    found = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in printed]
+    steps_of = [[line["step"] for line in lines if "loss" in line] for lines in found]
+    return [launcher.returncode for launcher in launchers], "".join(said), steps_of
 
 
-def test_failure_elsewhere_keeps_what_a_success_would_throw_away(host: Host, etcd: EtcdProcess) -> None:
-    code, said, steps = run(host, etcd, STEPS, OTHER_END)
-    assert (code, steps[-1]) == (0, STEPS), said
+def test_failure_elsewhere_keeps_what_a_success_would_throw_away(cluster: Cluster, etcd: EtcdProcess) -> None:
+    hosts = [cluster.host("a")]
+    codes, said, steps = run(hosts, etcd, STEPS, OTHER_END)
+    assert (codes, steps[0][-1]) == ([0], STEPS), said
     assert "the run ended with a failure elsewhere, and what it keeps in memory stays: another launcher gave up" in said
-    code, said, steps = run(host, etcd, STEPS + 4)
-    assert (code, steps) == (0, [*range(STEPS + 1, STEPS + 5)]), said
+    codes, said, steps = run(hosts, etcd, STEPS + 4)
+    assert (codes, steps) == ([0], [[*range(STEPS + 1, STEPS + 5)]]), said
     assert etcd.ctl("get", "--prefix", "", "--keys-only").split() == []
 
 
-def test_success_that_etcd_did_not_hear_keeps_what_it_holds(host: Host, etcd: EtcdProcess) -> None:
-    code, said, steps = run(host, etcd, STEPS, NO_ETCD)
-    assert (code, steps[-1]) == (0, STEPS), said
+def test_success_that_etcd_did_not_hear_keeps_what_it_holds(cluster: Cluster, etcd: EtcdProcess) -> None:
+    hosts = [cluster.host("a")]
+    codes, said, steps = run(hosts, etcd, STEPS, NO_ETCD)
+    assert (codes, steps[0][-1]) == ([0], STEPS), said
     assert "left without telling etcd" in said
     etcd.kill()
     etcd.start()
-    code, said, steps = run(host, etcd, STEPS + 4)
-    assert (code, steps) == (0, [*range(STEPS + 1, STEPS + 5)]), said
+    codes, said, steps = run(hosts, etcd, STEPS + 4)
+    assert (codes, steps) == ([0], [[*range(STEPS + 1, STEPS + 5)]]), said
+
+
+def test_run_that_begins_anew_after_a_success_without_a_last_word_is_protected(
+    cluster: Cluster, etcd: EtcdProcess
+) -> None:
+    """Its daemons have written their keys before the launchers clear away those of the life before."""
+    hosts = [cluster.host("a"), cluster.host("b")]
+    codes, said, _ = run(hosts, etcd, STEPS, KILLED)
+    assert codes == [-signal.SIGKILL] * 2, said
+    codes, said, steps = run(hosts, etcd, 300)
+    assert (codes, steps) == ([0, 0], [[*range(1, 301)]] * 2), said
+    assert "protected: every step, 2 replicas on hosts a, b" in said

@@ -55,3 +55,13 @@ def test_key_is_taken_apart_as_it_was_made() -> None:
         assert folder(3, "a") == folder(3, "") + "a" == f"{folder()}3/a"
     for name in (keys.JOB, keys.ROUND, keys.WATERMARK, keys.PERSISTED):
         assert keys.split(name) == [name]
+
+
+def test_all_that_is_not_leased_is_deleted_at_the_end() -> None:
+    (section,) = re.findall(r"^## etcd keys, below .*?(?=^## )", (ROOT / "docs/protocol.md").read_text(), re.M | re.S)
+    leased = re.findall(r"^\| `([^`<]+)[^`]*` \(leased\)", section, re.M)
+    assert keys.HOSTS() in leased
+    deleted = keys.lasting("")
+    for name in known():
+        covered = name in deleted or any(name.startswith(folder) for folder in deleted if folder.endswith("/"))
+        assert covered == (name not in leased or name.startswith(keys.RENDEZVOUS)), name

@@ -639,7 +639,7 @@ def test_of_two_ends_at_once_the_one_that_etcd_took_is_the_runs(launchers: Launc
 def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network of a host stands still while another one ends the run with a failure."""
     monkeypatch.setattr(rendezvous, "_CLOSE_S", 0.5)
-    launchers = Launchers(etcd.endpoint, "run", monkeypatch)
+    launchers = Launchers(etcd.endpoint, "stalled", monkeypatch)
     proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
     try:
         launchers.make("b", (2, 2))
@@ -693,37 +693,20 @@ def test_success_whose_last_launcher_was_killed_is_cleared_by_a_new_start(launch
     assert (handler.generation, handler.round.restore) == (1, None)
 
 
-def rounds_without(launchers: Launchers, host: str) -> None:
-    """Let others go on in a next round, without this host."""
-    formed = launchers.handlers[host].round
+def test_launcher_ends_no_round_that_others_are_in_without_it(launchers: Launchers) -> None:
+    """Among them its own successor: another session under its host id."""
+    replaced = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    formed = replaced.round
     assert formed is not None
-    others = replace(formed, generation=2, seats=(replace(formed.seats[0], host="other"),)).to_value()
+    others = replace(formed, generation=2, seats=(replace(formed.seats[0], session="another"),)).to_value()
     launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/round", others))
-
-
-def test_launcher_that_was_lost_does_not_end_what_others_go_on_with(launchers: Launchers) -> None:
-    lost = launchers.make("a", (1, 1), lease_ttl="2")
-    launchers.joined("a")
-    before = created(launchers)
-    lease = lost._link.membership._lease
-    assert lease is not None
-    launchers.ask(lambda etcd: etcd.revoke(lease.id))
-    rounds_without(launchers, "a")
     put_watermark(launchers, 1, 41)
-    wait_until(lambda: created(launchers) not in ({}, before))
-    lost.close("rank 0 failed", failed=True)
+    replaced.close("rank 0 failed", failed=True)
     assert "rdzv/closed" not in set(launchers.keys())
-    assert lost.leave()
-    assert lost.ended is None
+    assert replaced.leave()
+    assert replaced.ended is None
     assert {"rdzv/round", "ckpt/watermark"} <= set(launchers.keys())
-
-
-def test_launcher_that_gives_up_ends_the_run_though_others_are_a_round_ahead(launchers: Launchers) -> None:
-    gives_up = launchers.make("a", (1, 1))
-    launchers.joined("a")
-    rounds_without(launchers, "a")
-    gives_up.close("rank 0 failed", failed=True)
-    assert launchers.keys()["rdzv/closed"].value == {"reason": "rank 0 failed", "failed": True}
 
 
 def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:

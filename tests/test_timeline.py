@@ -119,6 +119,17 @@ def test_time_until_the_next_failure_is_in_the_phase_that_it_interrupts(tmp_path
         assert sum(durations) == pytest.approx(told["total_s"], abs=1e-3)
 
 
+def test_failure_that_another_clock_saw_earlier_takes_no_time_of_a_recovery_that_ended(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+    recover(timeline, ranks={0}, restored_step=3)
+    timeline.begin(kind="host_lost", cause="second", detect_s=1.0, last_step=3)
+    timeline.close()
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert second["unix_s"] - second["total_s"] == pytest.approx(first["unix_s"], abs=0.05)
+
+
 def test_failure_of_which_more_is_known_is_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A worker is killed in a hang, which another host has reported."""
     path = tmp_path / "events.jsonl"

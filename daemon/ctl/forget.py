@@ -41,7 +41,7 @@ def forget(run_id: str, etcd_endpoint: str, etcd_conf: str, as_json: bool) -> No
 
 
 async def _forget(config: EtcdConfig, prefix: str) -> int:
-    """Delete every key of the run and return how many there were.
+    """Delete every key of the run that does not vanish by itself, and return how many there were.
 
     Raises:
         _StillRuns: It has live members.
@@ -50,9 +50,10 @@ async def _forget(config: EtcdConfig, prefix: str) -> int:
     etcd = await Etcd.connect(config)
     members = prefix + keys.MEMBERS()
     try:
-        found = await etcd.list(prefix)
+        names = keys.lasting(prefix)
+        found = [key for key in await etcd.list(prefix) if key.startswith(tuple(names))]
         # Whoever joins in between makes the transaction fail.
-        if found and not await etcd.commit({members: 0}, {}, deletes=[prefix]):
+        if found and not await etcd.commit({members: 0}, {}, deletes=names):
             live = await etcd.list(members)
             raise _StillRuns(", ".join(sorted(key.removeprefix(members) for key in live)) or "a host that just left")
         return len(found)

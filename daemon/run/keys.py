@@ -58,6 +58,15 @@ def prefix(run_id: str) -> str:
     return f"{RUNS}{run_id}/"
 
 
+def lasting(prefix: str) -> list[str]:
+    """Return what may stay of a life of the run that `prefix` is of, once no launcher is a member of it, to be deleted.
+
+    What vanishes with its writer is not among it: daemons may be there already for the next life.
+    """
+    folders = RENDEZVOUS, HELD(), EQUAL(), f"{WATERMARK}/", ANSWERS(), INJECTION
+    return [prefix + name for name in (*folders, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
+
+
 def split(key: str) -> list[str]:
     """Return the folder that `key` is in and the names after it, or `key` alone where it is in none."""
     parts = key.split("/")

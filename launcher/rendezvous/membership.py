@@ -124,7 +124,9 @@ class Membership:
                 # Whoever was to leave last was killed.
                 await self._remove_keys(self._view)
             if waited_s > 2 * CLOSED_TTL_S + self._lease_ttl_s:
-                raise RendezvousClosedError(f"run {self._run_id!r} stays closed: delete the etcd key {closed}")
+                hosts = ", ".join(sorted(self._view.members))
+                what = f"wait until its launchers on {hosts} are gone" if hosts else f"delete the etcd key {closed}"
+                raise RendezvousClosedError(f"run {self._run_id!r} stays closed: {what}")
             return False
         try:
             job_revision = await agree(self._etcd, self._run_id, terms)
@@ -357,16 +359,10 @@ class Membership:
         await self._etcd.create(self._prefix + name, value)
 
     async def _end(self, closed: Closed) -> None:
-        """End the run unless it has ended, and look how.
-
-        A launcher whose lease was lost ends no round but its own: the others may go on without it.
-        """
+        """End the run unless it has ended, or is in a round without this launcher, and look how it ended."""
         key = self._prefix + keys.CLOSED
         guards = {key: 0}
-        own = await self._etcd.get(self._key)
-        if own is not None and self._replaced_s == -math.inf:
-            guards[self._key] = own.revision
-        elif self._seat_revision:
+        if self._seat_revision:
             guards[self._prefix + keys.ROUND] = self._seat_revision
         # A success stays known as long as keys of the run do, also if nobody is left to remove them.
         lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False) if closed.failed else None
@@ -381,9 +377,10 @@ class Membership:
         assert ended.closed is not None
         round_revision = 0 if ended.round is None else ended.round.revision
         guards = {self._prefix + keys.MEMBERS(): 0, self._prefix + keys.ROUND: round_revision}
+        everything = keys.lasting(self._prefix)
         if not ended.closed.failed:
-            await self._etcd.commit(guards, {}, deletes=[self._prefix])
-        elif not await self._etcd.commit({**guards, self._prefix + keys.WATERMARK: 0}, {}, deletes=[self._prefix]):
+            await self._etcd.commit(guards, {}, deletes=everything)
+        elif not await self._etcd.commit({**guards, self._prefix + keys.WATERMARK: 0}, {}, deletes=everything):
             # Whoever starts the run again has put something right: its failures so far count no more.
             folders = keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION
             names = (keys.CLOSED, keys.HISTORY, *folders)
