@@ -160,6 +160,7 @@ def test_sparse_gradients_on_a_slow_network_are_told_to_be_sent_as_such(netlab: 
     assert not ended[1][0], "the first rank reports"
     # Which of them is the fastest depends on how busy the machine is; a dense sum of 30,000 rows is not.
     assert found["recommended"] in {*found["step_s"]} - {BASE}, found
-    assert f'hook = register(model, "{found["recommended"]}"' in found["write"], found
+    scheme = found["recommended"].split()[0]  # its density follows, if it has one
+    assert f'hook = register(model, "{scheme}"' in found["write"], found
     if "zen" not in found["step_s"]:
         assert "in the first round" in found["left_out"]["zen"], found
