@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousStateError, RendezvousTimeoutError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.daemon.run.records import Failure
@@ -23,6 +23,7 @@ from resilient_run.daemon.trust.secret import host_key, key_proof
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
 from .fingerprint import fingerprint
+from .rendezvous.patience import Deadline
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
 from .timeline import RecoveryTimeline, newest_step
@@ -35,6 +36,7 @@ _SETTLE_S = 0.5
 _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
+_ASSIGN_S = 300.0
 
 _OPEN = (
     "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
@@ -186,9 +188,7 @@ class ResilientAgent(LocalElasticAgent):
                 super()._rendezvous(worker_group)
                 break
             except (DistNetworkError, DistStoreError) as error:
-                # The host of this generation's store may be lost before every rank is assigned.
-                if self._rdzv.failure is None:
-                    raise
+                # The next rendezvous breaks the generation, if nobody else has, or tells that the run is over.
                 log.warning("generation %d broke while it was formed: %s", self._rdzv.generation, error)
         if self._rdzv.stood_by:
             self._timeline.abandon()
@@ -203,6 +203,22 @@ class ResilientAgent(LocalElasticAgent):
             why = explained(failure, before, self._rdzv.view)
             if why.kind == "host_lost":
                 self._timeline.correct(kind=why.kind, cause=why.message)
+
+    def _assign_worker_ranks(self, *args: Any, **kwargs: Any) -> list[Worker]:
+        """Wait for the other launchers in the generation's store, where torch waits blindly, as long as it holds."""
+        deadline = Deadline(_ASSIGN_S)
+        while True:
+            try:
+                workers: list[Worker] = super()._assign_worker_ranks(*args, **kwargs)
+                return workers
+            except DistStoreError as error:
+                if self._rdzv.failure is not None or self._rdzv.closed is not None:
+                    raise
+                if deadline.left_s < 0:
+                    raise RendezvousTimeoutError(
+                        f"the launchers of generation {self._rdzv.generation} have not all come to its store within "
+                        f"{_ASSIGN_S:.0f} s: {error}"
+                    ) from error
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None

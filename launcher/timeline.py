@@ -192,11 +192,16 @@ class RecoveryTimeline:
             self._recovery = None
 
     def close(self) -> None:
-        """Report a recovery that never came to its first step (for example because no step was left to do)."""
+        """Report a recovery that never came to its first step, with the time of the phase in which the run ends."""
         with self._lock:
-            if self._recovery is not None:
-                self._report(self._recovery, complete=False)
-                self._recovery = None
+            recovery, self._recovery = self._recovery, None
+            if recovery is None:
+                return
+            if "restore" in recovery.ends_s:
+                # No step was left to do: what came after is the script's own time.
+                self._report(recovery, complete=False)
+            else:
+                self._interrupt(recovery, time.monotonic())
 
     def _protect(self, hosts: Sequence[str], replicas: int, every: int) -> None:
         """Announce what protects the run from now on, unless that was announced before."""
@@ -214,7 +219,7 @@ class RecoveryTimeline:
         recovery.start_s = max(began_s, recovery.not_before_s)
 
     def _interrupt(self, recovery: _Recovery, at_s: float) -> float:
-        """Report a recovery in whose unfinished phase the next failure began, and return when that was."""
+        """Report a recovery whose unfinished phase ends with the next failure or the run, and return when that was."""
         last = max(recovery.ends_s, key=PHASES.index)
         unfinished = PHASES[PHASES.index(last) + 1]
         recovery.ends_s[unfinished] = max(at_s, recovery.ends_s[last])

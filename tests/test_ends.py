@@ -63,11 +63,20 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def run(
-    hosts: Sequence[Host], etcd: EtcdProcess, steps: int, before: str = ""
+    hosts: Sequence[Host], etcd: EtcdProcess, steps: int, before: str = "", nnodes: str = ""
 ) -> tuple[list[int], str, list[list[int]]]:
     """Return the exit statuses of a run's launchers, what they say, and the steps that the worker of each completes."""
     code = f"{before}\nimport sys\nfrom resilient_run.__main__ import main\nsys.argv[0] = 'resilient-run'\nmain()"
-    arguments = ["--nnodes", str(len(hosts)), "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-id", "run"]
+    arguments = [
+        "--nnodes",
+        nnodes or str(len(hosts)),
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "etcd-v3",
+        "--rdzv-id",
+        "run",
+    ]
     arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", "lease_ttl=3,last_call_timeout=1"]
     arguments += ["--local-addr", "127.0.0.1", "--rr-allow-different-script"]
     script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]
@@ -123,3 +132,40 @@ def test_run_that_begins_anew_after_a_success_without_a_last_word_is_protected(
     codes, said, steps = run(hosts, etcd, 300)
     assert (codes, steps) == ([0, 0], [[*range(1, 301)]] * 2), said
     assert "protected: every step, 2 replicas on hosts a, b" in said
+
+
+FIRST_ROUND = """
+import os, signal
+from resilient_run.launcher.agent import ResilientAgent
+
+assign = ResilientAgent._assign_worker_ranks
+
+def assign_or_end(self, store, group_rank, *args):
+    if self._rdzv.generation == 1 and group_rank == {rank}:
+        {end}
+    return assign(self, store, group_rank, *args)
+
+ResilientAgent._assign_worker_ranks = assign_or_end
+"""
+"""A launcher ends once the first generation is formed, before ranks are assigned; that of rank 0 serves its store."""
+
+
+def test_launcher_that_is_lost_before_ranks_are_assigned_is_waited_for_no_longer_than_its_lease(
+    cluster: Cluster, etcd: EtcdProcess
+) -> None:
+    hosts = [cluster.host("a"), cluster.host("b")]
+    killed = FIRST_ROUND.format(rank=0, end="os.kill(os.getpid(), signal.SIGKILL)")
+    codes, said, steps = run(hosts, etcd, STEPS, killed, "1:2")
+    assert sorted(codes) == [-signal.SIGKILL, 0], said
+    assert sorted(steps) == [[], [*range(1, STEPS + 1)]], said
+    assert "generation 1 broke while it was formed" in said
+
+
+def test_run_that_fails_before_ranks_are_assigned_ends_for_all(cluster: Cluster, etcd: EtcdProcess) -> None:
+    """The launcher with the store would wait five minutes for the one that failed."""
+    hosts = [cluster.host("a"), cluster.host("b")]
+    failed = FIRST_ROUND.format(rank=1, end="self._rdzv.close('a disk is full', failed=True); raise SystemExit(1)")
+    codes, said, steps = run(hosts, etcd, STEPS, failed)
+    assert (codes, steps) == ([1, 1], [[], []]), said
+    assert "generation 1 broke while it was formed" in said
+    assert "a disk is full" in said

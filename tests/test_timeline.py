@@ -177,12 +177,28 @@ def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -
     timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
     for phase in ("decide", "stop", "rendezvous", "stop"):
         timeline.mark(phase)
+    time.sleep(0.1)
     timeline.close()
     written = json.loads(path.read_text())
     durations = {phase: written[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in written}
-    assert list(durations) == ["detect", "decide", "stop"]
+    assert list(durations) == ["detect", "decide", "stop", "rendezvous"]
+    assert durations["rendezvous"] >= 0.1  # in which the run ends
     assert min(durations.values()) >= 0
     assert sum(durations.values()) == pytest.approx(written["total_s"], abs=1e-3)
+
+
+def test_what_a_script_does_after_its_last_step_is_no_part_of_a_recovery(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=2, ranks={0})
+    timeline.on_event(event("attached", 0))
+    timeline.on_event(event("restored", 0, step=3, source="local"))
+    time.sleep(0.1)
+    timeline.close()
+    told = json.loads(path.read_text())
+    assert (told["complete"], told["restored_step"]) == (False, 3)
+    assert told["total_s"] < 0.1
 
 
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
@@ -262,7 +278,7 @@ def test_a_lost_host_was_lost_before_a_worker_exited_because_of_it(tmp_path: Pat
     timeline.close()
     written = json.loads(path.read_text())
     assert written["detect_s"] == pytest.approx(1.5, abs=1e-3)
-    assert written["total_s"] == pytest.approx(1.5 + written["stop_s"], abs=1e-3)
+    assert written["total_s"] == pytest.approx(1.5 + written["stop_s"] + written["rendezvous_s"], abs=1e-3)
 
 
 def test_phases_of_the_benchmark_add_up_to_what_it_measures_from_outside(tmp_path: Path) -> None:

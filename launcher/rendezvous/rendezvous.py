@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 _CONNECT_S = 2.0
 _REPORT_S = 1.0
-_STORE_TIMEOUT = timedelta(seconds=300)
+_STORE_TIMEOUT = timedelta(seconds=5)
+"""After it, whoever waits in the store sees whether its generation still holds, and waits on."""
 
 
 class RendezvousOptionError(RendezvousError, ValueError):
