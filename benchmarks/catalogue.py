@@ -668,14 +668,20 @@ BENCHMARKS: Final = (
             Result(
                 name="plans-lstm",
                 arguments="--models lstm --rounds 5 --iterations 2 --plot benchmarks/results/plans-lstm.svg",
-                minutes=30,
+                minutes=33,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),
             Result(
                 name="plans-resnet50",
                 arguments="--models resnet50 --rounds 5 --iterations 1 --plot benchmarks/results/plans-resnet50.svg",
-                minutes=26,
+                minutes=31,
                 figures=("4.12", "5.6", "5.7", "5.9"),
+            ),
+            Result(
+                name="plans-resnet50-4gbit",
+                arguments="--models resnet50 --rates 4gbit --planners dense cupcake espresso espresso-fused "
+                "--rounds 5 --iterations 1",
+                minutes=8,
             ),
         ),
     ),

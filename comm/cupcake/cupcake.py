@@ -7,11 +7,11 @@ from types import MappingProxyType
 
 from ..plan.curve import FREE, Affine
 from ..plan.model import Model
-from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
+from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, FEW_GROUPS, BusySpan, Plan, PlanGroup
 from ..plan.system import System
 from .algorithm_5_1 import algorithm_5_1
 from .fusion import FoundFusion, FusionProblem, Strategy
-from .fusion_baselines import best_bucketed, best_evenly_split, hipress, layer_wise
+from .fusion_baselines import all_bucketed, best_bucketed, best_evenly_split, hipress, layer_wise
 from .fusion_exact import search
 from .fusion_front import pareto
 
@@ -121,11 +121,16 @@ def fusion_plan(
 
 
 def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
-    """Return the best strategy, or the best one without compression if that is predicted to be about as quick."""
-    if problem.system.communicate_dense is None or not any(group.compressed for group in best):
+    """Return the best strategy, or one without compression and with few groups if that is predicted to be as quick."""
+    if problem.system.communicate_dense is None:
         return best
     without = dense(problem)
-    return without if problem.iteration_s(without) <= (1 + CLOSE) * problem.iteration_s(best) else best
+    limit_s = (1 + CLOSE) * problem.iteration_s(best)
+    if any(group.compressed for group in best) and problem.iteration_s(without) > limit_s:
+        return best
+    limit_s = min(limit_s, (1 + FEW_GROUPS) * problem.iteration_s(without))
+    quick = (each for each in all_bucketed(problem, compressed=False) if problem.iteration_s(each) <= limit_s)
+    return min(without, *quick, key=len)
 
 
 def _reason(problem: FusionProblem, strategy: Strategy, planner: str, baselines_s: dict[str, float]) -> str:

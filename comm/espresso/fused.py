@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cupcake.fusion import FusionProblem, Strategy, groups_of
-from ..cupcake.fusion_baselines import bucketed
+from ..cupcake.fusion_baselines import all_bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
 from ..plan.curve import FREE
 from ..plan.model import Model, Tensor, fused
-from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, Plan
+from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, FEW_GROUPS, Plan
 from ..plan.system import System
 from ..plan.tree import Option, all_options
 from .espresso import espresso_plan
 from .fusion_search import Fusions
-
-LEAST_BUCKET_BYTES = 64 << 10
-"""Larger ones are larger by powers of two, up to one that holds everything."""
 
 _Groups = tuple[tuple[Tensor, ...], ...]
 
@@ -83,6 +80,8 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
 def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
     """Return a plan that is predicted to be about as quick as the quickest: one that all-reduces rather than others.
 
+    Where none compresses, it has few groups.
+
     Args:
         plans: Made with all options.
         simpler: Made with those without compression.
@@ -93,6 +92,9 @@ def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
     best = min(close, key=lambda plan: (plan.compress, not plan.plain, plan.iteration_s))
     if best.compress:
         return best
+    limit_s = (1 + FEW_GROUPS) * best.iteration_s
+    alike = [plan for plan in close if not plan.compress and plan.plain == best.plain and plan.iteration_s <= limit_s]
+    best = min(alike, key=lambda plan: (len(plan.groups), plan.iteration_s))
     # Its own reason knows of no compression; those of the others do, where it was possible.
     return replace(best, reason=next((plan.reason for plan in plans if not plan.compress), DOES_NOT_PAY))
 
@@ -108,14 +110,8 @@ def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
     """Return the tensors one by one, and in buckets of all sizes."""
     sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
     problem = FusionProblem(model.tensors, sizes)
-    fusions: dict[_Groups, None] = {tuple((tensor,) for tensor in model.tensors): None}
-    size_bytes = LEAST_BUCKET_BYTES
-    while True:
-        groups = _grouped(model, bucketed(problem, size_bytes))
-        fusions[groups] = None
-        if len(groups) == 1:
-            return list(fusions)
-        size_bytes *= 2
+    buckets = (_grouped(model, strategy) for strategy in all_bucketed(problem))
+    return [*dict.fromkeys((tuple((tensor,) for tensor in model.tensors), *buckets))]
 
 
 def _grouped(model: Model, strategy: Strategy) -> _Groups:
