@@ -824,6 +824,7 @@ KEPT: Final = {
     "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
     "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
+    "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",
 }
 """Results that documents cite beside the newest, or that no script writes: why each is kept. None is made again."""
 
