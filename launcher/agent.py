@@ -14,7 +14,11 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousStateError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.daemon.run.records import Failure
@@ -37,6 +41,8 @@ _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
 _ASSIGN_S = 300.0
+_UNEXPLAINED = 2
+"""So often a launcher comes again that alone lost the store: whenever it does, all others must stop their workers."""
 
 _OPEN = (
     "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
@@ -183,12 +189,19 @@ class ResilientAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._expect_workers()
         before = self._rdzv.round
+        unexplained = 0
         while True:
             try:
                 super()._rendezvous(worker_group)
                 break
             except (DistNetworkError, DistStoreError) as error:
                 # The next rendezvous breaks the generation, if nobody else has, or tells that the run is over.
+                unexplained += self._rdzv.failure is None and self._rdzv.closed is None
+                if unexplained > _UNEXPLAINED:
+                    raise RendezvousConnectionError(
+                        f"host {self._rdzv.host} has lost the connection to the store of {unexplained} generations, "
+                        f"and nobody knows why; check the network between the hosts ({error})"
+                    ) from error
                 log.warning("generation %d broke while it was formed: %s", self._rdzv.generation, error)
         if self._rdzv.stood_by:
             self._timeline.abandon()

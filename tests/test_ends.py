@@ -63,21 +63,19 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def run(
-    hosts: Sequence[Host], etcd: EtcdProcess, steps: int, before: str = "", nnodes: str = ""
+    hosts: Sequence[Host],
+    etcd: EtcdProcess,
+    steps: int,
+    before: str = "",
+    *,
+    nnodes: str = "",
+    last_call_s: int = 1,
 ) -> tuple[list[int], str, list[list[int]]]:
     """Return the exit statuses of a run's launchers, what they say, and the steps that the worker of each completes."""
     code = f"{before}\nimport sys\nfrom resilient_run.__main__ import main\nsys.argv[0] = 'resilient-run'\nmain()"
-    arguments = [
-        "--nnodes",
-        nnodes or str(len(hosts)),
-        "--nproc-per-node",
-        "1",
-        "--rdzv-backend",
-        "etcd-v3",
-        "--rdzv-id",
-        "run",
-    ]
-    arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", "lease_ttl=3,last_call_timeout=1"]
+    arguments = ["--nnodes", nnodes or str(len(hosts)), "--nproc-per-node", "1"]
+    arguments += ["--rdzv-backend", "etcd-v3", "--rdzv-id", "run"]
+    arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", f"lease_ttl=3,last_call_timeout={last_call_s}"]
     arguments += ["--local-addr", "127.0.0.1", "--rr-allow-different-script"]
     script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]
     launchers = [
@@ -155,7 +153,7 @@ def test_launcher_that_is_lost_before_ranks_are_assigned_is_waited_for_no_longer
 ) -> None:
     hosts = [cluster.host("a"), cluster.host("b")]
     killed = FIRST_ROUND.format(rank=0, end="os.kill(os.getpid(), signal.SIGKILL)")
-    codes, said, steps = run(hosts, etcd, STEPS, killed, "1:2")
+    codes, said, steps = run(hosts, etcd, STEPS, killed, nnodes="1:2", last_call_s=15)
     assert sorted(codes) == [-signal.SIGKILL, 0], said
     assert sorted(steps) == [[], [*range(1, STEPS + 1)]], said
     assert "generation 1 broke while it was formed" in said
@@ -169,3 +167,32 @@ def test_run_that_fails_before_ranks_are_assigned_ends_for_all(cluster: Cluster,
     assert (codes, steps) == ([1, 1], [[], []]), said
     assert "generation 1 broke while it was formed" in said
     assert "a disk is full" in said
+
+
+CUT_OFF = """
+import os, socket
+from contextlib import suppress
+from resilient_run.launcher.agent import ResilientAgent
+
+assign = ResilientAgent._assign_worker_ranks
+
+def assign_cut_off(self, store, group_rank, *args):
+    if group_rank == 1:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family != socket.AF_UNIX and connection.getpeername()[1] == self._rdzv._store.port:
+                    connection.shutdown(socket.SHUT_RDWR)
+    return assign(self, store, group_rank, *args)
+
+ResilientAgent._assign_worker_ranks = assign_cut_off
+"""
+"""Never keeps its connection to the store, unless it serves that itself."""
+
+
+def test_launcher_that_alone_loses_every_store_gives_up(cluster: Cluster, etcd: EtcdProcess) -> None:
+    """Each time it comes again, the others must form another generation."""
+    hosts = [cluster.host("a"), cluster.host("b")]
+    codes, said, steps = run(hosts, etcd, STEPS, CUT_OFF, nnodes="1:2", last_call_s=15)
+    assert sorted(codes) == [0, 1], said
+    assert sorted(steps) == [[], [*range(1, STEPS + 1)]], said
+    assert "has lost the connection to the store of 3 generations" in said
