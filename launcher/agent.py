@@ -10,15 +10,17 @@ from functools import partial
 from typing import Any
 
 import click
-from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.daemon.run.records import Failure
@@ -27,7 +29,6 @@ from resilient_run.daemon.trust.secret import host_key, key_proof
 from .config import RunConfig
 from .daemon_link import DaemonLink, JobRequest
 from .fingerprint import fingerprint
-from .rendezvous.patience import Deadline
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
 from .timeline import RecoveryTimeline, newest_step
@@ -40,9 +41,6 @@ _SETTLE_S = 0.5
 _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
-_ASSIGN_S = 300.0
-_UNEXPLAINED = 2
-"""So often a launcher comes again that alone lost the store: whenever it does, all others must stop their workers."""
 
 _OPEN = (
     "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
@@ -189,20 +187,7 @@ class ResilientAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._expect_workers()
         before = self._rdzv.round
-        unexplained = 0
-        while True:
-            try:
-                super()._rendezvous(worker_group)
-                break
-            except (DistNetworkError, DistStoreError) as error:
-                # The next rendezvous breaks the generation, if nobody else has, or tells that the run is over.
-                unexplained += self._rdzv.failure is None and self._rdzv.closed is None
-                if unexplained > _UNEXPLAINED:
-                    raise RendezvousConnectionError(
-                        f"host {self._rdzv.host} has lost the connection to the store of {unexplained} generations, "
-                        f"and nobody knows why; check the network between the hosts ({error})"
-                    ) from error
-                log.warning("generation %d broke while it was formed: %s", self._rdzv.generation, error)
+        super()._rendezvous(worker_group)
         if self._rdzv.stood_by:
             self._timeline.abandon()
         self._timeline.mark("rendezvous")
@@ -217,21 +202,23 @@ class ResilientAgent(LocalElasticAgent):
             if why.kind == "host_lost":
                 self._timeline.correct(kind=why.kind, cause=why.message)
 
-    def _assign_worker_ranks(self, *args: Any, **kwargs: Any) -> list[Worker]:
-        """Wait for the other launchers in the generation's store, where torch waits blindly, as long as it holds."""
-        deadline = Deadline(_ASSIGN_S)
-        while True:
-            try:
-                workers: list[Worker] = super()._assign_worker_ranks(*args, **kwargs)
-                return workers
-            except DistStoreError as error:
-                if self._rdzv.failure is not None or self._rdzv.closed is not None:
-                    raise
-                if deadline.left_s < 0:
-                    raise RendezvousTimeoutError(
-                        f"the launchers of generation {self._rdzv.generation} have not all come to its store within "
-                        f"{_ASSIGN_S:.0f} s: {error}"
-                    ) from error
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Do what torch does through the store, where a launcher may wait for another one: all have the same round."""
+        assert self._rdzv.round is not None, "ranks are assigned after the rendezvous"
+        before, seats = self._rdzv.round.seats[:group_rank], self._rdzv.round.seats
+        alike = [seat for seat in seats if seat.role == spec.role]
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=sum(seat.nproc for seat in before) + local_rank,
+                role_rank=sum(seat.nproc for seat in before if seat.role == spec.role) + local_rank,
+                world_size=sum(seat.nproc for seat in seats),
+                role_world_size=sum(seat.nproc for seat in alike),
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
@@ -323,7 +310,7 @@ class ResilientAgent(LocalElasticAgent):
                 try:
                     descriptor = os.pidfd_open(pid)
                 except ProcessLookupError:
-                    return
+                    continue  # It has ended, and the monitor knows.
                 stack.callback(os.close, descriptor)
                 poller.register(descriptor, select.POLLIN)
             poller.poll(self._interval_s * 1000)

@@ -85,6 +85,7 @@ class RecoveryTimeline:
         self._ended_s = -math.inf
         self._summed_up = 0
         self._protected = ""
+        self._attached = False
 
     def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None, idle_s: float = 0.0) -> None:
         """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery ends where it starts.
@@ -160,6 +161,7 @@ class RecoveryTimeline:
             return
         with self._lock:
             recovery, event = self._recovery, message.get("event")
+            self._attached = self._attached or event == "attached"
             if recovery is None or message.get("generation") != recovery.generation or event not in _WORKER_PHASE:
                 return
             if any(phase in recovery.ends_s for phase in PHASES[PHASES.index(_WORKER_PHASE[event]) :]):
@@ -197,8 +199,8 @@ class RecoveryTimeline:
             recovery, self._recovery = self._recovery, None
             if recovery is None:
                 return
-            if "restore" in recovery.ends_s:
-                # No step was left to do: what came after is the script's own time.
+            if "restore" in recovery.ends_s or (recovery.generation and not self._attached):
+                # No step was left to do, or the script makes no checkpoints: what came after is the script's own time.
                 self._report(recovery, complete=False)
             else:
                 self._interrupt(recovery, time.monotonic())
@@ -221,6 +223,10 @@ class RecoveryTimeline:
     def _interrupt(self, recovery: _Recovery, at_s: float) -> float:
         """Report a recovery whose unfinished phase ends with the next failure or the run, and return when that was."""
         last = max(recovery.ends_s, key=PHASES.index)
+        if recovery.generation and not self._attached:
+            # Nobody knows since when a script without checkpoints has trained.
+            self._report(recovery, complete=False)
+            return recovery.ends_s[last]
         unfinished = PHASES[PHASES.index(last) + 1]
         recovery.ends_s[unfinished] = max(at_s, recovery.ends_s[last])
         self._report(recovery, complete=False)

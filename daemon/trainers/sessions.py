@@ -207,7 +207,7 @@ class Sessions:
                 trainer.connected(fields.integers("ranks"))
             case "restored":
                 step = fields.integer("step")
-                self.last_steps.setdefault(trainer.rank, step)
+                self.last_steps[trainer.rank] = step
                 trainer.restored(step, fields.number("seconds"))
             case "complete":
                 trainer.complete(fields.text("path"), *fields.pair())

@@ -270,9 +270,13 @@ class Membership:
         if view.closed is not None and self._ended is None:
             self._ended, self._closed = view, view.closed
         if view.round is None and self._seat_revision and self._closed is None:
-            lost = "etcd came back without its data: keep its data directory, or run three members"
-            ended = "the other hosts ended it while this one was cut off"
-            self._closed = Closed(reason=lost if self._etcd.has_forgotten else ended, failed=True)
+            self._closed = self._gone()
+
+    def _gone(self) -> Closed:
+        """Return what is known of the end of a run whose keys are gone."""
+        lost = "etcd came back without its data: keep its data directory, or run three members"
+        ended = "the other hosts ended it while this one was cut off"
+        return Closed(reason=lost if self._etcd.has_forgotten else ended, failed=True)
 
     def _note_loss(self, view: View) -> None:
         """Break our generation for everyone when one of its members is lost."""
@@ -333,6 +337,11 @@ class Membership:
             assert self._lease is not None
             await self._lease.lost.wait()
             try:
+                if await self._etcd.get(self._prefix + keys.JOB) is None:
+                    # Whoever has no seat in a round, a standby, learns of the end here.
+                    self._closed = self._closed or self._gone()
+                    self._on_change()
+                    return
                 if await self._write({}):
                     log.warning("host %s had lost its lease and has registered again", self._member.host)
             except RendezvousStateError as error:

@@ -43,8 +43,7 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 _CONNECT_S = 2.0
 _REPORT_S = 1.0
-_STORE_TIMEOUT = timedelta(seconds=5)
-"""After it, whoever waits in the store sees whether its generation still holds, and waits on."""
+_STORE_TIMEOUT = timedelta(seconds=300)
 
 
 class RendezvousOptionError(RendezvousError, ValueError):
