@@ -126,6 +126,22 @@ def test_offers_by_others_than_the_owner_are_ignored(hosts: Hosts) -> None:
     assert hosts["a"].held()[1] == {(1, 1), (1, 2)}
 
 
+def test_replicas_reach_a_host_whose_next_launcher_opens_its_job_anew(hosts: Hosts) -> None:
+    """Its daemon and the other hosts' connections to it go on."""
+    hosts.commit(hosts.run("ab"), [1])
+    launcher = hosts["a"].launcher
+    assert launcher is not None
+    launcher.request("close_job", run_id=hosts.run_id, discard=False)
+    launcher.close()
+    hosts["a"].clients.remove(launcher)
+    hosts["a"].launcher = None
+    trainers = hosts.run("ab", generation=2)
+    for trainer in trainers:
+        trainer.request("restore")
+    hosts.commit(trainers, [2, 3])
+    hosts.wait_for_replicas("ab", (2, 3), 4)
+
+
 class LyingPeer:
     """Serves one slot file as a peer's daemon does, after `change` has had its way with each answer and its bytes."""
 

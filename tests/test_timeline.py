@@ -201,6 +201,22 @@ def test_what_a_script_does_after_its_last_step_is_no_part_of_a_recovery(tmp_pat
     assert told["total_s"] < 0.1
 
 
+def test_training_without_checkpoints_is_no_part_of_a_recovery(tmp_path: Path) -> None:
+    """Nothing says when its steps begin."""
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    for generation in (2, 3):
+        timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=None)
+        for phase in ("decide", "stop", "rendezvous"):
+            timeline.mark(phase)
+        timeline.spawned(generation=generation, ranks={0})
+        time.sleep(0.1)
+    timeline.close()
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(told) == 2
+    assert max(event["total_s"] for event in told) < 0.1
+
+
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
