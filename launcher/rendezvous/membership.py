@@ -337,8 +337,8 @@ class Membership:
             assert self._lease is not None
             await self._lease.lost.wait()
             try:
-                if await self._etcd.get(self._prefix + keys.JOB) is None:
-                    # Whoever has no seat in a round, a standby, learns of the end here.
+                if not self._seat_revision and await self._etcd.get(self._prefix + keys.JOB) is None:
+                    # A standby, which has no seat, learns of the end here; others miss their round in the mirror.
                     self._closed = self._closed or self._gone()
                     self._on_change()
                     return
