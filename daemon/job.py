@@ -328,6 +328,7 @@ class Job:
             self.sessions.end()
             # Else a rank of its first generation, which may attach before the round is read, would seem to be late.
             self.view.round = None
+            self._protected_generation = 0
             await self.slots.clear()
             self.slots.update_record(attached=False, generation=0, round_revision=0)
         self.slots.update_record(incarnation=incarnation)

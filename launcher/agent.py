@@ -6,6 +6,7 @@ import select
 import signal
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -206,18 +207,18 @@ class ResilientAgent(LocalElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Do what torch does through the store, where a launcher may wait for another one: all have the same round."""
-        assert self._rdzv.round is not None, "ranks are assigned after the rendezvous"
-        before, seats = self._rdzv.round.seats[:group_rank], self._rdzv.round.seats
-        alike = [seat for seat in seats if seat.role == spec.role]
+        whole, host = self._rdzv.round, self._rdzv.host
+        assert whole is not None, "ranks are assigned after the rendezvous"
+        alike = replace(whole, seats=tuple(seat for seat in whole.seats if seat.role == spec.role))
         return [
             Worker(
                 local_rank=local_rank,
-                global_rank=sum(seat.nproc for seat in before) + local_rank,
-                role_rank=sum(seat.nproc for seat in before if seat.role == spec.role) + local_rank,
-                world_size=sum(seat.nproc for seat in seats),
-                role_world_size=sum(seat.nproc for seat in alike),
+                global_rank=rank,
+                role_rank=role_rank,
+                world_size=whole.world_size,
+                role_world_size=alike.world_size,
             )
-            for local_rank in range(spec.local_world_size)
+            for local_rank, (rank, role_rank) in enumerate(zip(whole.ranks(host), alike.ranks(host), strict=True))
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

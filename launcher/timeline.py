@@ -197,13 +197,9 @@ class RecoveryTimeline:
         """Report a recovery that never came to its first step, with the time of the phase in which the run ends."""
         with self._lock:
             recovery, self._recovery = self._recovery, None
-            if recovery is None:
-                return
-            if "restore" in recovery.ends_s or (recovery.generation and not self._attached):
-                # No step was left to do, or the script makes no checkpoints: what came after is the script's own time.
-                self._report(recovery, complete=False)
-            else:
-                self._interrupt(recovery, time.monotonic())
+            if recovery is not None:
+                # After its restore a script has had no step left to do, and took its own time.
+                self._interrupt(recovery, None if "restore" in recovery.ends_s else time.monotonic())
 
     def _protect(self, hosts: Sequence[str], replicas: int, every: int) -> None:
         """Announce what protects the run from now on, unless that was announced before."""
@@ -220,17 +216,15 @@ class RecoveryTimeline:
         began_s = min(recovery.start_s, noticed_s - min(recovery.idle_s, longest_s))
         recovery.start_s = max(began_s, recovery.not_before_s)
 
-    def _interrupt(self, recovery: _Recovery, at_s: float) -> float:
-        """Report a recovery whose unfinished phase ends with the next failure or the run, and return when that was."""
+    def _interrupt(self, recovery: _Recovery, at_s: float | None) -> float:
+        """Report a recovery whose unfinished phase, if any, ended at `at_s`, and return when the recovery did."""
         last = max(recovery.ends_s, key=PHASES.index)
-        if recovery.generation and not self._attached:
-            # Nobody knows since when a script without checkpoints has trained.
-            self._report(recovery, complete=False)
-            return recovery.ends_s[last]
-        unfinished = PHASES[PHASES.index(last) + 1]
-        recovery.ends_s[unfinished] = max(at_s, recovery.ends_s[last])
+        ended_s = recovery.ends_s[last]
+        # Nobody knows since when a script without checkpoints has trained.
+        if at_s is not None and (self._attached or not recovery.generation):
+            ended_s = recovery.ends_s[PHASES[PHASES.index(last) + 1]] = max(at_s, ended_s)
         self._report(recovery, complete=False)
-        return recovery.ends_s[unfinished]
+        return ended_s
 
     def _report(self, recovery: _Recovery, *, complete: bool) -> None:
         durations, previous_s = {}, recovery.start_s

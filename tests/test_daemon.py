@@ -254,6 +254,12 @@ def test_launcher_hears_what_happens_to_its_ranks(hosts: Hosts) -> None:
     assert {(event["rank"], event["generation"], event["run_id"]) for event in events} == {(0, 1, hosts.run_id)}
     assert events[1]["seconds"] == 0.25
     assert events[2]["step"] == 1
+    trainer.notify("restored", step=1, seconds=0.25)
+    wait_until(
+        lambda: launcher.request("job_status", run_id=hosts.run_id)["last_steps"] == {"0": 1},
+        timeout_s=30,
+        what="the step from which a second failure counts",
+    )
     assert all(0 < event["monotonic_s"] <= time.monotonic() for event in events)
 
 

@@ -664,6 +664,30 @@ def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypat
         proxy.close()
 
 
+def test_standby_that_is_cut_off_ends_with_the_run(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = Launchers(etcd.endpoint, "standby", monkeypatch)
+    here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
+    proxy = Proxy(here, there)
+    try:
+        running = launchers.make("a", (1, 1))
+        launchers.joined("a")
+        launchers.endpoint = f"127.0.0.1:{proxy.port}"
+        launchers.make("b", (1, 1), lease_ttl="2")
+        launchers.endpoint = etcd.endpoint
+        waiting = launchers.join("b")["b"]
+        proxy.close()
+        wait_until(lambda: launchers.members() == {"a"})
+        running.close("all ranks succeeded", failed=False)
+        assert running.leave()
+        assert launchers.keys() == {}
+        proxy = Proxy((here[0], proxy.port), there)
+        with pytest.raises(RendezvousClosedError, match="while this one was cut off"):
+            waiting.result(WAIT_S)
+    finally:
+        launchers.close()
+        proxy.close()
+
+
 def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launchers) -> None:
     late = launchers.make("a", (1, 1))
     launchers.joined("a")

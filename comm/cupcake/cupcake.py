@@ -124,9 +124,9 @@ def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
     """Return the best strategy, or one without compression and with few groups if that is predicted to be as quick."""
     if problem.system.communicate_dense is None:
         return best
-    without = dense(problem)
+    without = dense(problem) if any(group.compressed for group in best) else best
     limit_s = (1 + CLOSE) * problem.iteration_s(best)
-    if any(group.compressed for group in best) and problem.iteration_s(without) > limit_s:
+    if problem.iteration_s(without) > limit_s:
         return best
     limit_s = min(limit_s, (1 + FEW_GROUPS) * problem.iteration_s(without))
     quick = (each for each in all_bucketed(problem, compressed=False) if problem.iteration_s(each) <= limit_s)

@@ -19,8 +19,8 @@ DOES_NOT_PAY = "compression does not pay here: do not compress"
 CLOSE = 0.03
 """Predictions are no better: what gains less than this share of an iteration over something simpler is left out."""
 FEW_GROUPS = 0.005
-"""Without compression, fewer groups may cost this share of an iteration: predictions hide the processor's time of each
-all-reduce behind the backward pass, but it is taken from it."""
+"""Without compression, fewer groups may cost this share of an iteration: each all-reduce takes the processor's time,
+which predictions leave out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

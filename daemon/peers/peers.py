@@ -152,8 +152,8 @@ class PeerServer:
             host = await _prove(sock, hello)
             self._seat(host, identity.run_id)
             while (message := await sock.receive_message(_FRAME_BYTES)) is not None:
-                if self._greet(hello)[0] is not job:
-                    raise DaemonError(f"run {identity.run_id!r} was opened anew here, by another launcher")
+                if self._find_job(identity.run_id, identity.host) is not job:
+                    raise DaemonError(f"the launcher that had run {identity.run_id!r} open here has left it")
                 await self._handle(job, host, Fields(message, f"host {host}"), message, sock)
         except ConnectionError as error:
             log.info("peer %s is gone: %s", where, error)

@@ -48,7 +48,7 @@ class Sessions:
         hang: Hears what every trainer does.
 
     Attributes:
-        last_steps: Newest step that each rank announced to this daemon, or else what it restored.
+        last_steps: The step that each rank completed or restored last, as it said.
         refusals: Generation → why one of its trainers failed in a way that no restart cures.
     """
 

@@ -337,12 +337,13 @@ class Membership:
             assert self._lease is not None
             await self._lease.lost.wait()
             try:
-                if not self._seat_revision and await self._etcd.get(self._prefix + keys.JOB) is None:
+                job = await self._etcd.get(self._prefix + keys.JOB)
+                if job is None and not self._seat_revision:
                     # A standby, which has no seat, learns of the end here; others miss their round in the mirror.
                     self._closed = self._closed or self._gone()
                     self._on_change()
                     return
-                if await self._write({}):
+                if await self._write({self._prefix + keys.JOB: 0 if job is None else job.revision}):
                     log.warning("host %s had lost its lease and has registered again", self._member.host)
             except RendezvousStateError as error:
                 log.error("%s", error)
