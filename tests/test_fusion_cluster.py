@@ -149,6 +149,20 @@ def test_what_is_not_compressed_has_few_groups(tmp_path: Path, plan_of: Callable
     assert plan.iteration_s <= (1 + FEW_GROUPS) * alone_s
 
 
+def test_fewer_groups_are_no_end_in_themselves(tmp_path: Path) -> None:
+    """Buckets of any size would hold the network up: tensors of 40 KB are ready, and sent, one a second."""
+    model = Model(name="net", tensors=tuple(Tensor(name=f"t{n}", numel=10_000, backward_s=1.0) for n in range(3)))
+    none = {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
+    slow = {"alpha_s": 60.0, "beta_s_per_byte": 0.0}
+    coder = {"ratio": 0.5, "gpu": {"compress": slow, "decompress": slow, "accumulate": slow}}
+    inter = {"alpha_s": 0.0, "beta_s_per_byte": 1 / 40_000}
+    changes = {"hosts": 2, "gpus_per_host": 1, "intra": none, "inter": inter, "compressors": {"dgc": coder}}
+    cluster = read_cluster(write(tmp_path / "cluster.json", **changes))
+    plan = cluster_plan(model, cluster)
+    assert [group.option for group in plan.groups] == ["dense"] * 3
+    assert plan.iteration_s == pytest.approx(0.02 + 4.0)
+
+
 def test_the_command_takes_cluster_files(tmp_path: Path) -> None:
     cluster = write(tmp_path / "cluster.json")
     tensors = [{"name": f"t{n}", "numel": n, "backward_s": 0.001} for n in (1_000_000, 20, 3_000_000)]

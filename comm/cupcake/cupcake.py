@@ -130,7 +130,7 @@ def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
         return best
     limit_s = min(limit_s, (1 + FEW_GROUPS) * problem.iteration_s(without))
     quick = (each for each in all_bucketed(problem, compressed=False) if problem.iteration_s(each) <= limit_s)
-    return min(without, *quick, key=len)
+    return min([without, *quick], key=len)
 
 
 def _reason(problem: FusionProblem, strategy: Strategy, planner: str, baselines_s: dict[str, float]) -> str:
