@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import CommError
+from .net.fabric import check_ranks_per_host, tell_all
 from .net.scheme import Scheme
-from .net.transport import Transport, from_bytes, to_bytes
+from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
 from .runtime.choice import Choice, scheme_of
@@ -114,7 +114,7 @@ def register(
 
     Raises:
         CommError: There is no such scheme, options are given without a name, or the ranks are not a multiple of
-            `ranks_per_host`.
+            `ranks_per_host`, or were told of different ones.
     """
     hook = make_hook(model, scheme, ranks_per_host=ranks_per_host, least_elements=least_elements, **options)
     model.register_comm_hook(hook, synchronize)
@@ -131,12 +131,12 @@ def make_hook(
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
     ranks = dist.get_process_group_ranks(model.process_group)
-    if ranks_per_host is not None and (ranks_per_host < 1 or len(ranks) % ranks_per_host):
-        raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
     device = next(model.module.parameters()).device
     world = Transport.among(ranks, device)
     if ranks_per_host is None:
         ranks_per_host = _ranks_per_host(world)
+    else:
+        check_ranks_per_host(world, ranks_per_host)
     if ranks_per_host == 1:
         made = between = scheme_of(scheme, world, **options)
     else:
@@ -154,9 +154,7 @@ def _ranks_per_host(world: Transport) -> int:
 
     All ranks return the same, whatever their environments are.
     """
-    own = torch.tensor([_from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")], device=world.device)
-    messages = world.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * world.size)
-    told: list[list[int]] = torch.stack([from_bytes(message, (own.dtype, 2))[0] for message in messages]).tolist()
+    told = tell_all(world, [_from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")])
     size = told[0][0]
     alike = told == [[size, rank % size] for rank in range(world.size)] if size > 0 else False
     return size if alike and size < world.size and world.size % size == 0 else 1

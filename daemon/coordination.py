@@ -227,14 +227,15 @@ class Coordinator:
 
     async def _register(self, etcd: Etcd) -> None:
         """Keep this host registered; a new lease also means that etcd may have forgotten our report."""
+        lease: Lease | None = None
         while True:
             try:
-                self._leased.lease = lease = await etcd.lease(_LEASE_TTL_S)
-                self._reported = self._reported_revision = None
-                while not lease.lost.is_set():
-                    await self._introduce(etcd, lease)
+                if lease is None or lease.lost.is_set():
+                    self._leased.lease = lease = await etcd.lease(_LEASE_TTL_S)
+                    self._reported = self._reported_revision = None
+                await self._introduce(etcd, lease)
             except EtcdLeaseLost:
-                continue
+                lease = None
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
 

@@ -20,6 +20,8 @@ from .workers.prctl import death_with_parent
 
 _DIRECTORY_PREFIX = "resilient-run-etcd-"
 _LOCK = "owner.lock"
+_REMEMBERED = "5m"
+"""For how long changes are kept: each commit makes some, and at 2 GiB of them etcd takes no more."""
 _SOCKETS_PARENT = "/dev/shm"
 """Where the sockets are: whoever reaches a vault sees it, also a daemon whose service has a /tmp of its own."""
 # etcd up to 3.5 takes no other form than host:port, and binds it as a path relative to its working directory.
@@ -95,6 +97,9 @@ class EmbeddedEtcd:
             # Nothing to elect with one member: short ticks only make it ready sooner, and leases of 1 s possible.
             "heartbeat-interval": "20",
             "election-timeout": "200",
+            "auto-compaction-retention": _REMEMBERED,
+            # What is kept in memory until then; a server that never restarts needs no log.
+            "snapshot-count": "5000",
             "logger": "zap",
             "log-outputs": "stderr",
         }

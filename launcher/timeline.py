@@ -118,7 +118,8 @@ class RecoveryTimeline:
         with self._lock:
             if self._recovery is None:
                 now_s = time.monotonic()
-                self._recovery = _Recovery(kind=kind, cause=cause, last_step=None, start_s=now_s - since_s)
+                start_s = max(now_s - since_s, self._ended_s)
+                self._recovery = _Recovery(kind=kind, cause=cause, last_step=None, start_s=start_s)
                 self._recovery.ends_s["rendezvous"] = now_s
 
     def correct(self, *, kind: str, cause: str) -> None:

@@ -1,6 +1,7 @@
 """An etcd server that a test configures, kills and starts again on the same port with the same data."""
 
 import contextlib
+import json
 import random
 import shutil
 import signal
@@ -105,6 +106,23 @@ class EtcdProcess:
         if user is not None:
             command.append(f"--user={user}")
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def fill(self) -> None:
+        """Write until there is no space left; start it with `--quota-backend-bytes` of a few MiB."""
+        try:
+            while True:
+                self.ctl("put", "/filler", "x" * 100_000)
+        except subprocess.CalledProcessError as error:
+            if "database space exceeded" not in error.stderr:
+                raise
+
+    def make_space(self) -> None:
+        """Do what an operator does when it is full."""
+        status = json.loads(self.ctl("endpoint", "status", "--write-out=json"))[0]["Status"]
+        self.ctl("del", "/filler")
+        self.ctl("compact", str(status["header"]["revision"]))
+        self.ctl("defrag")
+        self.ctl("alarm", "disarm")
 
     def enable_auth(self, password: str) -> None:
         """Let nobody in but root and the user trainer, who may use the keys of runs."""

@@ -1,5 +1,6 @@
 """`resilientctl doctor` finds what is planted, each by its name and with its remedy, and nothing on a healthy host."""
 
+import asyncio
 import contextlib
 import email.utils
 import http.server
@@ -25,6 +26,7 @@ from hosts import Hosts
 from launchers import run_ctl
 from patient import Patient, patient_of
 
+from resilient_run.daemon.doctor import etcd as doctor_etcd
 from resilient_run.daemon.doctor.examine import Check, Finding, examine, ok
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.etcd.rpc import grpc
@@ -320,6 +322,27 @@ def test_an_etcd_that_may_forget(patient: Patient, tcp_etcd: EtcdProcess) -> Non
         pytest.skip(f"this etcd is {version}")
     report = patient.doctor("--etcd-endpoint", tcp_etcd.endpoint)
     report.says("etcd-version", "fail", found=f"etcd {version}", remedy="upgrade it to 3.5.3 or later")
+
+
+def test_an_etcd_that_is_full_or_will_be(patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd = EtcdProcess(tmp_path / "etcd", "--quota-backend-bytes=2000000")
+    etcd.start()
+    try:
+        patient.doctor("--etcd-endpoint", etcd.endpoint).says("etcd-space", "ok", found="0 MiB")
+        etcd.fill()
+        full = patient.doctor("--etcd-endpoint", etcd.endpoint)
+        full.says("etcd-space", "fail", found="has no space left", remedy="--auto-compaction-retention=5m")
+        monkeypatch.setattr(doctor_etcd, "_LONG", 10)
+
+        def found() -> Finding:
+            return doctor_etcd._space(asyncio.run(doctor_etcd._ask_all(EtcdConfig(endpoints=(etcd.endpoint,)))))
+
+        etcd.ctl("alarm", "disarm")
+        assert (found().level, found().remedy) == ("warn", "start etcd with --auto-compaction-retention=5m")
+        etcd.make_space()
+        assert found().level == "ok"
+    finally:
+        etcd.kill()
 
 
 class _HourAhead(http.server.BaseHTTPRequestHandler):

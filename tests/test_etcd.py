@@ -341,7 +341,7 @@ def test_another_endpoint_takes_over(server: EtcdProcess, prefix: str, tmp_path:
 
 def test_an_endpoint_is_found_behind_others_that_never_answer(server: EtcdProcess) -> None:
     async def scenario(etcd: Etcd) -> None:
-        assert await etcd.version()
+        assert (await etcd.status()).version
 
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]

@@ -1,5 +1,6 @@
 """The embedded etcd: ready, on sockets of its own, and gone without a trace however its owner ends."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.launcher import etcd_server
 from resilient_run.launcher.etcd_server import EmbeddedEtcd, EtcdServerError, find_etcd
 
@@ -108,6 +110,24 @@ def test_ctrl_c_reaches_the_owner_only() -> None:
     with EmbeddedEtcd() as server:
         assert server.pid is not None
         assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_changes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_server, "_REMEMBERED", "1s")
+
+    async def forgotten(endpoint: str) -> None:
+        etcd = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)))
+        try:
+            assert await etcd.remembers((await etcd.status()).revision)
+            async with asyncio.timeout(30):
+                while await etcd.remembers(2):
+                    await etcd.put("/resilient-run/a", {})
+                    await asyncio.sleep(0.05)
+        finally:
+            await etcd.close()
+
+    with EmbeddedEtcd() as server:
+        asyncio.run(forgotten(server.endpoint))
 
 
 def test_log_is_shown_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:

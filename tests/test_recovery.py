@@ -298,6 +298,38 @@ def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, 
     assert_same_training(hosts, undisturbed[3])
 
 
+def test_etcd_that_is_full_is_waited_for(cluster: Cluster, undisturbed: dict[int, Host], tmp_path: Path) -> None:
+    """Training goes on, commits do when there is space again, and a run that ends meanwhile ends for all then."""
+    server = EtcdProcess(tmp_path / "etcd", "--quota-backend-bytes=2000000")
+    server.start()
+    below = f"/resilient-run/{cluster.name}/"
+    try:
+        hosts = launch_hosts(cluster, "abc", server.endpoint)
+        wait_until(lambda: hosts[0].reached(5), timeout_s=60, what="step 5", host=hosts[0])
+        server.fill()
+        step = committed(server.endpoint, below)
+        wait_until(lambda: hosts[0].reached(step + 5), timeout_s=60, what="five more steps", host=hosts[0])
+        assert committed(server.endpoint, below) == step
+        worker = next(iter(hosts[0].pids().values()))
+        stop(worker)
+        server.make_space()
+        wait_until(lambda: committed(server.endpoint, below) > step, timeout_s=60, what="a commit with space again")
+        server.fill()
+        os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: any(host.params_sha256() for host in hosts), timeout_s=60, what="the last step")
+        time.sleep(1)
+        assert all(host.launcher is not None and host.launcher.poll() is None for host in hosts)
+        server.make_space()
+        for host in hosts:
+            assert host.wait() == 0, host.output
+            assert (host.starts(), host.recoveries()) == (1, []), host.output
+        assert entries(server.endpoint, below) == {}
+    finally:
+        cluster.close()
+        server.kill()
+    assert_same_training(hosts, undisturbed[3])
+
+
 def test_etcd_without_its_data_ends_the_run_and_is_no_lost_host(cluster: Cluster, tmp_path: Path) -> None:
     server = EtcdProcess(tmp_path / "etcd")
     server.start()

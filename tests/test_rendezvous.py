@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -349,8 +350,9 @@ def test_round_grows_when_a_cool_down_ends(launchers: Launchers) -> None:
     assert waiting.result(WAIT_S).rank == 1
 
 
-def test_host_that_dies_while_a_round_is_formed(launchers: Launchers) -> None:
-    """Group rank 0 never serves its store: the others give that generation up once its lease is gone."""
+@pytest.mark.parametrize("published", [False, True])
+def test_host_that_dies_while_a_round_is_formed(launchers: Launchers, published: bool) -> None:
+    """Group rank 0 never serves its store, or stands still when it should: its generation ends with its lease."""
 
     async def register(etcd: Etcd) -> Any:
         lease = await etcd.lease(600, keep_alive=False)
@@ -363,10 +365,32 @@ def test_host_that_dies_while_a_round_is_formed(launchers: Launchers) -> None:
         launchers.make(host, (2, 3), last_call_timeout="0.5")
     joining = launchers.join("ab")
     wait_until(lambda: launchers.handlers["a"]._link.membership.view.round)
-    assert not any(future.done() for future in joining.values())
-    launchers.ask(lambda etcd: etcd.revoke(lease_id))
-    assert {future.result(WAIT_S).world_size for future in joining.values()} == {2}
-    assert {handler.generation for handler in launchers.handlers.values()} == {2}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        if published:
+            address = {"addr": "127.0.0.1", "port": silent.getsockname()[1]}
+            launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/store/1", address))
+            wait_until(lambda: len(threads_named("store")) == 2)
+        assert not any(future.done() for future in joining.values())
+        launchers.ask(lambda etcd: etcd.revoke(lease_id))
+        assert {future.result(WAIT_S).world_size for future in joining.values()} == {2}
+        assert {handler.generation for handler in launchers.handlers.values()} == {2}
+    wait_until(lambda: not threads_named("store"))
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_restart_without_etcd_is_given_up_in_time(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = Launchers(etcd.endpoint, "gone", monkeypatch)
+    try:
+        launchers.make("a", (1, 1), join_timeout="3")
+        launchers.joined("a")
+        etcd.kill()
+        with pytest.raises(RendezvousConnectionError, match="cannot reach etcd"):
+            launchers.handlers["a"].next_rendezvous()
+    finally:
+        launchers.close()
 
 
 def test_lost_lease(launchers: Launchers) -> None:
@@ -664,8 +688,12 @@ def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypat
         proxy.close()
 
 
-def test_standby_that_is_cut_off_ends_with_the_run(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    launchers = Launchers(etcd.endpoint, "standby", monkeypatch)
+@pytest.mark.parametrize("anew", [False, True])
+def test_standby_that_is_cut_off_ends_with_the_run(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    """Also if another run has begun under its id, with terms that it did not agree to."""
+    launchers = Launchers(etcd.endpoint, f"standby-{anew}", monkeypatch)
     here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
     proxy = Proxy(here, there)
     try:
@@ -680,9 +708,15 @@ def test_standby_that_is_cut_off_ends_with_the_run(etcd: EtcdProcess, monkeypatc
         running.close("all ranks succeeded", failed=False)
         assert running.leave()
         assert launchers.keys() == {}
+        if anew:
+            launchers.make("c", (2, 2), join_timeout="5")
+            other = launchers.join("c")["c"]
         proxy = Proxy((here[0], proxy.port), there)
-        with pytest.raises(RendezvousClosedError, match="while this one was cut off"):
+        with pytest.raises(RendezvousClosedError, match="anew while" if anew else "ended it while"):
             waiting.result(WAIT_S)
+        if anew:
+            with pytest.raises(RendezvousTimeoutError):
+                other.result(WAIT_S)
     finally:
         launchers.close()
         proxy.close()

@@ -130,6 +130,16 @@ def test_failure_that_another_clock_saw_earlier_takes_no_time_of_a_recovery_that
     assert second["unix_s"] - second["total_s"] == pytest.approx(first["unix_s"], abs=0.05)
 
 
+def test_whoever_joins_takes_no_time_of_a_recovery_that_ended_either(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    recover(timeline, ranks={0}, restored_step=3)
+    timeline.join(kind="host_lost", cause="host b is lost", since_s=9.0)
+    recover(timeline, ranks={0}, restored_step=3)
+    assert json.loads(path.read_text().splitlines()[1])["total_s"] < 9.0
+
+
 def test_failure_of_which_more_is_known_is_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A worker is killed in a hang, which another host has reported."""
     path = tmp_path / "events.jsonl"

@@ -2,19 +2,22 @@
 
     tests/told_trainer.py '{NAME: [[LOCAL_WORLD_SIZE, LOCAL_RANK] of each rank]}'
 
-It prints name → the size of the group that was summed dense first.
+It prints name → the size of the group that was summed dense first. Hosts that it gives different sizes are refused.
 """
 
 import json
 import os
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import register
+from resilient_run.comm.net.fabric import make_fabric
 from resilient_run.comm.net.two_level import TwoLevel
 
 
@@ -34,6 +37,12 @@ def main() -> None:
         assert torch.equal(gradient, torch.full_like(gradient, 2.5)), name
         found[name] = hook.scheme.within.size if isinstance(hook.scheme, TwoLevel) else 1
         hook.close()
+    for make in (
+        lambda per_host: make_fabric(range(dist.get_world_size()), ranks_per_host=per_host),
+        lambda per_host: register(model, "zen", ranks_per_host=per_host),
+    ):
+        with pytest.raises(CommError, match=r"\[1, 1, 2, 2\] ranks per host"):
+            make(1 if rank < 2 else 2)
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)

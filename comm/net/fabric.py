@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ..errors import CommError
 from ..plan.tree import Phase
-from .transport import Transport
+from .transport import Transport, from_bytes, to_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +44,33 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
         device: Where messages are.
 
     Raises:
-        CommError: The ranks are no multiple of `ranks_per_host`.
+        CommError: As `check_ranks_per_host`.
     """
-    if ranks_per_host < 1 or len(ranks) % ranks_per_host:
-        raise CommError(f"{len(ranks)} ranks are no multiple of {ranks_per_host} per host; give a divisor")
-    host, place = divmod(list(ranks).index(dist.get_rank()), ranks_per_host)
+    flat = Transport.among(ranks, device)
+    check_ranks_per_host(flat, ranks_per_host)
+    host, place = divmod(flat.rank, ranks_per_host)
     return Fabric(
-        flat=Transport.among(ranks, device),
+        flat=flat,
         intra=Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device),
         inter=Transport.among(ranks[place::ranks_per_host], device),
     )
+
+
+def check_ranks_per_host(flat: Transport, ranks_per_host: int) -> None:
+    """Return if all ranks, which call this together, have the same number, and it divides theirs.
+
+    Raises:
+        CommError: They do not; on all ranks alike.
+    """
+    told = [number for (number,) in tell_all(flat, [ranks_per_host])]
+    if len(set(told)) > 1:
+        raise CommError(f"the ranks were told of {told} ranks per host: give all the same divisor of {flat.size}")
+    if ranks_per_host < 1 or flat.size % ranks_per_host:
+        raise CommError(f"{flat.size} ranks are no multiple of {ranks_per_host} per host; give a divisor")
+
+
+def tell_all(flat: Transport, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of every rank, as many of each."""
+    own = torch.tensor(numbers, device=flat.device)
+    messages = flat.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * flat.size)
+    return [from_bytes(message, (own.dtype, len(numbers)))[0].tolist() for message in messages]

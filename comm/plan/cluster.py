@@ -19,7 +19,7 @@ class LinkCost:
 
     Attributes:
         cost: Seconds of one round with another participant, and of each byte that one adapter sends or receives; or,
-            measured, of the collective, over the bytes that those hold before it who share an adapter.
+            measured, of the collective, over the bytes that one GPU holds before it; between hosts, all GPUs of a host.
         routines: The same, measured, for collectives that differ from it.
         compressed: The same for collectives of compressed data; as those of dense data where it says nothing.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 
 from ..etcd.address import is_local
-from ..etcd.client import Etcd, EtcdAuthError, EtcdError, EtcdUnavailable
+from ..etcd.client import Etcd, EtcdAuthError, EtcdError, EtcdUnavailable, Status
 from ..etcd.config import RUNS, EtcdConfig, is_unix
 from ..etcd.stranger import is_open
 from .examine import Check, Finding, examine, fail, ok, warn
@@ -23,9 +23,12 @@ _CONNECT_S = 1.5
 _ANSWER_S = 2.0
 _QUESTIONS = 10
 _SLOW_S, _TOO_SLOW_S = 0.025, 0.5
+_LONG = 200_000
 _TIME_ERROR = 5
 _SKEW_S, _WRONG_S = 2.0, 60.0
 _TIMEX_BYTES = 512
+_FORGET = "start etcd with --auto-compaction-retention=5m"
+_MAKE_SPACE = f"let it forget old changes (etcdctl compact, defrag, alarm disarm), and {_FORGET}"
 _GIVE = "--rdzv-endpoint (here --etcd-endpoint)"
 
 
@@ -44,8 +47,13 @@ class _Answer:
 
     endpoint: str
     error: EtcdError | None = None
-    version: str = ""
+    status: Status | None = None
+    remembers_long: bool = False
     seconds: float = 0.0
+
+    @property
+    def version(self) -> str:
+        return "" if self.status is None else self.status.version
 
 
 def _look(plan: RunPlan, config: EtcdConfig) -> Iterator[Finding]:
@@ -69,6 +77,7 @@ def _look(plan: RunPlan, config: EtcdConfig) -> Iterator[Finding]:
     yield _access(plan, config)
     yield _latency(max(heard, key=lambda answer: answer.seconds))
     yield _version(min(heard, key=lambda answer: _numbers(answer.version)))
+    yield _space(heard)
 
 
 async def _ask_all(config: EtcdConfig) -> list[_Answer]:
@@ -81,7 +90,8 @@ async def _ask(config: EtcdConfig) -> _Answer:
     try:
         etcd = await Etcd.connect(config, _ANSWER_S)
         try:
-            version, began_s = await etcd.version(), clock()
+            status, began_s = await etcd.status(), clock()
+            remembers_long = status.revision > _LONG and await etcd.remembers(status.revision - _LONG)
             times: list[float] = []
             while len(times) < _QUESTIONS and clock() - began_s < _ANSWER_S:
                 asked_s = clock()
@@ -91,7 +101,8 @@ async def _ask(config: EtcdConfig) -> _Answer:
             await etcd.close()
     except EtcdError as error:
         return _Answer(endpoint=endpoint, error=error)
-    return _Answer(endpoint=endpoint, version=version, seconds=statistics.median(times))
+    seconds = statistics.median(times)
+    return _Answer(endpoint=endpoint, status=status, remembers_long=remembers_long, seconds=seconds)
 
 
 def _silent(answer: _Answer, config: EtcdConfig) -> Check:
@@ -209,6 +220,21 @@ def _version(oldest: _Answer) -> Finding:
             "upgrade it to 3.5.3 or later",
         )
     return ok("etcd-version", found)
+
+
+def _space(heard: list[_Answer]) -> Finding:
+    full = [answer.endpoint for answer in heard if answer.status is not None and answer.status.is_full]
+    if full:
+        return fail("etcd-space", f"{', '.join(full)} has no space left, so nothing is committed", _MAKE_SPACE)
+    used_bytes = max(answer.status.used_bytes for answer in heard if answer.status is not None)
+    found = f"{used_bytes / 2**20:.0f} MiB"
+    if any(answer.remembers_long for answer in heard):
+        return warn(
+            "etcd-space",
+            f"{found}, with more than {_LONG:,} changes: every commit makes some, and it forgets none until it is full",
+            _FORGET,
+        )
+    return ok("etcd-space", found)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

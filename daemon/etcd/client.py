@@ -41,6 +41,23 @@ def update(entries: dict[str, Entry], changed: Mapping[str, Entry | None]) -> No
             entries[key] = entry
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """What one member says of itself.
+
+    Attributes:
+        version: As "3.5.9".
+        revision: Of the last change.
+        used_bytes: What the values take, with all changes that it remembers.
+        is_full: Whether it takes no more, also after space was made, until the alarm is disarmed.
+    """
+
+    version: str
+    revision: int
+    used_bytes: int
+    is_full: bool
+
+
 class Lease:
     """A lease that is kept alive until it is revoked or lost; keys put with it vanish with it."""
 
@@ -165,11 +182,27 @@ class Etcd:
         await asyncio.gather(*(lease.stop() for lease in self._leases))
         await self._rpc.close()
 
-    async def version(self) -> str:
-        """Return the version of the member that is asked now, as "3.5.9"."""
+    async def status(self) -> Status:
+        """Return how the member is that is asked now."""
         request = rpc.StatusRequest()
         answer = await self._rpc.call(lambda member, options: member.maintenance.Status(request, **options))
-        return str(answer.version)
+        return Status(
+            version=answer.version,
+            revision=answer.header.revision,
+            used_bytes=answer.dbSizeInUse,
+            is_full=any("NOSPACE" in error for error in answer.errors),
+        )
+
+    async def remembers(self, revision: int) -> bool:
+        """Tell whether etcd keeps what was changed since `revision`, for it was not compacted."""
+        request = rpc.RangeRequest(key=RUNS.encode(), revision=revision, keys_only=True)
+        try:
+            await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
+        except (EtcdUnavailable, EtcdAuthError):
+            raise
+        except EtcdError:
+            return False
+        return True
 
     async def get(self, key: str) -> Entry | None:
         """Return the key's entry, None when there is no such key.

@@ -36,6 +36,7 @@ T = TypeVar("T")
 _UNAVAILABLE = {rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED, rpc.StatusCode.INTERNAL}
 # etcd has no code of its own for these: a lease that nobody leads to be asked about, more requests than it can take.
 _UNAVAILABLE_DETAILS = ("context deadline exceeded", "too many requests")
+_FULL_DETAILS = ("database space exceeded",)
 _REFUSED = {rpc.StatusCode.UNAUTHENTICATED, rpc.StatusCode.PERMISSION_DENIED}
 _REFUSED_DETAILS = ("authentication", "permission denied", "user name is empty", "auth store is old")
 _STALE_TOKEN = ("invalid auth token", "auth store is old")
@@ -58,7 +59,7 @@ class EtcdError(Exception):
 
 
 class EtcdUnavailable(EtcdError):
-    """No etcd endpoint answered in time; whether a write was applied is unknown. Trying again later is right."""
+    """etcd does not answer in time, or has no space; trying again is right. Whether a write was applied is unknown."""
 
 
 class EtcdAuthError(EtcdError):
@@ -173,6 +174,11 @@ class EtcdConnection:
         where = self.config.where
         if error.code() in _UNAVAILABLE or _mentions(error, _UNAVAILABLE_DETAILS):
             return self.unavailable(member, details)
+        if _mentions(error, _FULL_DETAILS):
+            return EtcdUnavailable(
+                f"etcd at {where} has no space left ({details}): let it forget old changes (etcdctl compact, defrag, "
+                "alarm disarm), and start it with --auto-compaction-retention=5m"
+            )
         if error.code() in _REFUSED or _mentions(error, _REFUSED_DETAILS):
             user = "without a user" if self.config.user is None else f"as user {self.config.user!r}"
             return EtcdAuthError(

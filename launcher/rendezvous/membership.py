@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import is_import
 from resilient_run.daemon.base.fields import Fields, printable
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
+from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
@@ -57,6 +57,7 @@ class Membership:
         self._closed: Closed | None = None
         self._closing: Closed | None = None
         self._ended: View | None = None
+        self._job_revision = 0
         self._seat_revision = 0
         self._standbys: set[str] = set()
         self._lease_ttl_s = 0.0
@@ -129,8 +130,8 @@ class Membership:
                 raise RendezvousClosedError(f"run {self._run_id!r} stays closed: {what}")
             return False
         try:
-            job_revision = await agree(self._etcd, self._run_id, terms)
-            return await self._write({self._prefix + keys.JOB: job_revision})
+            self._job_revision = await agree(self._etcd, self._run_id, terms)
+            return await self._write({self._prefix + keys.JOB: self._job_revision})
         except RendezvousStateError:
             # What is in the way may be a launcher that was just killed: its key expires.
             if waited_s > self._lease_ttl_s + 1:
@@ -332,25 +333,38 @@ class Membership:
         )
 
     async def _hold(self) -> None:
-        """Replace the lease whenever it is lost."""
+        """Replace the lease whenever it is lost, while the run is the one that this launcher has entered."""
+        held = True
         while True:
             assert self._lease is not None
-            await self._lease.lost.wait()
+            if held:
+                await self._lease.lost.wait()
+            held = False
             try:
-                job = await self._etcd.get(self._prefix + keys.JOB)
-                if job is None and not self._seat_revision:
-                    # A standby, which has no seat, learns of the end here; others miss their round in the mirror.
-                    self._closed = self._closed or self._gone()
+                missed = self._missed_end(await self._etcd.get(self._prefix + keys.JOB))
+                if missed is not None:
+                    self._closed = self._closed or missed
                     self._on_change()
                     return
-                if await self._write({self._prefix + keys.JOB: 0 if job is None else job.revision}):
+                if held := await self._write({self._prefix + keys.JOB: self._job_revision}):
                     log.warning("host %s had lost its lease and has registered again", self._member.host)
+                else:
+                    await asyncio.sleep(_RETRY_S)
             except RendezvousStateError as error:
                 log.error("%s", error)
                 return
             except EtcdError as error:
                 log.debug("not registered again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
+
+    def _missed_end(self, job: Entry | None) -> Closed | None:
+        """Return the end of the run that passed while this launcher was cut off, None if `job` is still the run's."""
+        if job is None:
+            # Whoever has a seat misses the round in the mirror, which knows whether etcd lost its data.
+            return None if self._seat_revision and self._closed is None else self._gone()
+        if job.revision != self._job_revision:
+            return Closed(reason="it was started anew while this launcher was cut off", failed=True)
+        return None
 
     async def _insist(self, write: Callable[[], Awaitable[None]]) -> None:
         async def written() -> None:

@@ -4,7 +4,9 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 _CONNECT_S = 2.0
+_POLL_S = 0.1
 _REPORT_S = 1.0
 _STORE_TIMEOUT = timedelta(seconds=300)
 
@@ -301,7 +304,7 @@ class EtcdRendezvous(RendezvousHandler):
             failure = self._failure("membership", f"the run grows by {', '.join(joining)}")
         else:
             failure = self._failure("restart", f"host {self.host} restarts its workers")
-        self._link.request(lambda: self._link.membership.fail(failure), deadline.at_s)
+        self._link.report(self._link.membership.fail(failure), deadline.left_s)
 
     def _warn_of_quarantine(self, view: View, now_unix_s: float) -> None:
         """Log once that this host is in a quarantine, and again when it is in another one."""
@@ -363,6 +366,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def _reach_store(self, formed: Round, deadline: Deadline) -> tuple[TCPStore, str, int] | None:
         problem = f"host {formed.hosts[0]} does not say where its store is"
+        connecting: Future[TCPStore] | None = None
         while True:
             view, version = self._link.look()
             if broken(view, formed.generation) is not None or self.closed is not None:
@@ -372,11 +376,13 @@ class EtcdRendezvous(RendezvousHandler):
                 self._link.wait(version, deadline.left_s)
                 continue
             addr, port = view.stores[formed.generation]
+            connecting = connecting or _connect(addr, port)
             try:
-                timeout = timedelta(seconds=_CONNECT_S)
-                store = TCPStore(addr, port, is_master=False, wait_for_workers=False, timeout=timeout)
-                return store, addr, port
+                return connecting.result(_POLL_S), addr, port
+            except TimeoutError:
+                problem = f"the store of host {formed.hosts[0]} at {addr}:{port} does not answer"
             except (DistNetworkError, DistStoreError) as error:
+                connecting = None
                 problem = (
                     f"the store of host {formed.hosts[0]} at {addr}:{port} is out of reach; check the firewall, "
                     f"or give --local-addr there ({_line(error)})"
@@ -426,6 +432,21 @@ class EtcdRendezvous(RendezvousHandler):
             message=message,
             **worker,
         )
+
+
+def _connect(addr: str, port: int) -> "Future[TCPStore]":
+    """Connect to a store in a thread: torch waits for the answer of a host that stands still without a limit."""
+    connected: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=_CONNECT_S)
+            connected.set_result(TCPStore(addr, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            connected.set_exception(error)
+
+    threading.Thread(target=connect, name="store", daemon=True).start()
+    return connected
 
 
 def _line(error: Exception) -> str:
