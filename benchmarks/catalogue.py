@@ -677,12 +677,6 @@ BENCHMARKS: Final = (
                 minutes=31,
                 figures=("4.12", "5.6", "5.7", "5.9"),
             ),
-            Result(
-                name="plans-resnet50-4gbit",
-                arguments="--models resnet50 --rates 4gbit --planners dense cupcake espresso espresso-fused "
-                "--rounds 5 --iterations 1",
-                minutes=8,
-            ),
         ),
     ),
     Benchmark(
