@@ -130,8 +130,29 @@ def test_commits_that_stand_still_are_told_again_and_again_and_when_that_is_over
     assert run.ckpt.protected
     run.ckpt.close()
     (last,) = _told(caplog)
-    assert last.startswith("this run was not protected for 5.")
+    assert last.startswith("this run was not protected for 4.")
     assert last.endswith(" s: a failure would have cost up to 57 steps"), "not only what it was when it was told"
+
+
+def test_a_run_at_the_edge_does_not_fill_its_log(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.commit_after(1, step_s=0.1)
+
+    def relapse(good_s: float) -> list[str]:
+        """Have commits come late for 2 s, and then in time; return what is told."""
+        run.train(20, step_s=0.1)
+        run.commit(run.step - 19)
+        for _ in range(10):
+            run.commit_after(1, step_s=good_s / 10)
+        return [text.split()[0] for text in _told(caplog)]
+
+    assert relapse(5) == ["not", "protected"]
+    assert relapse(5) == ["not"]
+    assert relapse(5) == []
+    assert relapse(12) == ["protected"]
+    assert relapse(12) == ["not"]
+    assert relapse(25) == ["protected"]
+    run.now_s += 700
+    assert relapse(5) == ["not", "protected"], "long ago"
 
 
 def test_at_the_end_the_worst_is_told_even_if_a_milder_time_came_last(

@@ -5,6 +5,7 @@ are not committed. So that is what is watched, from the trainer's side, where it
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -20,6 +21,8 @@ _LIMIT_S: Final = 30.0
 _LASTING_S: Final = 1.0
 _LATE_COMMITS: Final = 3
 _GOOD_COMMITS: Final = 8
+_RELAPSE_S: Final = 600.0
+_CALM_S: Final = (10.0, 300.0)
 _LONG_SHARE: Final = 0.1
 _KEPT_STEPS: Final = 256
 _log = logging.getLogger(__name__)
@@ -49,7 +52,8 @@ class ProtectionWatch:
 
     Steps that are shorter than commits put some more at risk between any two commits, so one commit that comes late
     says nothing: it is told when several in a row are late, or when that lasts; again when twice as many steps are at
-    risk; and when it has been over for several commits.
+    risk; and when it has been over for several commits. What is over and comes back within ten minutes must stay over
+    for ten seconds, twice as long each time, at most five minutes: else a run at the edge would fill its log.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class ProtectionWatch:
         self._discarded = 0
         self._late_since_s: float | None = None
         self._late_commits = self._good_commits = 0
+        self._good_since_s = self._calm_s = 0.0
+        self._over_s = -math.inf
         self._worst = self._told = self._most = 0
         self._told_s = self._unprotected_s = 0.0
 
@@ -119,6 +125,7 @@ class ProtectionWatch:
             self._oldest_s = next((at_s for step, at_s in self._recent if step > self._committed), None)
             late = peak > self._limit
             self._late_commits = self._late_commits + 1 if late else 0
+            self._good_since_s = now_s if late else self._good_since_s
             self._good_commits = 0 if late else self._good_commits + 1
             self._worst = max(self._worst, peak) if late else 0
             self._judge(now_s)
@@ -134,7 +141,8 @@ class ProtectionWatch:
         with self._lock:
             now_s = self._clock()
             total_s = now_s - (now_s if self._first_s is None else self._first_s)
-            unprotected_s = self._unprotected_s + (now_s - self._told_s if self._told else 0.0)
+            until_s = self._good_since_s if self._good_commits else now_s
+            unprotected_s = self._unprotected_s + (max(0.0, until_s - self._told_s) if self._told else 0.0)
             if self._loud and unprotected_s > _LONG_SHARE * total_s:
                 _log.warning(
                     "this run was not protected for %.1f of %.1f s: a failure would have cost up to %d steps",
@@ -168,12 +176,21 @@ class ProtectionWatch:
         lasting = self._late_since_s is not None and now_s - self._late_since_s >= _LASTING_S
         self._worst = max(self._worst, present.steps_at_risk if lasting else 0)
         if (lasting or self._late_commits >= _LATE_COMMITS) and self._worst >= 2 * self._told:
-            self._told_s = self._told_s if self._told else now_s
+            if not self._told:
+                first_s, most_s = _CALM_S
+                relapsed = now_s - self._over_s < _RELAPSE_S
+                self._told_s, self._calm_s = now_s, min(max(2 * self._calm_s, first_s), most_s) if relapsed else 0.0
             self._told = max(self._worst, 1)
             self._tell(self._told, self._reason(now_s))
-        elif self._told and present and self._good_commits >= _GOOD_COMMITS:
-            self._unprotected_s += now_s - self._told_s
+        elif (
+            self._told
+            and present
+            and self._good_commits >= _GOOD_COMMITS
+            and now_s - self._good_since_s >= self._calm_s
+        ):
+            self._unprotected_s += max(0.0, self._good_since_s - self._told_s)
             self._told = self._worst = 0
+            self._over_s = now_s
             self._tell(0, "")
         if self._told:
             self._most = max(self._most, self._worst)
