@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .net.fabric import check_ranks_per_host, tell_all
+from .net.fabric import UNTOLD, agreed, as_told, tell_all
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
@@ -133,10 +133,7 @@ def make_hook(
     ranks = dist.get_process_group_ranks(model.process_group)
     device = next(model.module.parameters()).device
     world = Transport.among(ranks, device)
-    if ranks_per_host is None:
-        ranks_per_host = _ranks_per_host(world)
-    else:
-        check_ranks_per_host(world, ranks_per_host)
+    ranks_per_host = _ranks_per_host(world, ranks_per_host)
     if ranks_per_host == 1:
         made = between = scheme_of(scheme, world, **options)
     else:
@@ -149,15 +146,18 @@ def make_hook(
     return GradientHook(model, scheme=made, world=world, least_elements=least_elements)
 
 
-def _ranks_per_host(world: Transport) -> int:
-    """Return what torchrun says, if it says the same to all ranks, in the order of the group, of several hosts; or 1.
+def _ranks_per_host(world: Transport, given: int | None) -> int:
+    """Return what all ranks are given; without that what torchrun says to all in the order of the group, or 1.
 
-    All ranks return the same, whatever their environments are.
+    All ranks return, or raise, the same, whatever they are given and their environments are.
     """
-    told = tell_all(world, [_from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")])
-    size = told[0][0]
-    alike = told == [[size, rank % size] for rank in range(world.size)] if size > 0 else False
-    return size if alike and size < world.size and world.size % size == 0 else 1
+    told = tell_all(world, [as_told(given), _from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")])
+    numbers = [number for number, _, _ in told]
+    if any(number != UNTOLD for number in numbers):
+        return agreed(numbers)
+    size = told[0][1]
+    alike = [place for _, *place in told] == [[size, rank % max(size, 1)] for rank in range(world.size)]
+    return size if alike and 0 < size < world.size and world.size % size == 0 else 1
 
 
 def _from_torchrun(name: str) -> int:

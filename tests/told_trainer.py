@@ -20,6 +20,9 @@ from resilient_run.comm.hook import register
 from resilient_run.comm.net.fabric import make_fabric
 from resilient_run.comm.net.two_level import TwoLevel
 
+REFUSED = {(1, 1, 2, 2): "1, 1, 2, 2", (2, None, 2, 2): "2, none, 2, 2", (True, 2, 2.0, -3): "0, 2, 0, 0"}
+"""What ranks give as their number of ranks per host, and what is told of it."""
+
 
 def main() -> None:
     dist.init_process_group("gloo")
@@ -37,12 +40,13 @@ def main() -> None:
         assert torch.equal(gradient, torch.full_like(gradient, 2.5)), name
         found[name] = hook.scheme.within.size if isinstance(hook.scheme, TwoLevel) else 1
         hook.close()
-    for make in (
-        lambda per_host: make_fabric(range(dist.get_world_size()), ranks_per_host=per_host),
-        lambda per_host: register(model, "zen", ranks_per_host=per_host),
-    ):
-        with pytest.raises(CommError, match=r"\[1, 1, 2, 2\] ranks per host"):
-            make(1 if rank < 2 else 2)
+    for given, told in REFUSED.items():
+        for make in (
+            lambda per_host: make_fabric(range(dist.get_world_size()), ranks_per_host=per_host),
+            lambda per_host: register(model, "zen", ranks_per_host=per_host),
+        ):
+            with pytest.raises(CommError, match=f"given {told} ranks per host"):
+                make(given[rank])
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)

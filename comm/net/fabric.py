@@ -44,10 +44,10 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
         device: Where messages are.
 
     Raises:
-        CommError: As `check_ranks_per_host`.
+        CommError: As `agreed`.
     """
     flat = Transport.among(ranks, device)
-    check_ranks_per_host(flat, ranks_per_host)
+    agreed([given for (given,) in tell_all(flat, [as_told(ranks_per_host)])])
     host, place = divmod(flat.rank, ranks_per_host)
     return Fabric(
         flat=flat,
@@ -56,21 +56,34 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     )
 
 
-def check_ranks_per_host(flat: Transport, ranks_per_host: int) -> None:
-    """Return if all ranks, which call this together, have the same number, and it divides theirs.
+UNTOLD = -1
+"""Stands, among the numbers of ranks per host that ranks tell each other, for none."""
+
+
+def as_told(ranks_per_host: int | None) -> int:
+    """Return the number that tells others what this rank is given; 0 for what cannot be one."""
+    if ranks_per_host is None:
+        return UNTOLD
+    return ranks_per_host if type(ranks_per_host) is int and 0 < ranks_per_host < 1 << 31 else 0
+
+
+def agreed(told: Sequence[int]) -> int:
+    """Return the number of ranks per host that all ranks tell, which divides theirs.
 
     Raises:
-        CommError: They do not; on all ranks alike.
+        CommError: There is none; on all ranks alike.
     """
-    told = [number for (number,) in tell_all(flat, [ranks_per_host])]
-    if len(set(told)) > 1:
-        raise CommError(f"the ranks were told of {told} ranks per host: give all the same divisor of {flat.size}")
-    if ranks_per_host < 1 or flat.size % ranks_per_host:
-        raise CommError(f"{flat.size} ranks are no multiple of {ranks_per_host} per host; give a divisor")
+    first = told[0]
+    if any(number != first for number in told):
+        given = ", ".join("none" if number == UNTOLD else str(number) for number in told)
+        raise CommError(f"the ranks are given {given} ranks per host: give all the same divisor of {len(told)}")
+    if first < 1 or len(told) % first:
+        raise CommError(f"{len(told)} ranks are no multiple of {first} per host; give a divisor")
+    return first
 
 
 def tell_all(flat: Transport, numbers: Sequence[int]) -> list[list[int]]:
     """Return the numbers of every rank, as many of each."""
-    own = torch.tensor(numbers, device=flat.device)
+    own = torch.tensor(numbers, dtype=torch.int64, device=flat.device)
     messages = flat.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * flat.size)
     return [from_bytes(message, (own.dtype, len(numbers)))[0].tolist() for message in messages]

@@ -70,8 +70,9 @@ def neighbours(model: Model, most: int = MOST_TENSORS) -> list[list[Tensor]]:
     """
     if len(model.tensors) <= most:
         return [[tensor] for tensor in model.tensors]
+    numel, backward_s = model.numel, model.backward_s
     shares = [
-        sum(part / whole for part, whole in ((t.numel, model.numel), (t.backward_s, model.backward_s)) if whole)
+        sum(part / whole for part, whole in ((t.numel, numel), (t.backward_s, backward_s)) if whole)
         for t in model.tensors
     ]
     # All shares are 2 together. Groups that are full have this much each, and each may have one before it that is not.

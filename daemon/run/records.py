@@ -58,6 +58,7 @@ class Agreement:
         token: The secret, where the hosts have no run key.
         key_proof: What follows from the run key, "" without one.
         after_generation: Of the persisted pair that this life begins with, 0 without one.
+        ended_generation: The newest one with which a failure has ended the run, 0 without one.
         fingerprint: What its launchers start.
     """
 
@@ -67,6 +68,7 @@ class Agreement:
     token: str
     key_proof: str = ""
     after_generation: int = 0
+    ended_generation: int = 0
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
 
     @classmethod
@@ -84,6 +86,7 @@ class Agreement:
             token=fields.text("token"),
             key_proof=fields.optional_text("key_proof"),
             after_generation=fields.optional_integer("after_generation") or 0,
+            ended_generation=fields.optional_integer("ended_generation") or 0,
             fingerprint=Fingerprint.parse(fields.object("fingerprint") if "fingerprint" in value else {}),
         )
 

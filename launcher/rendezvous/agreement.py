@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import is_import, pair_value
-from resilient_run.daemon.etcd.client import Etcd
+from resilient_run.daemon.etcd.client import Entry, Etcd
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.records import Agreement, Fingerprint
 
@@ -44,8 +44,10 @@ class Terms:
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
-async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
-    """Return the revision of the run's job, made now if there is none, with what it is to restore.
+async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Entry:
+    """Return the run's job, made now if there is none, with what it is to restore.
+
+    Terms of a run that is `abandoned`, that has left no launcher behind, bind nobody; what it committed is still its.
 
     Raises:
         RendezvousStateError: The run goes on with other terms, or nobody can tell where it begins.
@@ -70,9 +72,8 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
             fingerprint=terms.fingerprint,
         )
         if ours == job:
-            return entry.revision
-        # Terms of a run that left no live launcher behind bind nobody; what it committed is still this run's.
-        if await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
+            return entry
+        if abandoned and await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
             continue
         if (again := await etcd.get(key)) is None or again.revision != entry.revision:
             continue
@@ -80,7 +81,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms) -> int:
         differing = [name for name in theirs if theirs[name] != own[name]]
         may_differ = _MAY_DIFFER.issuperset(differing)
         if may_differ and terms.allow_different:
-            return entry.revision
+            return entry
         raise RendezvousStateError(
             f"run {run_id!r} goes on with {', '.join(theirs[name] for name in differing)}, but this launcher has "
             f"{', '.join(own[name] for name in differing)}: start every launcher of a run with the same values, or "

@@ -25,6 +25,7 @@ from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Clo
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .agreement import Terms, agree
+from .patience import Impatience
 from .rounds import View, broken, newcomers
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ class Membership:
         self._closed: Closed | None = None
         self._closing: Closed | None = None
         self._ended: View | None = None
-        self._job_revision = 0
+        self._job: Entry | None = None
+        self._nobody_since_s = math.inf
         self._seat_revision = 0
         self._standbys: set[str] = set()
         self._lease_ttl_s = 0.0
@@ -130,13 +132,27 @@ class Membership:
                 raise RendezvousClosedError(f"run {self._run_id!r} stays closed: {what}")
             return False
         try:
-            self._job_revision = await agree(self._etcd, self._run_id, terms)
-            return await self._write({self._prefix + keys.JOB: self._job_revision})
+            self._job = await agree(self._etcd, self._run_id, terms, abandoned=self._abandoned)
+            return await self._write(self._same_run)
         except RendezvousStateError:
             # What is in the way may be a launcher that was just killed: its key expires.
-            if waited_s > self._lease_ttl_s + 1:
+            if waited_s > self._lease_ttl_s + 1 and (self._view.members or self._abandoned):
                 raise
             return False
+
+    @property
+    def _abandoned(self) -> bool:
+        """Whether nobody is in the run and comes back: it has ended, or an outage of etcd is no reason any more."""
+        view = self._view
+        ended = view.round is not None and view.job is not None and view.job.ended_generation >= view.round.generation
+        nobody_s = asyncio.get_running_loop().time() - self._nobody_since_s
+        return not view.members and (ended or nobody_s > self._lease_ttl_s + _RETURN_S)
+
+    @property
+    def _same_run(self) -> dict[str, int]:
+        """The guard that holds while the run is the one that this launcher has entered."""
+        assert self._job is not None
+        return {self._prefix + keys.JOB: self._job.revision}
 
     async def offer(self, ready: int) -> None:
         """Announce which generation this launcher could join, 0 for none.
@@ -145,8 +161,10 @@ class Membership:
             RendezvousStateError: Another launcher has taken this host id.
         """
         self._member = replace(self._member, ready=ready)
-        while not await self._write({}):
-            await asyncio.sleep(0)
+        while not await self._write(self._same_run):
+            if await self._has_missed_end() or self._closed is not None:
+                return
+            await asyncio.sleep(_POLL_S)
 
     async def form(self, view: View, members: tuple[Seat, ...]) -> bool:
         """Form the generation after that of `view`, unless someone was first, or watermark or end have just come.
@@ -218,6 +236,7 @@ class Membership:
                 try:
                     if self._closing is not None and self._ended is None:
                         await self._end(self._closing)
+                    await self._mark_end()
                 finally:
                     await self._lease.revoke()
                 if self._ended is not None:
@@ -239,6 +258,8 @@ class Membership:
                 loaded.set()
 
     def _see(self, view: View) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._nobody_since_s = math.inf if view.members else min(self._nobody_since_s, now_s)
         doubt_s = self._doubt_s()
         self._view = view.keeping(self._view) if doubt_s > 0 else view
         if self._view is not view:
@@ -341,12 +362,9 @@ class Membership:
                 await self._lease.lost.wait()
             held = False
             try:
-                missed = self._missed_end(await self._etcd.get(self._prefix + keys.JOB))
-                if missed is not None:
-                    self._closed = self._closed or missed
-                    self._on_change()
+                if await self._has_missed_end():
                     return
-                if held := await self._write({self._prefix + keys.JOB: self._job_revision}):
+                if held := await self._write(self._same_run):
                     log.warning("host %s had lost its lease and has registered again", self._member.host)
                 else:
                     await asyncio.sleep(_RETRY_S)
@@ -357,23 +375,31 @@ class Membership:
                 log.debug("not registered again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
-    def _missed_end(self, job: Entry | None) -> Closed | None:
-        """Return the end of the run that passed while this launcher was cut off, None if `job` is still the run's."""
-        if job is None:
-            # Whoever has a seat misses the round in the mirror, which knows whether etcd lost its data.
-            return None if self._seat_revision and self._closed is None else self._gone()
-        if job.revision != self._job_revision:
-            return Closed(reason="it was started anew while this launcher was cut off", failed=True)
-        return None
+    async def _has_missed_end(self) -> bool:
+        """Tell whether the run that this launcher has entered ended while it was cut off."""
+        assert self._job is not None
+        job, ours = await self._etcd.get(self._prefix + keys.JOB), self._job
+        if job is None and self._closed is None and self._seat_revision:
+            return False  # it misses the round in the mirror, which knows whether etcd lost its data
+        if job is not None and job.revision == ours.revision:
+            return False
+        if job is None or job.value.get("ended_generation") != ours.value.get("ended_generation"):
+            missed = self._gone()
+        else:
+            missed = Closed(reason="it was started anew while this launcher was cut off", failed=True)
+        self._closed = self._closed or missed
+        self._on_change()
+        return True
 
     async def _insist(self, write: Callable[[], Awaitable[None]]) -> None:
         async def written() -> None:
+            impatience = Impatience()
             while True:
                 try:
                     await write()
                     return
                 except EtcdUnavailable as error:
-                    log.debug("not written yet: %s", error)
+                    impatience.tell("%s; going on when it takes what this launcher reports", error)
                     await asyncio.sleep(_RETRY_S)
 
         # The caller may stop waiting; the write must not stop with it.
@@ -392,6 +418,16 @@ class Membership:
         lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False) if closed.failed else None
         await self._etcd.commit(guards, {key: closed.to_value()}, lease=lease)
         await self._look_for_end()
+
+    async def _mark_end(self) -> None:
+        """Let whoever was cut off see that a failure has ended the run, though its job and round stay."""
+        if self._ended is None or self._ended.closed is None or not self._ended.closed.failed or self._job is None:
+            return
+        # While the run is closed nobody begins it anew.
+        key = self._prefix + keys.CLOSED
+        if (closed_revision := await self._etcd.revision(key)) and self._ended.round is not None:
+            job = {**self._job.value, "ended_generation": self._ended.round.generation}
+            await self._etcd.commit({key: closed_revision, **self._same_run}, {self._prefix + keys.JOB: job})
 
     async def _look_for_end(self) -> None:
         self._note_end(View.parse(await self._etcd.list(self._prefix + keys.RENDEZVOUS), self._prefix))

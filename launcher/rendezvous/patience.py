@@ -1,11 +1,15 @@
 """How long a launcher waits: the options in `--rdzv-conf`, and deadlines made from them."""
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Self
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+log = logging.getLogger(__name__)
+
+_LONG_S = 3.0
 _EXPIRY_S = 1.0
 """etcd counts whole seconds, and looks for expired leases twice in each."""
 
@@ -35,6 +39,22 @@ class Patience:
             last_call_s=_seconds(params, "last_call_timeout", 30.0),
             lease_ttl_s=_seconds(params, "lease_ttl", 5.0),
         )
+
+
+class Impatience:
+    """Warns once when a wait has become long; an outage that soon passes needs no word."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._told = False
+
+    def tell(self, message: str, *args: object) -> None:
+        """Log the warning if the first call was a while ago."""
+        now_s = time.monotonic()
+        self._began_s = now_s if self._began_s is None else self._began_s
+        if now_s - self._began_s >= _LONG_S and not self._told:
+            self._told = True
+            log.warning(message, *args)
 
 
 class Deadline:

@@ -12,6 +12,7 @@ from resilient_run.daemon.run.rounds import Member
 
 from .loop import LoopThread
 from .membership import Membership
+from .patience import Impatience
 from .rounds import View
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,15 @@ class RunLink:
         Raises:
             EtcdError: etcd was away for too long, or refuses.
         """
+        impatience = Impatience()
         while True:
             try:
                 return self._loop.run(make())
-            except EtcdUnavailable:
-                if time.monotonic() + _RETRY_S > deadline:
+            except EtcdUnavailable as error:
+                left_s = deadline - time.monotonic()
+                if left_s < _RETRY_S:
                     raise
+                impatience.tell("%s; going on for %.0f s", error, left_s)
                 time.sleep(_RETRY_S)
 
     def report(self, report: Coroutine[Any, Any, None], patience_s: float) -> None:
