@@ -107,7 +107,7 @@ class Coordinator:
         """Run until cancelled.
 
         Raises:
-            EtcdError: etcd refuses this job for good.
+            EtcdError: What answers is no etcd, or refuses the credentials.
             DaemonError: A key that everything depends on does not hold what it should.
         """
         etcd = await self._connect()

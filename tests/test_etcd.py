@@ -452,6 +452,22 @@ def test_tls(tmp_path: Path, prefix: str) -> None:
             with pytest.raises(EtcdUnavailable, match="TLS"):
                 with_etcd(refused, lambda etcd: asyncio.sleep(0), timeout_s=1)
         assert not lets_strangers_in(config)
+
+        async def renewed(etcd: Etcd) -> None:
+            make_certificates(tmp_path)
+            process.kill()
+            process.start()
+
+            async def is_put() -> bool:
+                try:
+                    await etcd.put(f"{prefix}a", {"n": 2})
+                except EtcdUnavailable:
+                    return False
+                return True
+
+            await eventually(is_put)
+
+        with_etcd(config, renewed)
     finally:
         process.kill()
 

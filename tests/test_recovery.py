@@ -298,6 +298,26 @@ def test_outage_of_etcd_is_not_noticed(cluster: Cluster, undisturbed: dict[int, 
     assert_same_training(hosts, undisturbed[3])
 
 
+def test_credentials_that_are_refused_for_a_while_are_waited_for(cluster: Cluster, etcd: EtcdProcess) -> None:
+    etcd.enable_auth("secret")
+    host = cluster.host("a")
+    arguments = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "etcd-v3", "--rdzv-id", cluster.name]
+    arguments += ["--rdzv-endpoint", etcd.endpoint, "--local-addr", "127.0.0.1"]
+    host.launch(arguments, [*SCRIPT, "--steps", "200"], RESILIENT_ETCD_USER="trainer", RESILIENT_ETCD_PASSWORD="secret")
+    wait_until(lambda: host.reached(5), timeout_s=60, what="step 5", host=host)
+    etcd.ctl("user", "passwd", "trainer", "--interactive=false", user="root:top", stdin="other\n")
+    wait_until(lambda: host.reached(10), timeout_s=60, what="step 10", host=host)
+    worker = next(iter(host.pids().values()))
+    stop(worker)
+    time.sleep(3)
+    step = host.committed_step()
+    etcd.ctl("user", "passwd", "trainer", "--interactive=false", user="root:top", stdin="secret\n")
+    os.kill(worker, signal.SIGCONT)
+    wait_until(lambda: host.committed_step() > step, timeout_s=60, what="a commit with the password", host=host)
+    assert host.wait() == 0, host.output
+    assert (host.starts(), host.recoveries()) == (2, []), host.output
+
+
 def test_etcd_that_is_full_is_waited_for(cluster: Cluster, undisturbed: dict[int, Host], tmp_path: Path) -> None:
     """Training goes on, commits do when there is space again, and a run that ends meanwhile ends for all then."""
     server = EtcdProcess(tmp_path / "etcd", "--quota-backend-bytes=2000000")

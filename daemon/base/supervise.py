@@ -15,7 +15,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..etcd.client import EtcdError, EtcdLeaseLost, EtcdUnavailable
+from ..etcd.client import EtcdAuthError, EtcdError, EtcdLeaseLost, EtcdUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +109,12 @@ class Supervisor:
 
 
 def ends_job(error: BaseException) -> bool:
-    """Tell whether a job cannot go on: etcd refuses it for good, or a key that everything depends on is damaged."""
-    return isinstance(error, EtcdError | DaemonError) and not isinstance(error, EtcdUnavailable | EtcdLeaseLost)
+    """Tell whether a job cannot go on: what answers is no etcd, or a key that everything depends on is damaged.
+
+    Credentials that are refused may be right again: a password is changed on all sides one after the other.
+    """
+    passing = EtcdUnavailable | EtcdLeaseLost | EtcdAuthError
+    return isinstance(error, EtcdError | DaemonError) and not isinstance(error, passing)
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

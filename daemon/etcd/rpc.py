@@ -36,6 +36,8 @@ T = TypeVar("T")
 _UNAVAILABLE = {rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED, rpc.StatusCode.INTERNAL}
 # etcd has no code of its own for these: a lease that nobody leads to be asked about, more requests than it can take.
 _UNAVAILABLE_DETAILS = ("context deadline exceeded", "too many requests")
+# What befell a request that etcd would take at another moment, as "raft proposal dropped" while its leader changes.
+_BEFELL = {rpc.StatusCode.UNKNOWN, rpc.StatusCode.ABORTED, rpc.StatusCode.RESOURCE_EXHAUSTED}
 _FULL_DETAILS = ("database space exceeded",)
 _REFUSED = {rpc.StatusCode.UNAUTHENTICATED, rpc.StatusCode.PERMISSION_DENIED}
 _REFUSED_DETAILS = ("authentication", "permission denied", "user name is empty", "auth store is old")
@@ -59,7 +61,7 @@ class EtcdError(Exception):
 
 
 class EtcdUnavailable(EtcdError):
-    """etcd does not answer in time, or has no space; trying again is right. Whether a write was applied is unknown."""
+    """etcd cannot carry out a request now; trying again is right. Whether a write was applied is unknown."""
 
 
 class EtcdAuthError(EtcdError):
@@ -94,9 +96,9 @@ class EtcdConnection:
     def __init__(self, config: EtcdConfig, timeout_s: float) -> None:
         self.config = config
         self.timeout_s = timeout_s
-        # One channel per endpoint, so that TLS checks each certificate against the name of its own endpoint.
-        credentials = _credentials(config)
-        self._members = deque(Endpoint(endpoint, credentials) for endpoint in config.endpoints)
+        self._files = _tls_files(config)
+        self._members = self._channels()
+        self._retired: list[Endpoint] = []
         self._token: str | None = None
 
     @property
@@ -165,7 +167,7 @@ class EtcdConnection:
 
     async def close(self) -> None:
         """Close every channel."""
-        for member in self._members:
+        for member in (*self._members, *self._retired):
             await member.channel.close()
 
     def failed(self, member: Endpoint, error: rpc.AioRpcError) -> EtcdError:
@@ -192,23 +194,39 @@ class EtcdConnection:
             )
         if error.code() == rpc.StatusCode.NOT_FOUND and "lease" in details:
             return EtcdLeaseLost(f"etcd at {where} no longer has the lease ({details}): ask for a new one")
-        return EtcdError(f"etcd at {where} could not carry out a request: {details}")
+        failed = EtcdUnavailable if error.code() in _BEFELL else EtcdError
+        return failed(f"etcd at {where} could not carry out a request: {details}")
 
     def unavailable(self, member: Endpoint, details: str) -> EtcdUnavailable:
         """Turn away from `member`, unless another request already did, and return the error that says so."""
         if self.member is member:
             self._members.rotate(-1)
+            self._renew()
         tls = "with TLS" if self.config.tls else "without TLS"
         return EtcdUnavailable(
             f"cannot reach etcd at {self.config.where} {tls} ({details}): check that it runs, and the endpoint, "
             "port and TLS files given to --rdzv-endpoint and --rdzv-conf"
         )
 
+    def _channels(self) -> deque[Endpoint]:
+        # One channel per endpoint, so that TLS checks each certificate against the name of its own endpoint.
+        credentials = grpc.ssl_channel_credentials(*self._files) if self.config.tls else None
+        return deque(Endpoint(endpoint, credentials) for endpoint in self.config.endpoints)
 
-def _credentials(config: EtcdConfig) -> Any:
-    if not config.tls:
-        return None
-    return grpc.ssl_channel_credentials(_read(config.cacert), _read(config.key), _read(config.cert))
+    def _renew(self) -> None:
+        """Connect with the files of TLS as they are now: a channel keeps those that it began with."""
+        try:
+            files = _tls_files(self.config)
+        except EtcdError:
+            return  # they are being renewed
+        if files != self._files:
+            self._files = files
+            self._retired += self._members
+            self._members = self._channels()
+
+
+def _tls_files(config: EtcdConfig) -> tuple[bytes | None, bytes | None, bytes | None]:
+    return _read(config.cacert), _read(config.key), _read(config.cert)
 
 
 def _read(path: str | None) -> bytes | None:

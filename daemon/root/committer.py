@@ -77,6 +77,7 @@ class Committer:
 
     async def run(self) -> None:
         """Move the watermark whenever every rank has all its replicas of something newer."""
+        self._tried = {}
         while True:
             await self._view.wait_for(lambda: self.due() is not None)
             move, guards = self.due(), self._guards()

@@ -19,7 +19,16 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import is_import
 from resilient_run.daemon.base.fields import Fields, printable
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
+from resilient_run.daemon.etcd.client import (
+    Entry,
+    Etcd,
+    EtcdAuthError,
+    EtcdConfig,
+    EtcdError,
+    EtcdLeaseLost,
+    EtcdUnavailable,
+    Lease,
+)
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
@@ -398,7 +407,7 @@ class Membership:
                 try:
                     await write()
                     return
-                except EtcdUnavailable as error:
+                except (EtcdUnavailable, EtcdAuthError) as error:
                     impatience.tell("%s; going on when it takes what this launcher reports", error)
                     await asyncio.sleep(_RETRY_S)
 
