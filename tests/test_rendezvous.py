@@ -722,6 +722,65 @@ def test_standby_that_is_cut_off_ends_with_the_run(
         proxy.close()
 
 
+def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What such a run left behind is for a new start; the key that says that it is over has expired."""
+    launchers = Launchers(etcd.endpoint, "standby-failed", monkeypatch)
+    here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
+    proxy = Proxy(here, there)
+    try:
+        running = launchers.make("a", (1, 1))
+        launchers.joined("a")
+        put_watermark(launchers, 1, 41)
+        launchers.endpoint = f"127.0.0.1:{proxy.port}"
+        launchers.make("b", (1, 1), lease_ttl="2")
+        launchers.endpoint = etcd.endpoint
+        waiting = launchers.join("b")["b"]
+        proxy.close()
+        wait_until(lambda: launchers.members() == {"a"})
+        running.close("rank 0 failed for good", failed=True)
+        assert running.leave()
+        launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/closed"))
+        proxy = Proxy((here[0], proxy.port), there)
+        with pytest.raises(RendezvousClosedError, match="ended it while"):
+            waiting.result(WAIT_S)
+        assert set(launchers.keys()) >= {"rdzv/job", "rdzv/round", "ckpt/watermark"}
+        again = launchers.make("a", (1, 1))
+        launchers.joined("a")
+        assert again.round is not None
+        assert again.round.restore == (1, 41)
+    finally:
+        launchers.close()
+        proxy.close()
+
+
+def test_other_terms_take_over_no_run_that_is_only_cut_off(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = Launchers(etcd.endpoint, "cut-off", monkeypatch)
+    here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
+    proxy = Proxy(here, there)
+    try:
+        launchers.endpoint = f"127.0.0.1:{proxy.port}"
+        for host in "ab":
+            launchers.make(host, (2, 2), lease_ttl="2")
+        launchers.joined("ab")
+        launchers.endpoint = etcd.endpoint
+        proxy.close()
+        wait_until(lambda: launchers.members() == set())
+        other = launchers._threads.submit(launchers.make("c", (1, 1), lease_ttl="2").next_rendezvous)
+        time.sleep(1)
+        assert not other.done()
+        proxy = Proxy((here[0], proxy.port), there)
+        with pytest.raises(RendezvousStateError, match="nnodes=2:2, but this launcher has --nnodes=1:1"):
+            other.result(WAIT_S)
+        wait_until(lambda: launchers.members() == {"a", "b"})
+        running = [launchers.handlers[host] for host in "ab"]
+        assert [(each.failure, each.closed, each.num_nodes_waiting()) for each in running] == [(None, None, 0)] * 2
+    finally:
+        launchers.close()
+        proxy.close()
+
+
 def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launchers) -> None:
     late = launchers.make("a", (1, 1))
     launchers.joined("a")
