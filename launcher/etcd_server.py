@@ -3,12 +3,14 @@
 import fcntl
 import http.client
 import json
+import logging
 import os
 import re
 import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import ExitStack, suppress
 from importlib import metadata, resources
@@ -18,6 +20,8 @@ from typing import Self
 
 from .workers.prctl import death_with_parent
 
+log = logging.getLogger(__name__)
+
 _DIRECTORY_PREFIX = "resilient-run-etcd-"
 _LOCK = "owner.lock"
 _REMEMBERED = "5m"
@@ -26,6 +30,8 @@ _SOCKETS_PARENT = "/dev/shm"
 """Where the sockets are: whoever reaches a vault sees it, also a daemon whose service has a /tmp of its own."""
 # etcd up to 3.5 takes no other form than host:port, and binds it as a path relative to its working directory.
 _CLIENT_SOCKET, _PEER_SOCKET = "client:0", "peer:0"
+_PAUSE_S = (0.1, 10.0)
+"""How long to wait before it is started again: at first, and at most."""
 
 
 class EtcdServerError(Exception):
@@ -35,14 +41,18 @@ class EtcdServerError(Exception):
 class EmbeddedEtcd:
     """An etcd server with its own sockets and data directory, gone with this process however that ends.
 
-    Use it as a context manager, or call `start`, do other work, then `wait_ready`, and `stop` at the end. The data are
-    ephemeral. Nobody but this user (and root) reaches it: it listens on unix sockets in a directory of mode 0700 only.
+    A server that ends by itself, killed for its memory for instance, is started again with its data, which are
+    ephemeral. Use it as a context manager, or call `start`, do other work, then `wait_ready`, and `stop` at the end.
+    Nobody but this user (and root) reaches it: it listens on unix sockets in a directory of mode 0700 only.
     `start` belongs in the main thread: the kernel kills the server when the thread that started it ends.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._directories: list[_Directory] = []
+        self._command: list[str] = []
+        self._keeper: threading.Thread | None = None
+        self._starting, self._stopping = threading.Lock(), threading.Event()
         self._ready = False
 
     def __enter__(self) -> Self:
@@ -77,18 +87,17 @@ class EmbeddedEtcd:
         Raises:
             EtcdServerError: There is no etcd binary on this host, or no place for its sockets or its data.
         """
-        command = find_etcd()
+        etcd = find_etcd()
         for parent in (_SOCKETS_PARENT, tempfile.gettempdir()):
             _remove_abandoned(parent)
             try:
                 self._directories.append(_Directory(parent))
             except OSError as error:
                 raise EtcdServerError(f"etcd needs a directory in {parent}: {error.strerror}") from error
-        sockets, data = (directory.path for directory in self._directories)
         client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         arguments = {
             "name": "embedded",
-            "data-dir": str(data / "data"),
+            "data-dir": str(self._directories[1].path / "data"),
             "listen-client-urls": client,
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
@@ -103,20 +112,9 @@ class EmbeddedEtcd:
             "logger": "zap",
             "log-outputs": "stderr",
         }
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, *(f"--{name}={value}" for name, value in arguments.items())],
-                cwd=sockets,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # The server holds the locks too: a directory counts as abandoned only after both have ended.
-                pass_fds=[directory.lock for directory in self._directories],
-                env={name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "RESILIENT_"))},
-                preexec_fn=death_with_parent(os.getpid()),
-                # Ctrl-C is for the launcher, which still needs etcd while it ends the run.
-                start_new_session=True,
-            )
+        self._command = [*etcd, *(f"--{name}={value}" for name, value in arguments.items())]
+        self._stopping.clear()
+        self._process = self._start()
 
     def wait_ready(self, timeout_s: float = 15.0) -> None:
         """Return when the server serves requests.
@@ -133,16 +131,63 @@ class EmbeddedEtcd:
                 raise EtcdServerError(f"etcd is not ready after {timeout_s:.0f} s; its log:\n{self._log_tail()}")
             time.sleep(0.01)
         self._ready = True
+        self._keeper = threading.Thread(target=self._keep, args=(self._process,), name="embedded-etcd", daemon=True)
+        self._keeper.start()
 
     def stop(self) -> None:
         """Kill the server and remove its sockets and data."""
         self._ready = False
+        with self._starting:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.kill()
+        if self._keeper is not None:
+            self._keeper.join()
+            self._keeper = None
         if self._process is not None:
-            self._process.kill()
             self._process.wait()
             self._process = None
         while self._directories:
             self._directories.pop().remove()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with self._log_path.open("ab") as output:
+            return subprocess.Popen(
+                self._command,
+                cwd=self._directories[0].path,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # The server holds the locks too: a directory counts as abandoned only after both have ended.
+                pass_fds=[directory.lock for directory in self._directories],
+                env={name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "RESILIENT_"))},
+                preexec_fn=death_with_parent(os.getpid()),
+                # Ctrl-C is for the launcher, which still needs etcd while it ends the run.
+                start_new_session=True,
+            )
+
+    def _keep(self, process: "subprocess.Popen[bytes]") -> None:
+        """Start the server again whenever it ends, until `stop`; this thread's end would be the server's."""
+        first_s, limit_s = _PAUSE_S
+        pause_s = first_s
+        while True:
+            began_s = time.monotonic()
+            code = process.wait()
+            if time.monotonic() - began_s > limit_s:
+                pause_s = first_s
+            if not self._stopping.is_set():
+                message = "etcd of this run ended with code %d and is started again in %.1f s; its log:\n%s"
+                log.warning(message, code, pause_s, self._log_tail())
+            if self._stopping.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, limit_s)
+            with self._starting:
+                if self._stopping.is_set():
+                    return
+                try:
+                    self._process = process = self._start()
+                except OSError as error:
+                    log.warning("etcd of this run cannot be started again: %s", error)
 
     @property
     def _client_socket(self) -> Path:

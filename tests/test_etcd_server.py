@@ -106,6 +106,29 @@ def test_killed_owner_takes_the_server_along(parents: tuple[Path, Path]) -> None
     assert left(parents) == []
 
 
+def test_server_that_is_killed_is_started_again_with_its_data(caplog: pytest.LogCaptureFixture) -> None:
+    async def survives(server: EmbeddedEtcd) -> None:
+        etcd = await Etcd.connect(EtcdConfig(endpoints=(server.endpoint,)))
+        try:
+            for count in range(3):
+                await etcd.put("/resilient-run/a", {"n": count})
+                killed = server.pid
+                assert killed is not None
+                os.kill(killed, signal.SIGKILL)
+                async with asyncio.timeout(30):
+                    while server.pid == killed or not answers(server.endpoint):
+                        await asyncio.sleep(0.01)
+                entry = await etcd.get("/resilient-run/a")
+                assert entry is not None
+                assert entry.value == {"n": count}
+        finally:
+            await etcd.close()
+
+    with EmbeddedEtcd() as server:
+        asyncio.run(survives(server))
+    assert caplog.text.count("ended with code -9 and is started again") == 3
+
+
 def test_ctrl_c_reaches_the_owner_only() -> None:
     with EmbeddedEtcd() as server:
         assert server.pid is not None

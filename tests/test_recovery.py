@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, has_ended, kill, recovered, stop, wait_until
 from etcd_process import EtcdProcess
@@ -92,6 +93,24 @@ def test_killed_workers_on_one_host(cluster: Cluster, undisturbed: dict[int, Hos
     assert host.wait() == 0, host.output
     assert_same_training([host], undisturbed[2])
     assert_nothing_committed_lost([host], kept)
+
+
+def test_killed_etcd_of_a_run_on_one_host(cluster: Cluster, undisturbed: dict[int, Host]) -> None:
+    host = cluster.host("solo")
+    host.launch(STANDALONE, SCRIPT)
+    wait_until(lambda: host.reached(5), timeout_s=60, what="step 5", host=host)
+    assert host.launcher is not None
+    children = psutil.Process(host.launcher.pid).children()
+    (etcd,) = [child for child in children if "--name=embedded" in child.cmdline()]
+    kill(etcd.pid)
+    step = host.committed_step()
+    wait_until(lambda: host.committed_step() > step + 1, timeout_s=60, what="a commit after it", host=host)
+    kept = host.committed_step()
+    kill(host.pids()[1])
+    assert host.wait() == 0, host.output
+    assert "is started again" in host.output
+    assert_same_training([host], undisturbed[2])
+    assert_nothing_committed_lost([host], [kept])
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
