@@ -25,13 +25,14 @@ from .base.logs import RepeatFilter
 from .base.settings import Settings
 from .base.supervise import Supervisor
 from .jobs import Jobs
+from .names import Names
 from .notify import ServiceManager
 from .peers.peers import PeerServer
 from .service import DaemonService
 from .slots.memory import MemoryBudget
 from .slots.vault import Vault
 from .trainers.link import LinkServer
-from .trust.private import open_directory
+from .trust.private import hold_directory, open_directory
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,10 @@ class Daemon:
         self._supervisor = Supervisor("daemon")
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._lost = False
 
     async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT, or too long idle; slots stay for the next daemon.
+        """Serve until SIGTERM, SIGINT, too long idle, or out of reach; slots stay for the next daemon.
 
         Raises:
             DaemonError: Another daemon serves this run directory or owns the vault, or a directory is not ours alone.
@@ -86,10 +88,10 @@ class Daemon:
         watcher.attach_loop(loop)
         asyncio.set_child_watcher(watcher)
         with ExitStack() as held:
-            open_directory(settings.run_dir)
-            held.enter_context(holding(settings.lock_path))
-            open_directory(settings.shm_dir)
-            held.enter_context(holding(settings.vault_lock_path))
+            for lock_path in (settings.lock_path, settings.vault_lock_path):
+                open_directory(lock_path.parent)
+                held.callback(os.close, hold_directory(lock_path.parent))
+                held.enter_context(holding(lock_path))
             manager = held.enter_context(closing(ServiceManager(os.environ)))
             if manager.is_there:
                 settings.service_path.touch(mode=0o600)
@@ -106,29 +108,50 @@ class Daemon:
                 sockets = (settings.socket_path, settings.vault_socket_path)
                 server = LinkServer(service, self._spawn)
                 doors = [server.listen(path) for path in sockets]
+                vault_names = Names(settings.vault_lock_path, settings.vault_socket_path)
+                run_names = Names(settings.lock_path, settings.socket_path)
+
+                def lost() -> Path | None:
+                    # Whoever came through the vault, as all do that start a daemon, needs no run directory.
+                    needed = manager.is_there or settings.socket_path in service.entrances
+                    return vault_names.lost() or (run_names.lost() if needed else None)
+
                 self._keep("adopt", jobs.adopt)
-                self._keep("housekeeping", lambda: self._keep_house(jobs, service))
+                self._keep("housekeeping", lambda: self._keep_house(jobs, service, lost))
                 log.info("resilientd (pid %d) serves %s, slots in %s", os.getpid(), settings.run_dir, settings.shm_dir)
                 self._keep("watchdog", manager.watch)
                 manager.ready()
                 await self._stopping.wait()
                 manager.stopping()
-                await jobs.persist()
+                if not self._lost:
+                    await jobs.persist()
                 for door in doors:
                     door.close()
                 peers.close()
-                for path in sockets:
-                    path.unlink(missing_ok=True)
+                for path, names in zip(sockets, (run_names, vault_names), strict=True):
+                    if names.is_ours(path):
+                        path.unlink(missing_ok=True)
                 for task in self._tasks:
                     task.cancel()
             log.info("resilientd (pid %d) ends", os.getpid())
 
-    async def _keep_house(self, jobs: Jobs, service: DaemonService) -> None:
-        """Collect orphans, and end the daemon when nobody has needed it for long enough."""
+    async def _keep_house(self, jobs: Jobs, service: DaemonService, lost: Callable[[], Path | None]) -> None:
+        """Collect orphans, and end the daemon when nobody has needed it for long enough, or nobody finds it."""
         idle_since_s = time.monotonic()
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             self._repeats.report()
+            if not self._lost and (path := lost()) is not None:
+                log.error(
+                    "%s was removed or replaced while this daemon (pid %d) served it. Nobody finds it any more, so "
+                    "it ends; launchers or the service manager start the next one. Keep cleaners and logouts off %s "
+                    "(docs/operations/daemon.md#removed-while-it-runs)",
+                    path,
+                    os.getpid(),
+                    path.parent,
+                )
+                self._lost = True
+                self._stopping.set()
             await jobs.collect(self._options.orphan_ttl_s)
             if not service.is_idle or not jobs.is_empty:
                 idle_since_s = time.monotonic()

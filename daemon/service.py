@@ -59,6 +59,11 @@ class DaemonService:
         """Tell whether no launcher and no trainer is connected."""
         return not self._launchers and not self._sessions
 
+    @property
+    def entrances(self) -> set[Path]:
+        """The sockets through which launchers came: they and their workers come back through them."""
+        return {connection.entrance for connection in self._launchers}
+
     async def handle(self, connection: Connection, op: str, fields: Fields) -> dict[str, Any]:
         """Return the answer to `op`.
 

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cleaner import needs_cleaner, remove_all_old
 from cluster import wait_until
 from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_bytes, wait_for_watermark
 
@@ -451,3 +454,89 @@ def test_capture_that_is_not_what_was_announced_is_not_held(hosts: Hosts) -> Non
     trainer.notify("complete", path=str(path), generation=1, step=1)
     wait_for_watermark([trainer], (1, 1))
     assert hosts["a"].log.count("is not held") == 2
+
+
+NAMES = ["vault.lock", "resilientd.sock", ""]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["lock", "socket", "directory"])
+@pytest.mark.parametrize("of", ["shm_dir", "run_dir"])
+def test_daemon_that_nobody_finds_any_more_ends_and_the_next_one_is_found(hosts: Hosts, of: str, name: str) -> None:
+    """A cleaner or a logout takes a name away under it; the launcher came through the run directory."""
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    host = hosts["a"]
+    directory = host.shm_dir if of == "shm_dir" else host.run_dir
+    path = directory / (name if of == "shm_dir" else name.replace("vault", "resilientd"))
+    if path == directory:
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    assert host.process is not None
+    assert host.process.wait(30) == 0
+    assert host.log.count("was removed or replaced while this daemon") == 1
+    assert trainer.is_closed()
+    host.drop_clients()
+    host.start()
+    hosts.run("a", generation=2)
+    survived = (of, name) != ("shm_dir", "")
+    assert host.held() == ({0: {(1, 1)}} if survived else {})
+
+
+def test_daemon_leaves_the_one_alone_that_has_taken_its_place(hosts: Hosts, tmp_path: Path) -> None:
+    """The second one is there before the first has noticed that its vault is gone."""
+    hosts.run("a")
+    first, shm_dir = hosts["a"].process, hosts["a"].shm_dir
+    assert first is not None
+    first.send_signal(signal.SIGSTOP)
+    shutil.rmtree(shm_dir)
+    (tmp_path / "a" / "resilientd.lock").unlink()
+    hosts["a"].drop_clients()
+    hosts["a"].start()
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(30) == 0
+    hosts["a"].open()
+    assert hosts["a"].process is not None
+    assert hosts["a"].status()["pid"] == hosts["a"].process.pid
+    assert (shm_dir / "resilientd.sock").is_socket()
+
+
+def test_daemon_that_launchers_find_through_its_vault_needs_no_run_directory(hosts: Hosts) -> None:
+    """It goes with the login that made it."""
+    host = hosts["a"]
+    host.start()
+    host.socket_path = host.shm_dir / host.socket_path.name
+    (trainer,) = hosts.run("a")
+    shutil.rmtree(host.run_dir)
+    hosts.commit([trainer], [1])
+    assert host.process is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        host.process.wait(2)
+    hosts.commit([trainer], [2])
+
+
+def test_service_needs_its_run_directory(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher looks for it elsewhere, and its manager starts it again."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        host = hosts["a"]
+        host.start()
+        shutil.rmtree(host.run_dir)
+        assert host.process is not None
+        assert host.process.wait(30) == 0
+    assert f"{host.run_dir / 'resilientd.lock'} was removed or replaced" in host.log
+
+
+@needs_cleaner
+def test_cleaner_of_old_files_spares_what_a_daemon_serves(hosts: Hosts, tmp_path: Path) -> None:
+    host, parent = hosts["a"], tmp_path / "cleaned"
+    host.run_dir, host.shm_dir = parent / "run", parent / "vault"
+    host.socket_path = host.run_dir / host.socket_path.name
+    (parent / "nobody's").mkdir(parents=True)
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    served = {path for path in parent.rglob("*") if path.name != "nobody's"}
+    remove_all_old(parent)
+    assert set(parent.rglob("*")) == served
+    hosts.commit([trainer], [2])

@@ -1,6 +1,7 @@
 """One vault has one owner: two logins of one user work at once, and nothing that somebody has open is removed."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Host, kill, recovered, stop, wait_until
+from cluster import Host, has_ended, kill, recovered, stop, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
 from launchers import run_ctl
 
@@ -138,3 +139,32 @@ def test_slots_that_a_trainer_has_mapped_are_no_garbage(
     assert login.wait(300) == 0, login.output
     assert recovered(login) == 1
     assert {event["steps_lost"] for event in login.recoveries()} <= {0, 1, None}, "the new daemon has heard of no step"
+
+
+def test_vault_that_is_removed_under_a_run_gets_a_new_owner(
+    logins: list[Login], vault: Vault, tmp_path: Path, etcd_endpoint: str
+) -> None:
+    """As by RemoveIPC; the login that comes next shares the new vault and its daemon."""
+    gate = Gate(tmp_path / "gate")
+    runs = [f"{tmp_path.name}-{login.name}" for login in logins]
+    sock = vault.path / "resilientd.sock"
+    logins[0].launch(on_etcd(etcd_endpoint, runs[0]), gate.script, RESILIENT_HOST_ID="h")
+    train_to(3, gate, logins[:1], sock)
+    lost = vault.owner
+    assert lost is not None
+    shutil.rmtree(vault.path)
+    wait_until(lambda: has_ended(lost), timeout_s=60, what="the end of the daemon that nobody finds", host=logins[0])
+    train_to(gate.step + 5, gate, logins[:1], sock)
+    owner = vault.owner
+    assert owner not in (None, lost)
+    logins[1].launch(on_etcd(etcd_endpoint, runs[1]), gate.script, RESILIENT_HOST_ID="h")
+    wait_until(lambda: len(vault.jobs()) == 2, timeout_s=180, what="both jobs at one daemon")
+    kill(logins[0].pids()[0])
+    wait_until(lambda: logins[0].starts() == 4, timeout_s=180, what="new workers", host=logins[0])
+    gate.open(STEPS)
+    for login in logins:
+        assert login.wait(300) == 0, login.output
+    assert vault.owner == owner
+    assert recovered(logins[0]) == 1
+    assert {event["steps_lost"] for event in logins[0].recoveries()} <= {0, 1}
+    assert_undisturbed(logins[:1])

@@ -31,13 +31,15 @@ class Connection:
 
     Attributes:
         pid: The process.
+        entrance: The socket that it connected to.
         busy: Whether a message of it is being answered.
     """
 
     busy = False
 
-    def __init__(self, writer: asyncio.StreamWriter, pid: int) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, pid: int, entrance: Path) -> None:
         self.pid = pid
+        self.entrance = entrance
         self._writer = writer
 
     def notify(self, message: wire.Message) -> None:
@@ -100,8 +102,9 @@ class LinkServer:
         self._spawn(self._serve(sock, wire.peer(sock)[0], message))
 
     async def _serve(self, sock: socket.socket, pid: int, first: wire.Message) -> None:
+        entrance = Path(sock.getsockname())
         reader, writer = await asyncio.open_unix_connection(sock=sock)
-        connection = Connection(writer, pid)
+        connection = Connection(writer, pid, entrance)
         message: wire.Message | None = first
         try:
             while message is not None:

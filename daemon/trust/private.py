@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -33,6 +34,20 @@ def open_directory(path: Path) -> None:
     # What is checked is what is changed, whatever takes its name meanwhile.
     with _own(path) as descriptor:
         os.fchmod(descriptor, 0o700)
+
+
+def hold_directory(path: Path) -> int:
+    """Return a descriptor of the directory `path`: while it is open, systemd-tmpfiles removes nothing below `path`.
+
+    Raises:
+        DaemonError: It is something else, or somebody else's.
+    """
+    with _own(path) as descriptor:
+        held = os.dup(descriptor)
+    # Some file systems have no locks for directories, and this one only keeps a cleaner off (tmpfiles.d(5)).
+    with contextlib.suppress(OSError):
+        fcntl.flock(held, fcntl.LOCK_SH)
+    return held
 
 
 def directory_mode(path: Path) -> int:
