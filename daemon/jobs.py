@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from resilient_run.ckpt.errors import DaemonError
 
+from .base.process import started_ticks
 from .base.record import JobKey, JobRecord
 from .base.spec import JobSpec
 from .job import Job, describe_slots
@@ -85,7 +84,7 @@ class Jobs:
                     f"this daemon has {_MAX_JOBS} runs open, and takes no more: end some (`resilientctl status` shows "
                     "them), or start one with a RESILIENT_RUN_DIR and RESILIENT_SHM_DIR of its own"
                 )
-            if job is not None and job.launcher_pid not in (None, pid) and psutil.pid_exists(job.launcher_pid):
+            if job is not None and job.launcher_pid not in (None, pid) and job.slots.record.is_open:
                 raise DaemonError(
                     f"run id {spec.run_id!r} already has a live launcher on host {job.spec.host}: pid "
                     f"{job.launcher_pid}; choose another run id (--rdzv-id), or another RESILIENT_HOST_ID and "
@@ -98,6 +97,7 @@ class Jobs:
                 replicas=spec.replicas,
                 attached=False,
                 launcher_pid=pid,
+                launcher_ticks=started_ticks(pid),
             )
             slots = self._vault.open(record)
             self._left.pop(spec.key, None)

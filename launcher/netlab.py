@@ -15,6 +15,8 @@ from typing import Any, Self
 
 import click
 
+from resilient_run.daemon.base.process import started_ticks
+
 from .lab.host import BRIDGE, NETWORK, HostStatus, LabHost
 from .lab.state import (
     LabState,
@@ -25,7 +27,6 @@ from .lab.state import (
     namespace_exists,
     parse_rate,
     run,
-    started_ticks,
     unavailable,
 )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 
+from resilient_run.daemon.base.process import started_ticks
 from resilient_run.launcher.lab import state as lab_state
 from resilient_run.launcher.netlab import LabHost, NetLab, NetLabError, lab_names
 
@@ -242,8 +243,8 @@ def test_unknown_lab_names_the_known_ones(netlab: Callable[..., NetLab]) -> None
 
 def test_start_time_is_of_a_living_process_only() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
-        started = lab_state.started_ticks(child.pid)
+        started = started_ticks(child.pid)
         assert started is not None
-        assert started >= (lab_state.started_ticks(os.getpid()) or started + 1)
+        assert started >= (started_ticks(os.getpid()) or started + 1)
         child.kill()
-        wait_until(lambda: lab_state.started_ticks(child.pid) is None, timeout_s=30, what="a zombie")
+        wait_until(lambda: started_ticks(child.pid) is None, timeout_s=30, what="a zombie")

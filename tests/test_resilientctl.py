@@ -184,6 +184,26 @@ def test_gc_without_a_daemon_spares_jobs_whose_launcher_lives(hosts: Hosts) -> N
     assert not list(hosts["a"].shm_dir.glob("*/"))
 
 
+def test_a_stranger_that_has_the_launcher_s_pid_by_now_keeps_no_slots(hosts: Hosts) -> None:
+    """A killed daemon has not seen its launcher's end; in the records of older versions the pid has to do."""
+    (trainer,) = hosts.run("a")
+    hosts.commit([trainer], [1])
+    hosts["a"].kill()
+    hosts["a"].drop_clients()
+    (path,) = hosts["a"].shm_dir.glob("*/job.json")
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        try:
+            record = {**json.loads(path.read_text()), "launcher_pid": stranger.pid}
+            path.write_text(json.dumps({**record, "launcher_ticks": None}))
+            assert "removed nothing" in ctl(hosts, "gc").stdout
+            path.write_text(json.dumps(record))
+            hosts["a"].start("--orphan-ttl", "0")
+            wait_until(lambda: "no launcher came back" in hosts["a"].log, timeout_s=30, what=lambda: hosts["a"].log)
+        finally:
+            stranger.kill()
+    assert not path.exists()
+
+
 def test_trainer_is_only_let_into_an_open_job(hosts: Hosts) -> None:
     hosts["a"].start()
     client = Client(hosts["a"].socket_path)

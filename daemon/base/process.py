@@ -1,4 +1,4 @@
-"""What processes may do: how many files they may have open, and which capabilities of the kernel they have."""
+"""What processes may do (open files, capabilities of the kernel), and telling them from later ones of their number."""
 
 import re
 import resource
@@ -29,3 +29,14 @@ def has_capability(pid: int, number: int) -> bool:
     text = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> number & 1)
+
+
+def started_ticks(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot; None when we see no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The second field is the command's name in parentheses, and may hold anything.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])

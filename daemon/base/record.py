@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from resilient_run.ckpt.errors import DaemonError
 
 from ..trust.private import open_new, read_file
 from .fields import Fields
+from .process import started_ticks
 
 RECORD_NAME = "job.json"
 _MAX_BYTES = 1 << 16
@@ -32,6 +31,7 @@ class JobRecord:
         replicas: Copies of each checkpoint.
         attached: A Checkpointer was seen in this incarnation.
         launcher_pid: The launcher that holds the job open, None once it is gone.
+        launcher_ticks: When it was started (`started_ticks`), None if an older version has written the record.
     """
 
     run_id: str
@@ -40,6 +40,7 @@ class JobRecord:
     replicas: int
     attached: bool
     launcher_pid: int | None
+    launcher_ticks: int | None = None
     generation: int = 0
     round_revision: int = 0
 
@@ -51,7 +52,8 @@ class JobRecord:
     @property
     def is_open(self) -> bool:
         """Tell whether a live launcher holds the job open, as far as anybody wrote down."""
-        return self.launcher_pid is not None and psutil.pid_exists(self.launcher_pid)
+        ticks = None if self.launcher_pid is None else started_ticks(self.launcher_pid)
+        return ticks is not None and self.launcher_ticks in (None, ticks)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -75,6 +77,7 @@ class JobRecord:
             replicas=fields.integer("replicas", low=1),
             attached=fields.flag("attached"),
             launcher_pid=fields.optional_integer("launcher_pid"),
+            launcher_ticks=fields.optional_integer("launcher_ticks"),
             generation=fields.optional_integer("generation") or 0,
             round_revision=fields.optional_integer("round_revision") or 0,
         )

@@ -73,7 +73,8 @@ class Vault:
             slots = JobSlots(directory=directory, record=record, budget=self.budget, adopted=True)
             self._jobs[record.key] = slots
             return slots
-        slots.update_record(replicas=record.replicas, launcher_pid=record.launcher_pid)
+        changed = ("replicas", "launcher_pid", "launcher_ticks")
+        slots.update_record(**{name: getattr(record, name) for name in changed})
         return slots
 
     async def remove(self, slots: JobSlots) -> int:

@@ -121,17 +121,6 @@ def lab_names() -> list[str]:
     return sorted(path.parent.name for path in LABS.glob("*/state.json"))
 
 
-def started_ticks(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the command's name in parentheses, and may hold anything.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
-
-
 @contextmanager
 def changing_labs() -> Iterator[None]:
     """Let one process at a time build or remove labs.
