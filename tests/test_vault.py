@@ -5,9 +5,11 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, corrupt, publish, wait_for_watermark
@@ -296,6 +298,46 @@ def test_record_that_cannot_be_read_is_left_alone(shm_dir: Path, caplog: pytest.
 
     asyncio.run(scenario())
     assert "is left alone" in caplog.text
+
+
+@pytest.mark.parametrize("names", range(4))
+def test_removal_that_is_killed_is_completed_by_the_next_daemon(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, names: int
+) -> None:
+    """After `names` of record, two slots and the directory are gone; the record is the newest file."""
+
+    async def make() -> Path:
+        slots = open_vault(shm_dir).open(record())
+        await slots.allocate(0, SMALL, agreed=said(None))
+        slots.update_record(launcher_pid=None)
+        return slots.directory
+
+    async def removed(vault: Vault) -> int:
+        jobs = Jobs(vault, asyncio.create_task)
+        jobs.scan()
+        return len((await jobs.collect_garbage())["removed"])
+
+    def killed_at(*arguments: Any, **options: Any) -> None:
+        nonlocal names
+        if names == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        names -= 1
+        unlink(*arguments, **options)
+
+    directory, unlink = asyncio.run(make()), os.unlink
+    assert len(list(directory.iterdir())) == 3
+    child = os.fork()
+    if child == 0:
+        try:
+            monkeypatch.setattr(os, "unlink", killed_at)
+            monkeypatch.setattr(os, "rmdir", killed_at)
+            asyncio.run(removed(open_vault(shm_dir)))
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert directory.exists()
+    asyncio.run(removed(open_vault(shm_dir)))
+    assert not directory.exists()
 
 
 def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:

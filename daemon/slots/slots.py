@@ -20,7 +20,7 @@ from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
 
 from ..base.fields import Fields
-from ..base.record import JobRecord
+from ..base.record import RECORD_NAME, JobRecord
 from ..run.commit import Agreed, is_dead
 from ..run.rounds import Round
 from .keeping import is_kept, version_of
@@ -293,7 +293,7 @@ class JobSlots:
                 file.slot.close()
             self._files.clear()
             self.budget.release(self.key)
-            await in_thread(shutil.rmtree, self.directory, True)
+            await in_thread(_remove_job, self.directory)
             return freed_bytes
 
     def _adopt(self, path: Path, rank: int) -> SlotFile | None:
@@ -399,6 +399,15 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_job(directory: Path) -> None:
+    """Remove the directory of a job, its record last: no daemon would ever remove slots that have none."""
+    with contextlib.suppress(OSError):
+        for path in list(directory.iterdir()):
+            if path.name != RECORD_NAME:
+                _remove(path)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _file_limit() -> str:
