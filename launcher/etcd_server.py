@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from resilient_run.daemon.trust.private import hold_directory
+
 from .workers.prctl import death_with_parent
 
 log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class EmbeddedEtcd:
             "heartbeat-interval": "20",
             "election-timeout": "200",
             "auto-compaction-retention": _REMEMBERED,
-            # What is kept in memory until then; a server that never restarts needs no log.
+            # What is kept in memory until then.
             "snapshot-count": "5000",
             "logger": "zap",
             "log-outputs": "stderr",
@@ -228,11 +230,13 @@ class _Directory:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         # Whoever looks for what is abandoned finds it locked, or not at all.
         unnamed.rename(self.path / _LOCK)
+        self._held = hold_directory(self.path)
 
     def remove(self) -> None:
         """Remove it with what is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
+        os.close(self._held)
 
 
 def find_etcd() -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cleaner import needs_cleaner, remove_all_old
 
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.launcher import etcd_server
@@ -127,6 +128,28 @@ def test_server_that_is_killed_is_started_again_with_its_data(caplog: pytest.Log
     with EmbeddedEtcd() as server:
         asyncio.run(survives(server))
     assert caplog.text.count("ended with code -9 and is started again") == 3
+
+
+@needs_cleaner
+def test_cleaner_of_old_files_spares_a_server(parents: tuple[Path, Path]) -> None:
+    def clean() -> None:
+        for parent in parents:
+            remove_all_old(parent)
+
+    command = [sys.executable, "-P", "-c", OWNER, str(parents[0])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        try:
+            endpoint, _pid = owner.stdout.readline().split()
+            files = {path for parent in parents for path in parent.rglob("*")}
+            clean()
+            assert files == {path for parent in parents for path in parent.rglob("*")}
+            assert answers(endpoint)
+        finally:
+            owner.kill()
+    wait_until(lambda: not answers(endpoint))
+    clean()
+    assert left(parents) == []
 
 
 def test_ctrl_c_reaches_the_owner_only() -> None:
