@@ -1,5 +1,6 @@
 """The one client of the daemon, against servers that answer late, wrongly or not at all."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -170,3 +171,27 @@ def test_a_daemon_that_does_not_read_is_behind_by_hundreds_of_messages_before_it
     read.set()
     wait_until(lambda: troubles, timeout_s=30.0, what="no trouble was told")
     assert str(troubles[0]) == "it has not read its messages for so long that the socket is full"
+
+
+def test_any_number_of_connections_takes_one_handler_of_forks_that_closes_what_a_child_inherits(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **handlers: registered.append(handlers))
+    connections = 5
+
+    def serve(connection: socket.socket, number: int) -> None:
+        greet(connection)
+        if number == connections - 1:
+            answer_all(connection)
+
+    client = connect(serve)
+    wait_until(lambda: client.is_welcome and client.request("ask", within_s=5.0), timeout_s=30, what="the last one")
+    assert not registered
+    connection = client._connection
+    assert connection is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if connection.fileno() == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.request("ask", within_s=30.0)["ok"], "its parent's goes on"

@@ -25,6 +25,9 @@ _RETRY_S: Final = 0.1
 _REFUSED_S: Final = 1.0
 _UNREAD_BYTES: Final = 1 << 20
 
+_connections: Final = weakref.WeakSet[socket.socket]()
+"""All of this process, and in a child those that it has inherited."""
+
 
 class DaemonClient:
     """Every method may be called from any thread of the process that made it.
@@ -163,7 +166,7 @@ class DaemonClient:
             pause_s = _REFUSED_S
             try:
                 with dial(self.address, _DIAL_S) as connection:
-                    _close_after_fork(connection)
+                    _connections.add(connection)
                     try:
                         self._serve(connection)
                     finally:
@@ -262,12 +265,10 @@ def _checked(answer: Message) -> Message:
     raise BY_NAME.get(str(answer.get("error")), DaemonError)(answer.get("message", "the daemon gave no reason"))
 
 
-def _close_after_fork(connection: socket.socket) -> None:
-    reference = weakref.ref(connection)
+def _close_inherited() -> None:
+    for connection in list(_connections):
+        connection.close()
 
-    def close() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited.close()
 
-    os.register_at_fork(after_in_child=close)
+# Once for the process: a handler cannot be taken back, and there is a connection whenever a daemon is started again.
+os.register_at_fork(after_in_child=_close_inherited)
