@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class RecoveryTimeline:
         self._summed_up = 0
         self._protected = ""
         self._attached = False
+        self._is_cut = False
 
     def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None, idle_s: float = 0.0) -> None:
         """Start the timeline of a failure noticed now and `detect_s` old; an unfinished recovery ends where it starts.
@@ -150,12 +152,9 @@ class RecoveryTimeline:
     def on_event(self, message: dict[str, Any]) -> None:
         """Take a trainer event that the daemon forwarded (`attached`, `restored`, `first_commit`, `unprotected`, …)."""
         if message.get("event") in ("unprotected", "protected"):
-            self._write(
-                {
-                    **self._about(str(message["event"]), int(message["generation"])),
-                    **{name: message[name] for name in ("step", "steps_at_risk", "reason")},
-                }
-            )
+            about = self._about(str(message["event"]), int(message["generation"]))
+            with self._lock:
+                self._write({**about, **{name: message[name] for name in ("step", "steps_at_risk", "reason")}})
             return
         if message.get("event") == "first_commit":
             self._protect(message["hosts"], message["replicas"], message["every"])
@@ -261,9 +260,12 @@ class RecoveryTimeline:
     def _write(self, event: dict[str, Any]) -> None:
         if self._events_path is None:
             return
+        line = json.dumps(event).encode() + b"\n"
         try:
-            _append(self._events_path, event)
+            _append(self._events_path, b"\n" + line if self._is_cut else line)
+            self._is_cut = False
         except (OSError, DaemonError) as error:
+            self._is_cut = self._is_cut or isinstance(error, _CutError)
             # Training goes on without.
             log.error("an event is not written to %s: %s", self._events_path, error)
 
@@ -303,14 +305,34 @@ def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _append(path: Path, event: dict[str, Any]) -> None:
+class _CutError(BlockingIOError):
+    """Of a line only the beginning was written, and it stays there."""
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append `line`; what was written of one that does not fit is taken back, which a pipe does not do.
+
+    Raises:
+        DaemonError: See `open_to_append`.
+        OSError: It is not written now.
+    """
     descriptor = open_to_append(path)
     try:
-        line = json.dumps(event).encode() + b"\n"
-        if os.write(descriptor, line) < len(line):
-            raise BlockingIOError(errno.EAGAIN, "its end did not fit")
+        if (count := os.write(descriptor, line)) < len(line):
+            kind = BlockingIOError if _took_back(descriptor, count) else _CutError
+            raise kind(errno.EAGAIN, "its end did not fit")
     finally:
         os.close(descriptor)
+
+
+def _took_back(descriptor: int, count: int) -> bool:
+    """Remove the `count` bytes that were just written, and tell whether that is possible."""
+    with suppress(OSError):
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if os.fstat(descriptor).st_size == end:  # Else another launcher has written behind them.
+            os.ftruncate(descriptor, end - count)
+            return True
+    return False
 
 
 _NAMED = 8

@@ -1,8 +1,13 @@
 """The recovery timeline: phases in order, one event per recovery, nothing from other generations."""
 
+import fcntl
 import json
 import logging
+import os
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import pytest
 import recovery_phases
 
-from resilient_run.daemon.base.goodput import PHASES
+from resilient_run.daemon.base.goodput import PHASES, read_ledger
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.launcher.rendezvous.rounds import View
 from resilient_run.launcher.timeline import RecoveryTimeline, newest_step, whole
@@ -225,6 +230,79 @@ def test_training_without_checkpoints_is_no_part_of_a_recovery(tmp_path: Path) -
     told = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(told) == 2
     assert max(event["total_s"] for event in told) < 0.1
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """Let no file of this process become larger, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fail(timeline: RecoveryTimeline, cause: str) -> None:
+    timeline.begin(kind="worker_exit", cause=cause, detect_s=0.0, last_step=3)
+    timeline.close()
+
+
+def test_an_event_for_whose_end_there_is_no_room_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    fail(timeline, "first")
+    before = path.read_text()
+    with room_for(len(before) + 20):
+        fail(timeline, "second")
+    assert path.read_text() == before
+    assert "its end did not fit" in caplog.text
+    with room_for(len(before)):
+        fail(timeline, "third")
+    fail(timeline, "fourth")
+    assert [failure.cause for failure in read_ledger([path]).failures] == ["first", "fourth"]
+
+
+def test_what_is_behind_an_event_that_was_cut_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers of several hosts may append to one file."""
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    write = os.write
+
+    def cut(descriptor: int, line: bytes) -> int:
+        written = write(descriptor, line[:20])
+        with path.open("ab") as other:
+            other.write(b"other\n")
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", cut)
+        fail(timeline, "first")
+    fail(timeline, "second")
+    lines = path.read_text().splitlines()
+    assert lines[0].endswith("other")
+    assert json.loads(lines[-1])["cause"] == "second"
+
+
+def test_an_event_that_a_full_pipe_cuts_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    os.mkfifo(path)
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    size_bytes = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
+    fail(timeline, "x" * size_bytes)
+    fail(timeline, "no room")
+    assert len(os.read(reader, size_bytes)) == size_bytes
+    fail(timeline, "second")
+    fail(timeline, "third")
+    begins, *others = os.read(reader, size_bytes).splitlines()
+    os.close(reader)
+    assert not begins
+    assert [json.loads(line)["cause"] for line in others] == ["second", "third"]
 
 
 def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
