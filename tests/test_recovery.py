@@ -8,8 +8,10 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
+import gated
 import psutil
 import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, has_ended, kill, recovered, stop, wait_until
@@ -111,6 +113,28 @@ def test_killed_etcd_of_a_run_on_one_host(cluster: Cluster, undisturbed: dict[in
     assert "is started again" in host.output
     assert_same_training([host], undisturbed[2])
     assert_nothing_committed_lost([host], [kept])
+
+
+def test_an_installation_of_another_version_meanwhile_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Whatever a recovery needs is in memory: here each file of the other version is one that nobody can import."""
+    installed = tmp_path / "site" / "resilient_run"
+    for package in ("", "ckpt", "comm", "daemon", "launcher"):
+        source = import_module(f"resilient_run.{package}".rstrip(".")).__path__[0]
+        shutil.copytree(source, installed / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    host, gate = cluster.host("solo"), gated.Gate(tmp_path / "gate")
+    host.forked = False
+    host.launch(STANDALONE, gate.script, PYTHONPATH=str(installed.parent), PYTHONDONTWRITEBYTECODE="1")
+    gate.open(1)
+    wait_until(lambda: host.committed_step() == 1, timeout_s=60, what="the commit of step 1", host=host)
+    for file in installed.rglob("*.py"):
+        file.write_text(f"of another version: {file}")
+    for count in (1, 2):
+        kill(host.pids()[count % 2])
+        gate.open(1 + count)
+        wait_until(lambda count=count: recovered(host) == count, timeout_s=60, what=f"recovery {count}", host=host)
+    gate.open(gated.STEPS)
+    assert host.wait() == 0, host.output
+    gated.assert_undisturbed([host])
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])

@@ -1,5 +1,6 @@
 """A warm worker is a cold one in all but the time: same program, same environment, same end."""
 
+import ast
 import json
 import logging
 import os
@@ -13,14 +14,16 @@ import threading
 import venv
 import zipfile
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from cluster import stop, wait_until
+from launchers import run_python
 
-from resilient_run.launcher.workers import warm
+from resilient_run.launcher.workers import warm, zygote
 from resilient_run.launcher.workers.handler import warm_workers
 from resilient_run.launcher.workers.warm import WarmProcess, WorkerStarter
 
@@ -424,6 +427,41 @@ def test_zygote_imports_more_once_the_first_workers_run(tmp_path: Path, monkeypa
         assert warm[1:] == cold[1:]
     finally:
         bench.starter.close()
+
+
+def test_what_modules_of_ours_import_later_is_imported_beforehand_if_that_is_cheap(bench: Bench) -> None:
+    """By then another version may be installed."""
+    bench.write("""
+        import json, sys
+        print(json.dumps({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}))
+    """)
+    loaded = json.loads(bench.run(warm=True)[0])
+    later = set()
+    for name, file in loaded.items():
+        if name.startswith("resilient_run"):
+            package = name if Path(file).name == "__init__.py" else name.rpartition(".")[0]
+            later.update(_imported_by_functions(Path(file), package))
+    assert "resilient_run.ckpt.state.loading" in later
+    assert later - loaded.keys() == {"resilient_run.ckpt.capture.fingerprint"}, "it needs numba"
+    assert not {"numba", "torch.distributed.checkpoint", "accelerate", "lightning", "transformers"} & loaded.keys()
+
+
+def _imported_by_functions(file: Path, package: str) -> Iterator[str]:
+    for function in ast.walk(ast.parse(file.read_text())):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom):
+                    name = resolve_name("." * node.level + (node.module or ""), package)
+                    if name.startswith("resilient_run"):
+                        yield name
+
+
+def test_zygote_imports_what_is_beside_it_once() -> None:
+    """It forks zygotes of ranks later, when another version may be installed."""
+    ended = run_python(
+        ["-c", f"from {zygote.__name__} import _ours; assert _ours('prctl') is _ours('prctl')"], os.environ
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_one_zygote_serves_all_starts(bench: Bench) -> None:

@@ -19,6 +19,7 @@ is then the parent of a warm worker as of a cold one, gets its exit status from 
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -47,6 +48,13 @@ _AT_ONCE = ("torch.distributed",)
 _LATER = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 """What training scripts import besides; any optimizer needs the first. It is imported before the first workers if the
 program names an optimizer, and else when nobody waits."""
+
+_OWN = (
+    "resilient_run.ckpt.checkpointer",
+    "resilient_run.ckpt.state.loading",
+    "resilient_run.ckpt.convert.import_loader",
+)
+"""What a `Checkpointer` imports, at once or only when it restores: another version may be installed by then."""
 
 _LATER_S = 1.0
 
@@ -246,8 +254,12 @@ def _changed_variable() -> str | None:
     return None
 
 
+@functools.cache
 def _ours(name: str) -> ModuleType:
-    """Return a module beside this one, forgotten by the interpreter: a worker has imported none of them."""
+    """Return a module beside this one, forgotten by the interpreter: a worker has imported none of them.
+
+    It is imported once, from what is installed when this process starts.
+    """
     full = f"resilient_run.launcher.workers.{name}"
     module = importlib.import_module(full)
     for forgotten in list(sys.modules):
@@ -259,7 +271,7 @@ def _ours(name: str) -> ModuleType:
 
 def _preload(modules: Sequence[str]) -> None:
     gc.disable()  # Nothing of what imports make is garbage.
-    for name in (*modules, "resilient_run.ckpt.checkpointer"):
+    for name in (*modules, *_OWN):
         # What a worker cannot import must fail there, where the user sees it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
