@@ -159,8 +159,8 @@ class Node:
                 await asyncio.to_thread(self._fetch_bare, address)
         return time.monotonic() - begun_s
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any, *given: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work(*given))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

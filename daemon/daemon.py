@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ class Daemon:
     def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._track(self._supervisor.keep(name, work))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._track(self._supervisor.once(getattr(work, "__qualname__", "task"), work))
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> asyncio.Task[None]:
+        return self._track(self._supervisor.once(getattr(work, "__qualname__", "task"), partial(work, *given)))
 
     def _track(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)

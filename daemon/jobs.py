@@ -28,7 +28,7 @@ class Jobs:
 
     Args:
         vault: Their slots.
-        spawn: Runs a coroutine as a task that the daemon cancels at its end.
+        spawn: Runs a function, with what is given besides, as a task that the daemon cancels at its end.
         disks: Directories of this host that need room.
     """
 
@@ -105,7 +105,7 @@ class Jobs:
                 if job is not None:
                     await self._stop(job)
                 job = self._jobs[spec.key] = Job(spec, slots, self._disks)
-                self._tasks[job] = self._spawn(self._run(job))
+                self._tasks[job] = self._spawn(self._run, job)
             job.open(pid, notify)
             return job
 

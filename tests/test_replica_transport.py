@@ -3,10 +3,13 @@
 And what only trainers need: who sends to whom, and how long a daemon waits for it.
 """
 
+import asyncio
+import gc
 import json
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,8 +35,18 @@ from resilient_run.ckpt.transport.carriers import _SIZE_TAG
 from resilient_run.ckpt.transport.edge import Edge, EdgeConfig, Reply
 from resilient_run.daemon.base.policy import ReplicationPolicy
 from resilient_run.daemon.base.record import JobRecord
+from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.daemon.peers.trainer_transport import PATIENCE_S, PATIENCE_STEPS, TrainerTransport, receiver, routes
+from resilient_run.daemon.peers.pacing import Pacer
+from resilient_run.daemon.peers.replication import Replicator
+from resilient_run.daemon.peers.trainer_transport import (
+    PATIENCE_S,
+    PATIENCE_STEPS,
+    TrainerTransport,
+    _Loan,
+    receiver,
+    routes,
+)
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.run.view import JobView
 from resilient_run.daemon.slots.memory import MemoryBudget
@@ -81,7 +94,7 @@ def test_patience_is_with_one_capture_and_one_trainer(tmp_path: Path) -> None:
         run_id="run",
         view=JobView(host="a", replicas=2),
         slots=JobSlots(directory=tmp_path, record=record, budget=MemoryBudget(tmp_path, 0)),
-        spawn=lambda _, work: work.close(),
+        spawn=lambda _, work: None,
         now_s=lambda: now_s,
     )
     payload_offset, capacity_bytes = plan_layout(100, 100)
@@ -108,6 +121,48 @@ def test_patience_is_with_one_capture_and_one_trainer(tmp_path: Path) -> None:
     transport.detached(0)
     assert not waits(0, newer)
     slot.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_generation_ends_before_its_first_turn_leaves_no_warning(tmp_path: Path, transport: str) -> None:
+    """So it is when a peer is lost in that moment, or the job ends."""
+    record = JobRecord(run_id="run", host="host0", incarnation="i", replicas=2, attached=True, launcher_pid=os.getpid())
+    view = JobView(host="host0", replicas=2, round=made_round(1, 1))
+    payload_offset, capacity_bytes = plan_layout(100, 100)
+    slot = Slot.create(tmp_path / "slot", capacity_bytes=capacity_bytes, payload_offset=payload_offset)
+    file = SlotFile(slot=slot, rank=0, pair=(1, 5))
+
+    async def begin_and_end() -> None:
+        async with asyncio.TaskGroup() as group:
+            replicator = Replicator(
+                run_id="run",
+                view=view,
+                slots=JobSlots(directory=tmp_path, record=record, budget=MemoryBudget(tmp_path, 0)),
+                pacer=Pacer(ReplicationPolicy(), changed=lambda: None),
+                in_flight=1,
+                group=group,
+                supervisor=Supervisor("run 'run'"),
+                tier=None,
+                identity=lambda: None,
+            )
+
+            def begin() -> None:
+                if transport == "daemon":
+                    replicator.daemons.bring("host1", 0, file)
+                else:
+                    replicator.trainers._loans[1] = _Loan(file=file, pair=(1, 5), receiver=0, page=b"")
+                    replicator.trainers.received(0, str(slot.path))
+
+            begin()
+            await replicator.abort()
+        begin()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        asyncio.run(begin_and_end())
+        gc.collect()
+    slot.close()
+    assert [str(warning.message) for warning in told if "never awaited" in str(warning.message)] == []
 
 
 class Process:

@@ -70,10 +70,10 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S[1])
 
-    async def once(self, name: str, work: Awaitable[None]) -> None:
-        """Await `work`, something that whoever began it begins again by itself, or that nobody waits for."""
+    async def once(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Await `work()`, something that whoever began it begins again by itself, or that nobody waits for."""
         try:
-            await work
+            await work()
         except Exception as error:  # noqa: BLE001 - the boundary between tasks
             self._failed(name, error, "the others go on")
         else:

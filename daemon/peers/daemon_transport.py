@@ -1,8 +1,9 @@
 """The transport by daemons: the owner's offers a capture to that of a placement peer, which fetches it over TCP."""
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
@@ -98,7 +99,7 @@ class DaemonTransport:
     sources: Sources
     pacer: Pacer
     in_flight: int
-    spawn: Callable[[str, Coroutine[Any, Any, None]], None]
+    spawn: Callable[[str, Callable[[], Awaitable[None]]], None]
     supersede: Callable[[int], None]
     _offering: set[tuple[str, int]] = field(default_factory=set)
     _offered: dict[int, Pair] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class DaemonTransport:
         if (host, rank) not in self._offering:
             log.debug("rank %d %s is offered to host %s", rank, file.pair, host)
             self._offering.add((host, rank))
-            self.spawn("offer", self._offer(host, rank, file))
+            self.spawn("offer", partial(self._offer, host, rank, file))
         return True
 
     def offered(self, host: str, offer: Offer) -> None:
@@ -128,7 +129,7 @@ class DaemonTransport:
         self._offered[rank] = pair
         # The owner's daemon offers only what no other transport brings.
         self.supersede(rank)
-        self.spawn("accept offer", self._accept_offer(host, offer))
+        self.spawn("accept offer", partial(self._accept_offer, host, offer))
 
     def end(self) -> None:
         """Forget every offer: the generation is over."""

@@ -75,7 +75,7 @@ class PeerServer:
     Args:
         bind_addr: Address to listen on whatever jobs advertise, None to listen on just what they advertise.
         find_job: Returns the job of a run id and a host of it ("" for the only one), None when there is none.
-        spawn: Runs a connection's coroutine as a task that the daemon cancels at its end.
+        spawn: Runs a function, with what is given besides, as a task that the daemon cancels at its end.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PeerServer:
             log.warning("closing the connection of peer %s: %s", _where(sock), error)
             sock.close()
             return
-        task = self._spawn(self._serve(sock, job, identity, hello))
+        task = self._spawn(self._serve, sock, job, identity, hello)
         task.add_done_callback(self._unproven.discard)
         task.add_done_callback(self._peers.discard)
         # Before its first turn a task that is cancelled closes nothing.

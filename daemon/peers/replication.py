@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -286,11 +286,17 @@ class Replicator:
         newest = [self._slots.newest(rank) for rank in self._view.own_ranks]
         return all(file is not None and file.pair is not None and file.pair >= pair for file in newest)
 
-    def _once(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _once(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         self._spawn(self._supervisor.once(name, work))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._track(self._group.create_task(work))
+        try:
+            task = self._group.create_task(work)
+        except RuntimeError:
+            # The job ends, and its group with it.
+            work.close()
+        else:
+            self._track(task)
 
     def _track(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
         self._tasks.add(task)

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
@@ -83,7 +84,7 @@ class TrainerTransport:
     run_id: str
     view: JobView
     slots: JobSlots
-    spawn: Callable[[str, Coroutine[Any, Any, None]], None]
+    spawn: Callable[[str, Callable[[], Awaitable[None]]], None]
     now_s: Callable[[], float] = time.monotonic
     _senders: dict[int, _Sender] = field(default_factory=dict)
     _loans: dict[int, _Loan] = field(default_factory=dict)
@@ -158,7 +159,7 @@ class TrainerTransport:
     def received(self, receiver: int, path: str) -> None:
         """Verify what the trainer `receiver` has written to `path`, and hold it if every checksum is right."""
         if (loan := self._lent(receiver, path)) is not None:
-            self.spawn("receive", self._accept(loan))
+            self.spawn("receive", partial(self._accept, loan))
         else:
             log.info("rank %d: %s was taken away before it was received", receiver, path)
 

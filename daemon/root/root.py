@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
@@ -213,7 +214,7 @@ class Root:
                     ask, hosts = self._operator.release, (action.host,)
             for host in hosts:
                 request = HostRequest(run_id=self._run_id, host=host, generation=seen.generation, reason=action.reason)
-                self._group.create_task(self._supervisor.once("operator", self._request(ask, request)))
+                self._group.create_task(self._supervisor.once("operator", partial(self._request, ask, request)))
 
     async def _request(self, ask: Callable[[HostRequest], Awaitable[str]], request: HostRequest) -> None:
         """Let the operator answer, however long it takes, and remember what it said."""

@@ -166,7 +166,7 @@ class Persister:
                 self._fail(request.pair, str(error))
                 return
             if self._taken:
-                self._storing = asyncio.create_task(self._supervisor.once("store", self._store(request.pair)))
+                self._storing = asyncio.create_task(self._supervisor.once("store", partial(self._store, request.pair)))
 
     async def _store(self, pair: Pair) -> None:
         """Write what was taken of `pair`, again if that fails, and leave an answer."""

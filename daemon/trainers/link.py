@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,10 +75,10 @@ class LinkServer:
 
     Args:
         service: Answers every message.
-        spawn: Runs a connection's coroutine as a task that the daemon cancels at its end.
+        spawn: Runs a function, with what is given besides, as a task that the daemon cancels at its end.
     """
 
-    def __init__(self, service: Service, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def __init__(self, service: Service, spawn: Callable[..., object]) -> None:
         self._service = service
         self._spawn = spawn
         room = room_for(_GUESTS)
@@ -99,7 +99,7 @@ class LinkServer:
         return Door(listener, manners=_MANNERS, source_of=_own_process, admit=self._admit)
 
     def _admit(self, sock: socket.socket, message: wire.Message) -> None:
-        self._spawn(self._serve(sock, wire.peer(sock)[0], message))
+        self._spawn(self._serve, sock, wire.peer(sock)[0], message)
 
     async def _serve(self, sock: socket.socket, pid: int, first: wire.Message) -> None:
         entrance = Path(sock.getsockname())
