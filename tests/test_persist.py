@@ -310,8 +310,16 @@ def test_newer_commits_wait_for_the_copy_but_are_not_lost(hosts: Hosts) -> None:
 # The pure part.
 
 
-def due(pair: Pair, *, now_s: float = 1000.0, last: Pair | None = None, settled: bool = True, **policy: Any) -> bool:
-    request = None if last is None else PersistRequest(pair=last, unix_s=900.0)
+def due(
+    pair: Pair,
+    *,
+    now_s: float = 1000.0,
+    last: Pair | None = None,
+    asked_s: float = 900.0,
+    settled: bool = True,
+    **policy: Any,
+) -> bool:
+    request = None if last is None else PersistRequest(pair=last, unix_s=asked_s)
     settings = PersistPolicy(**{"target": "x", "every_s": 0.0, **policy})
     return is_due(settings, pair, last=request, settled=settled, since_step=0, since_unix_s=950.0, now_unix_s=now_s)[0]
 
@@ -330,6 +338,17 @@ def test_when_a_pair_is_due() -> None:
     assert not due((1, 30), every_steps=10, last=(1, 10), settled=False)
     assert due((2, 30), every_steps=10, last=(1, 10), settled=False)
     assert due((1, 30), every_steps=10, last=(1, 10), settled=False, now_s=1501.0)
+
+
+def test_request_of_a_time_to_come_holds_nothing_up() -> None:
+    """The clock was set back by two hours, or the host that asked has one that is ahead."""
+    assert due((1, 11), every_s=100.0, last=(1, 10), asked_s=8200.0)
+    assert due((1, 11), every_s=100.0, now_s=949.0)
+    assert not due((1, 19), every_steps=10, last=(1, 10), asked_s=8200.0)
+    assert due((1, 20), every_steps=10, last=(1, 10), asked_s=8200.0, settled=False)
+    assert due((1, 20), every_s=100.0, last=(1, 10), asked_s=8200.0, settled=False)
+    # A host that is told to end, with a clock that is ahead by a little, has time to write what it asked for.
+    assert not due((1, 20), every_steps=10, last=(1, 10), asked_s=1005.0, settled=False)
 
 
 def test_a_pair_is_published_when_every_rank_is_written() -> None:

@@ -95,12 +95,16 @@ def is_due(
         now_unix_s: The time.
     """
     step, unix_s = (since_step, since_unix_s) if last is None else (max(last.pair[1], since_step), last.unix_s)
-    if last is not None and pair[0] == last.pair[0] and not settled and now_unix_s - unix_s < _PATIENCE_S:
+    age_s = now_unix_s - unix_s
+    # The clock of the host that asked may be ahead by a little.
+    if last is not None and pair[0] == last.pair[0] and not settled and abs(age_s) < _PATIENCE_S:
         return False, f"step {last.pair[1]} is being persisted"
     if policy.every_steps and pair[1] - step >= policy.every_steps:
         return True, f"{pair[1] - step} steps after step {step}"
-    if policy.every_s and now_unix_s - unix_s >= policy.every_s:
-        return True, f"{now_unix_s - unix_s:.0f} s after the one before"
+    if policy.every_s and age_s < 0:
+        return True, "the one before is of a time to come"
+    if policy.every_s and age_s >= policy.every_s:
+        return True, f"{age_s:.0f} s after the one before"
     return False, "the next one is not due"
 
 
