@@ -72,7 +72,7 @@ class Job:
         self._persister: Persister | None = None
         tier_source: TierSource | None = None
         if policy.target is not None:
-            self._tier = tier = Tier(policy.target, spec.run_id, level=policy.level)
+            self._tier = tier = Tier(policy.target, spec.run_id, level=policy.level, host=spec.host)
             self._persister = Persister(
                 run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots, supervisor=supervisor
             )

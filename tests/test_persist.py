@@ -1,15 +1,18 @@
 """Persisting on real daemons: what is published, what comes back when memory is gone, and what failures leave."""
 
+import itertools
 import json
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from cluster import wait_until
 from etcd_process import EtcdProcess
-from hosts import Hosts, payload, restored_bytes
+from hosts import PAYLOAD_BYTES, Hosts, payload, restored_bytes
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
 from resilient_run.ckpt.format.pair import Pair
@@ -39,8 +42,30 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
+@pytest.fixture
+def storage(hosts: Hosts) -> Iterator[Callable[[float], Path]]:
+    """Gives the target a file system with room for the files of so many ranks, also when it has another one."""
+    target = Path(hosts.policy["persist"]["target"])
+
+    def resize(ranks: float) -> Path:
+        options = f"size={int(ranks * PAYLOAD_BYTES)}" + (",remount" if target.is_mount() else "")
+        target.mkdir(exist_ok=True)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", target], check=False).returncode:
+            pytest.skip("needs the right to mount")
+        return target
+
+    yield resize
+    if target.is_mount():
+        subprocess.run(["umount", "--lazy", target], check=True)
+
+
 def persist(root: Path, **settings: Any) -> dict[str, Any]:
     return {"persist": {"target": str(root / "tier"), "every_steps": 0, "every_s": 0, "grace_s": 60, **settings}}
+
+
+def part_of(host: str, name: str) -> str:
+    """Return what the file `name` is called while `host` writes it."""
+    return f"{name}.{xxhash.xxh3_64_hexdigest(host.encode())}.part"
 
 
 def wait_for_outage(hosts: Hosts) -> None:
@@ -139,7 +164,7 @@ def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None
     """One host's writes fail, so the pair stays half written, and then the host dies."""
     target = Path(hosts.policy["persist"]["target"])
     directory = target / hosts.run_id / "1-2"
-    in_the_way = directory / "rank1.zst.part"
+    in_the_way = directory / part_of("b", "rank1.zst")
     in_the_way.mkdir(parents=True)
     trainers = hosts.run("ab")
     hosts.commit(trainers, [1, 2])
@@ -161,6 +186,46 @@ def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None
             data = b"".join(tier.read(pair, rank))
             offset = tier.manifest(pair).ranks[rank].payload_offset
             assert data[offset:] == payload(hosts.run_id, rank, pair)
+
+
+def test_what_was_left_unfinished_makes_room_for_the_next_step(hosts: Hosts, storage: Callable[[float], Path]) -> None:
+    """A step that one host had written when another was killed in the middle of it, and one of an earlier life."""
+    run = storage(3.5) / hosts.run_id
+    left = [run / "1-1" / "rank0.zst", run / "1-1" / part_of("b", "rank1.zst"), run / "9-8" / part_of("a", "rank1.zst")]
+    others = [run / "9-9" / part_of("c", "rank0.zst"), run / "9-9" / "rank1.zst", run / "notes"]
+    for path, size_bytes in [*((path, PAYLOAD_BYTES * 2 // 3) for path in left), *((path, 1) for path in others)]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size_bytes))
+    hosts.commit(hosts.run("ab"), [1, 2])
+    wait_for_published(hosts, [(1, 2)])
+    files = [run / "1-2" / name for name in ("manifest.json", "rank0.zst", "rank1.zst")]
+    assert {path for path in run.rglob("*") if path.is_file()} == {*files, *others}
+    assert not (run / "9-8").exists()
+
+
+def test_step_that_cannot_be_written_leaves_nothing(hosts: Hosts, storage: Callable[[float], Path]) -> None:
+    """There is room for the file of one of two ranks."""
+    target = storage(1.5)
+    hosts.create_job()
+    hosts["a"].start()
+    hosts["a"].open(nproc=2)
+    hosts.form_round(1, "a", nproc=2)
+    trainers = [hosts["a"].trainer(rank, local_rank=rank, world_size=2, generation=1) for rank in range(2)]
+    for trainer in trainers:
+        trainer.attach()
+    hosts.commit(trainers, [1, 2])
+    wait_until(lambda: "is not persisted by this host" in hosts["a"].log, timeout_s=90, what="a failure")
+    assert "No space left on device" in hosts["a"].log
+    assert list((target / hosts.run_id).iterdir()) == []
+    storage(2.5)
+    steps = itertools.count(3)
+
+    def is_published_later() -> bool:
+        # The next step is due once the root has heard of the failure.
+        hosts.commit(trainers, [next(steps)])
+        return bool(published(hosts))
+
+    wait_until(is_published_later, timeout_s=60, what="a published pair")
 
 
 def test_damaged_file_is_refused_and_its_pair_taken_back(hosts: Hosts) -> None:

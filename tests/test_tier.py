@@ -1,12 +1,16 @@
 """The persistent tier's files: exact slots come back, no damaged byte is believed, the newest pair stays."""
 
+import contextlib
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hosts import publish
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,6 +228,134 @@ def test_failed_write_leaves_nothing_and_the_next_one_is_whole(
     monkeypatch.undo()
     store(tier, slot)
     assert b"".join(tier.read((1, 7), 0)) == bytes(slot.buffer[: slot.header().used_bytes])
+
+
+def left_over(tier: Tier, pair: Pair, *ranks: int) -> None:
+    """Write the files of `ranks`, and no manifest."""
+    for rank in ranks:
+        tier.write(pair, rank).finish()
+
+
+def test_only_what_this_host_left_unfinished_is_removed(tmp_path: Path, slot: Slot) -> None:
+    root = tmp_path / "tier" / "run"
+    own, other = Tier(str(root.parent), "run", host="a"), Tier(str(root.parent), "run", host="b")
+    for pair in [(1, 2), (1, 3)]:
+        store(own, slot, pair)
+    own.refuse((1, 3))
+    left_over(own, (1, 4), 0, 1)
+    left_over(own, (1, 5), 0)
+    left_over(own, (1, 9), 0)
+    left_over(Tier(str(root.parent), "another run", host="a"), (1, 4), 0)
+    writers = [tier.write(pair, 0) for pair in [(1, 2), (1, 4), (1, 5), (1, 6), (1, 9)] for tier in (own, other)]
+    writers.append(own.write((1, 7), 0))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("rank0.zst", "notes"):
+        (elsewhere / name).write_text("somebody's")
+    (root / "1-1").symlink_to(elsewhere)
+    (root / "1-4" / "rank2.zst").symlink_to(elsewhere / "notes")
+    (root / "1-4" / "notes").write_text("somebody's")
+    (root / "x").mkdir()
+    (root / "x" / "rank0.zst").write_text("somebody's")
+    before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    with pytest.raises(TierError, match=r"cannot remove what is unfinished of \(1, 1\)"):
+        own.remove_unfinished({0, 2}, (1, 6))
+    after = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    (part,) = {name.rpartition("/")[2] for name in before - after if name.endswith(".part")}
+    gone = {f"1-4/{part}", f"1-5/{part}", f"1-9/{part}", f"1-7/{part}", "1-7", "1-4/rank0.zst", "1-5/rank0.zst"}
+    assert before - after == {f"tier/run/{name}" for name in gone}
+    assert after <= before
+    (root / "1-1").unlink()
+    own.remove_unfinished({0}, (1, 6), failed=True)
+    assert {path.name for path in (root / "1-6").iterdir()} == {path.name for path in (root / "1-5").iterdir()}
+    other.remove_unfinished({0}, (1, 6), failed=True)
+    assert not (root / "1-6").exists()
+    assert own.published() == [(1, 2)]
+    for writer in writers:
+        writer.abandon()
+
+
+def test_unfinished_objects_are_removed(target: str, slot: Slot) -> None:
+    tier = Tier(target, "run", host="a")
+    store(tier, slot, (1, 2))
+    left_over(tier, (1, 3), 0, 1)
+    left_over(tier, (1, 4), 0)
+    tier.remove_unfinished(range(1), (1, 4))
+    with pytest.raises(TierError, match=r"ranks \[0\] of \(1, 3\) are gone"):
+        tier.publish(two_ranks((1, 3)))
+    assert tier.published() == [(1, 2)]
+    left_over(tier, (1, 3), 0)
+    tier.publish(two_ranks((1, 3)))
+    assert tier.published() == [(1, 2), (1, 3)]
+
+
+def two_ranks(pair: Pair) -> Persisted:
+    file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=8)
+    return Persisted(run_id="run", pair=pair, world_size=2, ranks={0: file, 1: file})
+
+
+def test_killed_writer_leaves_nothing_for_long(tmp_path: Path, slot: Slot) -> None:
+    tier = Tier(str(tmp_path), "run", host="a")
+    writer = os.fork()
+    if writer == 0:
+        try:
+            tier.write((1, 7), 0).write(slot.buffer[:FRAME_BYTES])
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(writer, 0)
+    assert len(list((tmp_path / "run" / "1-7").iterdir())) == 1
+    Tier(str(tmp_path), "run", host="a").remove_unfinished(range(1), (1, 8))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_two_hosts_that_write_the_same_rank_do_not_mix(tmp_path: Path) -> None:
+    """One has lost the rank to the other, and does not know it yet."""
+    first, second = (Tier(str(tmp_path), "run", host=host).write((1, 7), 0) for host in "ab")
+    first.write(memoryview(bytes(9000)))
+    stored_bytes = first.finish()
+    path = tmp_path / "run" / "1-7" / "rank0.zst"
+    assert path.stat().st_size == stored_bytes
+    second.abandon()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_file_of_a_pair_that_is_published_meanwhile_stays(tmp_path: Path) -> None:
+    tier = Tier(str(tmp_path), "run")
+    left_over(tier, (1, 3), 0, 1)
+
+    def is_ours(name: str) -> bool:
+        tier.publish(two_ranks((1, 3)))
+        return name.startswith("rank")
+
+    directory = tmp_path / "run" / "1-3"
+    files.remove_files(LocalFileSystem(), str(directory), is_ours, unless=["manifest.json"], part=".part")
+    assert {path.name for path in directory.iterdir()} == {"manifest.json", "rank0.zst", "rank1.zst"}
+
+
+def test_pair_is_published_whole_or_removed(tmp_path: Path, slot: Slot) -> None:
+    """Its root publishes it while its hosts, which were asked for a newer one, remove their files."""
+    tiers = [Tier(str(tmp_path), "run", host=host) for host in "ab"]
+    for step in range(1, 101):
+        pair = (1, step)
+        left_over(tiers[0], pair, 0, 1)
+        start = threading.Barrier(3)
+
+        def remove(rank: int, pair: Pair = pair, start: threading.Barrier = start) -> None:
+            start.wait()
+            tiers[rank].remove_unfinished({rank}, (2, 1))
+
+        threads = [threading.Thread(target=remove, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        with contextlib.suppress(TierError):
+            tiers[0].publish(two_ranks(pair))
+        for thread in threads:
+            thread.join()
+        if pair in tiers[1].published():
+            names = {path.name for path in (tmp_path / "run" / f"1-{step}").iterdir()}
+            assert names == {"manifest.json", "rank0.zst", "rank1.zst"}
+        tiers[0].prune(1)
 
 
 @pytest.mark.parametrize(

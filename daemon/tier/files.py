@@ -4,7 +4,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ..trust.private import open_new
@@ -19,12 +19,13 @@ class FileWriter:
     Args:
         fs: An fsspec file system.
         path: The file; one of that name is replaced.
+        part: What its other name has at the end.
     """
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: Any, path: str, part: str) -> None:
         self._fs = fs
         self._path = path
-        self._aside = f"{path}.part" if is_local(fs) else path
+        self._aside = f"{path}{part}" if is_local(fs) else path
         local = None if self._aside == path else open_new(self._aside, 0o666)
         self._file: Any = fs.open(path, "wb") if local is None else open(local, "wb")  # noqa: SIM115
 
@@ -51,12 +52,12 @@ class FileWriter:
             self._fs.rm_file(self._aside)
 
 
-def write_small(fs: Any, path: str, data: bytes) -> None:
+def write_small(fs: Any, path: str, data: bytes, part: str) -> None:
     """Write a whole file so that nobody ever sees a part of it; on a file system it is durable then."""
     if not is_local(fs):
         fs.pipe_file(path, data)
         return
-    writer = FileWriter(fs, path)
+    writer = FileWriter(fs, path, part)
     try:
         writer.write(data)
         writer.finish()
@@ -89,6 +90,67 @@ def make_directories(target: str, names: Sequence[str]) -> None:
         target = os.path.join(target, name)
         with contextlib.suppress(FileExistsError):
             os.mkdir(target, 0o700)
+
+
+def remove_files(
+    fs: Any, directory: str, is_ours: Callable[[str], bool], *, unless: Collection[str], part: str
+) -> None:
+    """Remove the files `is_ours` of a directory, unless it has one of `unless`, and the directory if nothing is left.
+
+    On a file system, links are neither followed nor removed. There a file of `unless` that appears meanwhile counts,
+    too: whoever makes it, and sees all the others afterwards, keeps them.
+
+    Args:
+        fs: An fsspec file system.
+        directory: The directory; the one above must be no link either.
+        is_ours: Tells that of a name.
+        unless: Names.
+        part: What the name of a file has at the end while it does not count.
+
+    Raises:
+        OSError: Something cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if is_local(fs):
+            with _entered(os.path.dirname(directory)) as above, _entered(last_name(directory), above) as place:
+                _remove_local(place, is_ours, unless, part)
+                with contextlib.suppress(OSError):
+                    os.rmdir(last_name(directory), dir_fd=above)
+            return
+        names = {last_name(path) for path in fs.ls(directory, detail=False)}
+        for name in filter(is_ours, names) if names.isdisjoint(unless) else ():
+            fs.rm_file(f"{directory}/{name}")
+
+
+def last_name(path: str) -> str:
+    """Return the last name in a path of an fsspec file system."""
+    return path.rstrip("/").rpartition("/")[2]
+
+
+@contextlib.contextmanager
+def _entered(path: str, above: int | None = None) -> Iterator[int]:
+    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def _remove_local(place: int, is_ours: Callable[[str], bool], unless: Collection[str], part: str) -> None:
+    names = os.listdir(place)
+    # A file must not take the name of another one that is still to be removed.
+    for name in sorted(filter(is_ours, names), key=lambda name: not name.endswith(part)):
+        if not stat.S_ISREG(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+            continue
+        if not set(unless).isdisjoint(names):
+            return
+        aside = name if name.endswith(part) else f"{name}{part}"
+        os.rename(name, aside, src_dir_fd=place, dst_dir_fd=place)
+        names = os.listdir(place)
+        if not set(unless).isdisjoint(names):
+            os.rename(aside, name, src_dir_fd=place, dst_dir_fd=place)
+            return
+        os.unlink(aside, dir_fd=place)
 
 
 def planted_by(target: str, names: Sequence[str]) -> tuple[str, int] | None:

@@ -164,17 +164,19 @@ class Persister:
             except (SlotError, MemoryBudgetError, OSError, MemoryError) as error:
                 self._drop()
                 self._fail(request.pair, str(error))
-                return
-            if self._taken:
-                self._storing = asyncio.create_task(self._supervisor.once("store", partial(self._store, request.pair)))
+            self._storing = asyncio.create_task(self._supervisor.once("store", partial(self._store, request.pair)))
 
     async def _store(self, pair: Pair) -> None:
         """Write what was taken of `pair`, again if that fails, and leave an answer."""
         began_s = time.monotonic()
+        await self._remove_unfinished(pair)
+        if not self._taken:
+            return
         try:
             world_size = {(await snapshot.verify()).world_size for snapshot in self._taken}.pop()
             files = await self._write_patiently(pair)
         except (CheckpointError, OSError, MemoryError) as error:
+            await self._remove_unfinished(pair, failed=True)
             self._fail(pair, str(error))
             return
         finally:
@@ -235,6 +237,12 @@ class Persister:
                 await call(self._tier, writer.abandon)
             raise
         return RankFile(used_bytes=header.used_bytes, payload_offset=header.payload_offset, stored_bytes=stored_bytes)
+
+    async def _remove_unfinished(self, pair: Pair, *, failed: bool = False) -> None:
+        try:
+            await call(self._tier, self._tier.remove_unfinished, self._view.own_ranks, pair, failed)
+        except TierError as error:
+            log.warning("what this host has left unfinished is not all removed: %s", error)
 
     def _fail(self, pair: Pair, reason: str) -> None:
         log.error("generation %d step %d is not persisted by this host: %s", *pair, reason)

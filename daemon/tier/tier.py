@@ -8,7 +8,7 @@ trusts no byte; what comes out is verified as any slot is. Every call here may b
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -19,9 +19,18 @@ import zstandard
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
 from resilient_run.ckpt.format.import_manifest import MANIFEST, ImportManifest
-from resilient_run.ckpt.format.pair import Pair
+from resilient_run.ckpt.format.pair import Pair, is_import
 
-from .files import FileWriter, fsync_directory, is_local, make_directories, planted_by, write_small
+from .files import (
+    FileWriter,
+    fsync_directory,
+    is_local,
+    last_name,
+    make_directories,
+    planted_by,
+    remove_files,
+    write_small,
+)
 from .manifest import Persisted
 from .offload import offload
 
@@ -40,6 +49,7 @@ _STALL_S = 120.0
 _MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8) + 1024
 _MAX_MANIFEST_BYTES = 64 << 20
 _PAIR_NAME = re.compile(r"(0|[1-9]\d{0,18})-(\d{1,19})")
+_FILE_NAME = re.compile(rf"rank(0|[1-9]\d{{0,8}})\.zst|{re.escape(MANIFEST)}")
 
 
 class TierError(CheckpointError):
@@ -112,14 +122,17 @@ class Tier:
         target: A directory or an fsspec URL.
         run_id: The run.
         level: zstandard's compression level.
+        host: Who writes, "" for who is no daemon.
         of_others: Whether pairs may be another user's, for who reads what they have named. Else what a stranger has
             made there, in a directory where others may write, is a TierError.
     """
 
-    def __init__(self, target: str, run_id: str, *, level: int = 1, of_others: bool = False) -> None:
+    def __init__(self, target: str, run_id: str, *, level: int = 1, host: str = "", of_others: bool = False) -> None:
         self._target = target
         self._run_id = run_id
         self._level = level
+        # Two hosts that write the same rank must not take each other's parts for their own.
+        self._part = f".{xxhash.xxh3_64_hexdigest(host.encode())}.part" if host else ".part"
         self._of_others = of_others
         self._opening = threading.Lock()
         self._manifests: dict[Pair, Persisted] = {}
@@ -197,7 +210,7 @@ class Tier:
                 self._fs.makedirs(self._directory(pair), exist_ok=True)
             # Somebody may have been faster.
             self._refuse_planted(pair)
-            file = FileWriter(self._fs, f"{self._directory(pair)}/{name}")
+            file = FileWriter(self._fs, f"{self._directory(pair)}/{name}", self._part)
         return TierFile(file, guarded)
 
     def read(self, pair: Pair, rank: int) -> Iterator[bytes]:
@@ -223,13 +236,20 @@ class Tier:
                 raise SlotError(f"{what} goes on after its end")
 
     def publish(self, persisted: Persisted | ImportManifest) -> None:
-        """Publish a pair whose files are all written."""
+        """Publish a pair whose files are all written, unless one of them is gone: see `remove_unfinished`."""
         directory = self._directory(persisted.pair)
         with self._storage(f"publish {persisted.pair}"):
             self._refuse_planted(persisted.pair)
-            write_small(self._fs, f"{directory}/{MANIFEST}", persisted.dump())
+            write_small(self._fs, f"{directory}/{MANIFEST}", persisted.dump(), self._part)
             if is_local(self._fs):
                 fsync_directory(self._root)
+            if isinstance(persisted, ImportManifest):
+                return
+            self._fs.invalidate_cache()
+            names = {last_name(str(path)) for path in self._fs.ls(directory, detail=False)}
+            if missing := [rank for rank in persisted.ranks if f"rank{rank}.zst" not in names]:
+                self._fs.rm_file(f"{directory}/{MANIFEST}")
+                raise TierError(f"{self.shown}: the files of ranks {missing[:10]} of {persisted.pair} are gone")
 
     def refuse(self, pair: Pair) -> None:
         """Take back the publication of a pair that turned out to be damaged; its files stay until they are pruned."""
@@ -253,6 +273,42 @@ class Tier:
                 self._fs.rm(directory, recursive=True)
         return sorted(pair for pair, is_published in found.items() if is_published)
 
+    def remove_unfinished(self, ranks: Container[int], pair: Pair, failed: bool = False) -> None:
+        """Remove what this host has left of pairs that were not published, before or because it could not write `pair`.
+
+        These are its parts of files, and the whole files of its ranks in pairs before `pair`. A refused pair stays, and
+        one that the root publishes at this moment does.
+
+        Args:
+            ranks: The ranks of this host.
+            pair: What it was asked for last.
+            failed: Whether it gave that up, and what there is of it goes, too.
+
+        Raises:
+            TierError: Something cannot be removed; the rest is.
+        """
+        refused: TierError | None = None
+        for found, is_published in self._found().items():
+            if is_published or is_import(found) or (found == pair and not failed):
+                continue
+            is_ours = partial(self._is_unfinished, ranks if found <= pair else ())
+            try:
+                with self._storage(f"remove what is unfinished of {found}"):
+                    self._refuse_planted(found)
+                    kept = (MANIFEST, REFUSED_MANIFEST)
+                    remove_files(self._fs, self._directory(found), is_ours, unless=kept, part=self._part)
+            except TierError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _is_unfinished(self, ranks: Container[int], name: str) -> bool:
+        """Tell whether `name` is of a part of this host's, or of the file of one of `ranks`."""
+        match = _FILE_NAME.fullmatch(name.removesuffix(self._part))
+        if match is None or name.endswith(self._part):
+            return match is not None
+        return match[1] is not None and int(match[1]) in ranks
+
     def _found(self) -> dict[Pair, bool]:
         """Return every pair that has a directory, and whether it is published."""
         with self._storage("list"):
@@ -260,7 +316,7 @@ class Tier:
             self._fs.invalidate_cache()
             if not self._fs.exists(self._root):
                 return {}
-            names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+            names = [last_name(str(path)) for path in self._fs.ls(self._root, detail=False)]
             pairs = [(int(match[1]), int(match[2])) for name in names if (match := _PAIR_NAME.fullmatch(name))]
             return {pair: bool(self._fs.exists(f"{self._directory(pair)}/{MANIFEST}")) for pair in pairs}
 
