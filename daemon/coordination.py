@@ -14,7 +14,7 @@ from .base.fields import Fields
 from .base.policy import Policy
 from .base.supervise import Supervisor
 from .comparison.digests import EqualLeaves, HostDigests
-from .etcd.client import Entry, Etcd, EtcdConfig, EtcdLeaseLost, EtcdUnavailable, Lease, update
+from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease, update
 from .root.election import Election
 from .root.operator import make_operator
 from .root.root import Root
@@ -145,13 +145,15 @@ class Coordinator:
 
     async def _leave(self, etcd: Etcd) -> None:
         """Take back what only makes sense while this daemon serves the job; whatever fails here expires by itself."""
-        with contextlib.suppress(EtcdUnavailable, TimeoutError):
-            async with asyncio.timeout(_GOODBYE_S):
-                if self._leased.lease is not None:
-                    await self._leased.lease.revoke()
-                if self.discard:
-                    await etcd.delete(self._held_key)
-        await etcd.close()
+        try:
+            with contextlib.suppress(EtcdError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    if self._leased.lease is not None:
+                        await self._leased.lease.revoke()
+                    if self.discard:
+                        await etcd.delete(self._held_key)
+        finally:
+            await etcd.close()
 
     async def _follow(
         self, etcd: Etcd, name: str, see: Callable[[Mapping[str, Entry | None]], Awaitable[None]]

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from .notify import ServiceManager
 from .peers.peers import PeerServer
 from .service import DaemonService
 from .slots.memory import MemoryBudget
+from .slots.slots import in_thread
 from .slots.vault import Vault
 from .trainers.link import LinkServer
 from .trust.private import hold_directory, open_directory
@@ -74,7 +75,6 @@ class Daemon:
         self._supervisor = Supervisor("daemon")
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
-        self._lost = False
 
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT, too long idle, or out of reach; slots stay for the next daemon.
@@ -89,10 +89,12 @@ class Daemon:
         watcher.attach_loop(loop)
         asyncio.set_child_watcher(watcher)
         with ExitStack() as held:
+            directories, locks = [], []
             for lock_path in (settings.lock_path, settings.vault_lock_path):
                 open_directory(lock_path.parent)
-                held.callback(os.close, hold_directory(lock_path.parent))
-                held.enter_context(holding(lock_path))
+                directories.append(hold_directory(lock_path.parent))
+                held.callback(os.close, directories[-1])
+                locks.append(held.enter_context(holding(lock_path)))
             manager = held.enter_context(closing(ServiceManager(os.environ)))
             if manager.is_there:
                 settings.service_path.touch(mode=0o600)
@@ -109,13 +111,18 @@ class Daemon:
                 sockets = (settings.socket_path, settings.vault_socket_path)
                 server = LinkServer(service, self._spawn)
                 doors = [server.listen(path) for path in sockets]
-                vault_names = Names(settings.vault_lock_path, settings.vault_socket_path)
-                run_names = Names(settings.lock_path, settings.socket_path)
+                run_names, vault_names = (
+                    Names(directory, {path: os.fstat(lock), socket: socket.lstat()})
+                    for directory, lock, path, socket in zip(
+                        directories, locks, (settings.lock_path, settings.vault_lock_path), sockets, strict=True
+                    )
+                )
 
-                def lost() -> Path | None:
+                async def lost() -> Path | None:
                     # Whoever came through the vault, as all do that start a daemon, needs no run directory.
                     needed = manager.is_there or settings.socket_path in service.entrances
-                    return vault_names.lost() or (run_names.lost() if needed else None)
+                    # A directory may be on a storage that does not answer.
+                    return await in_thread(vault_names.lost) or (await in_thread(run_names.lost) if needed else None)
 
                 self._keep("adopt", jobs.adopt)
                 self._keep("housekeeping", lambda: self._keep_house(jobs, service, lost))
@@ -124,8 +131,7 @@ class Daemon:
                 manager.ready()
                 await self._stopping.wait()
                 manager.stopping()
-                if not self._lost:
-                    await jobs.persist()
+                await jobs.persist()
                 for door in doors:
                     door.close()
                 peers.close()
@@ -136,13 +142,13 @@ class Daemon:
                     task.cancel()
             log.info("resilientd (pid %d) ends", os.getpid())
 
-    async def _keep_house(self, jobs: Jobs, service: DaemonService, lost: Callable[[], Path | None]) -> None:
+    async def _keep_house(self, jobs: Jobs, service: DaemonService, lost: Callable[[], Awaitable[Path | None]]) -> None:
         """Collect orphans, and end the daemon when nobody has needed it for long enough, or nobody finds it."""
         idle_since_s = time.monotonic()
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             self._repeats.report()
-            if not self._lost and (path := lost()) is not None:
+            if (path := await lost()) is not None:
                 log.error(
                     "%s was removed or replaced while this daemon (pid %d) served it. Nobody finds it any more, so "
                     "it ends; launchers or the service manager start the next one. Keep cleaners and logouts off %s "
@@ -151,8 +157,8 @@ class Daemon:
                     os.getpid(),
                     path.parent,
                 )
-                self._lost = True
-                self._stopping.set()
+                # As if killed: whatever it did on its way out would meet its successor's files under the same names.
+                os._exit(1)
             await jobs.collect(self._options.orphan_ttl_s)
             if not service.is_idle or not jobs.is_empty:
                 idle_since_s = time.monotonic()
@@ -174,8 +180,8 @@ class Daemon:
 
 
 @contextmanager
-def holding(lock_path: Path) -> Iterator[None]:
-    """Hold the lock of a run directory or of a vault, with our pid in it; it ends with this process at the latest.
+def holding(lock_path: Path) -> Iterator[int]:
+    """Provide the lock of a run directory or of a vault, with our pid in it; it ends with this process at the latest.
 
     Raises:
         DaemonError: Another process holds it.
@@ -193,7 +199,7 @@ def holding(lock_path: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         try:
-            yield
+            yield descriptor
         finally:
             os.ftruncate(descriptor, 0)
     finally:

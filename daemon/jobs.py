@@ -97,7 +97,7 @@ class Jobs:
                 replicas=spec.replicas,
                 attached=False,
                 launcher_pid=pid,
-                launcher_ticks=started_ticks(pid),
+                launcher_ticks=_ticks_of(pid),
             )
             slots = self._vault.open(record)
             self._left.pop(spec.key, None)
@@ -193,3 +193,10 @@ class Jobs:
         except Exception as error:  # the boundary between jobs
             log.exception("job %r failed", job.spec.run_id)
             job.fail(error)
+
+
+def _ticks_of(pid: int) -> int | None:
+    try:
+        return started_ticks(pid)
+    except OSError:
+        return None  # the pid alone has to do

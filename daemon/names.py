@@ -1,17 +1,21 @@
 """The names by which others find this daemon, which a cleaner, a logout or a user may take away while it runs."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
 class Names:
-    """Files that this daemon has made and keeps open, so that no other file gets their inodes meanwhile.
+    """Files of one directory that this daemon has open, so that no other file gets their inodes meanwhile.
 
     Args:
-        paths: Where they are now.
+        directory: A descriptor of it.
+        paths: Each with what its file was when this daemon made it or locked it.
     """
 
-    def __init__(self, *paths: Path) -> None:
-        self._files = {path: _file_at(path) for path in paths}
+    def __init__(self, directory: int, paths: Mapping[Path, os.stat_result]) -> None:
+        self._directory = directory
+        self._files = paths
 
     def lost(self) -> Path | None:
         """Return the first path that leads to that file no more, None while all do."""
@@ -20,13 +24,11 @@ class Names:
     def is_ours(self, path: Path) -> bool:
         """Tell whether `path` still leads to the file that was there; also if nobody can tell."""
         try:
-            return _file_at(path) == self._files[path]
+            # Below a directory of another user we may see nothing.
+            return os.path.samestat(path.parent.stat(), os.fstat(self._directory)) and os.path.samestat(
+                path.lstat(), self._files[path]
+            )
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return True
-
-
-def _file_at(path: Path) -> tuple[int, int]:
-    about = path.lstat()
-    return about.st_dev, about.st_ino

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.trust.private import hold_directory
 
 from .workers.prctl import death_with_parent
@@ -32,6 +33,7 @@ _SOCKETS_PARENT = "/dev/shm"
 """Where the sockets are: whoever reaches a vault sees it, also a daemon whose service has a /tmp of its own."""
 # etcd up to 3.5 takes no other form than host:port, and binds it as a path relative to its working directory.
 _CLIENT_SOCKET, _PEER_SOCKET = "client:0", "peer:0"
+_TAIL_BYTES = 1 << 16
 _PAUSE_S = (0.1, 10.0)
 """How long to wait before it is started again: at first, and at most."""
 
@@ -96,6 +98,8 @@ class EmbeddedEtcd:
                 self._directories.append(_Directory(parent))
             except OSError as error:
                 raise EtcdServerError(f"etcd needs a directory in {parent}: {error.strerror}") from error
+            except DaemonError as error:
+                raise EtcdServerError(f"etcd needs a directory in {parent}: {error}") from error
         client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         arguments = {
             "name": "embedded",
@@ -132,9 +136,13 @@ class EmbeddedEtcd:
             if time.monotonic() > deadline:
                 raise EtcdServerError(f"etcd is not ready after {timeout_s:.0f} s; its log:\n{self._log_tail()}")
             time.sleep(0.01)
+        keeper = threading.Thread(target=self._keep, args=(self._process,), name="embedded-etcd", daemon=True)
+        try:
+            keeper.start()
+        except RuntimeError as error:
+            raise EtcdServerError(f"etcd has no thread that looks after it: {error}") from error
+        self._keeper = keeper
         self._ready = True
-        self._keeper = threading.Thread(target=self._keep, args=(self._process,), name="embedded-etcd", daemon=True)
-        self._keeper.start()
 
     def stop(self) -> None:
         """Kill the server and remove its sockets and data."""
@@ -153,7 +161,7 @@ class EmbeddedEtcd:
             self._directories.pop().remove()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        with self._log_path.open("ab") as output:
+        with self._log_path.open("wb") as output:
             return subprocess.Popen(
                 self._command,
                 cwd=self._directories[0].path,
@@ -177,7 +185,8 @@ class EmbeddedEtcd:
             code = process.wait()
             if time.monotonic() - began_s > limit_s:
                 pause_s = first_s
-            if not self._stopping.is_set():
+            # One that ends whenever it is started fills no log.
+            if not self._stopping.is_set() and pause_s < limit_s:
                 message = "etcd of this run ended with code %d and is started again in %.1f s; its log:\n%s"
                 log.warning(message, code, pause_s, self._log_tail())
             if self._stopping.wait(pause_s):
@@ -188,7 +197,7 @@ class EmbeddedEtcd:
                     return
                 try:
                     self._process = process = self._start()
-                except OSError as error:
+                except (OSError, subprocess.SubprocessError) as error:
                     log.warning("etcd of this run cannot be started again: %s", error)
 
     @property
@@ -213,7 +222,12 @@ class EmbeddedEtcd:
             connection.close()
 
     def _log_tail(self) -> str:
-        return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-15:])
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-15:])
+        except OSError as error:
+            return f"it cannot be read: {error}"
 
 
 class _Directory:

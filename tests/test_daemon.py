@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from cleaner import needs_cleaner, remove_all_old
 from cluster import wait_until
+from etcd_process import EtcdProcess
 from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_bytes, wait_for_watermark
 
 from resilient_run import __version__
@@ -456,6 +457,27 @@ def test_capture_that_is_not_what_was_announced_is_not_held(hosts: Hosts) -> Non
     assert hosts["a"].log.count("is not held") == 2
 
 
+def test_run_that_ends_while_etcd_refuses_its_credentials_ends(tmp_path: Path, etcd: EtcdProcess) -> None:
+    """What a job would take back in etcd expires; others, and the daemon's own end, do not wait for it."""
+    etcd.enable_auth("secret")
+    config = EtcdConfig(endpoints=(etcd.endpoint,), user="trainer", password="secret")
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=config)
+    try:
+        host = hosts["a"]
+        (trainer,) = hosts.run("a")
+        hosts.commit([trainer], [1])
+        etcd.ctl("user", "passwd", "trainer", "--interactive=false", user="root:top", stdin="other\n")
+        assert host.launcher is not None
+        host.launcher.request("close_job", run_id=hosts.run_id, discard=True)
+        assert host.status()["jobs"] == []
+        assert not list(host.shm_dir.glob("*/"))
+        assert host.process is not None
+        host.process.terminate()
+        assert host.process.wait(30) == 0
+    finally:
+        hosts.close()
+
+
 NAMES = ["vault.lock", "resilientd.sock", ""]
 
 
@@ -473,7 +495,7 @@ def test_daemon_that_nobody_finds_any_more_ends_and_the_next_one_is_found(hosts:
     else:
         path.unlink()
     assert host.process is not None
-    assert host.process.wait(30) == 0
+    assert host.process.wait(30) == 1
     assert host.log.count("was removed or replaced while this daemon") == 1
     assert trainer.is_closed()
     host.drop_clients()
@@ -494,7 +516,7 @@ def test_daemon_leaves_the_one_alone_that_has_taken_its_place(hosts: Hosts, tmp_
     hosts["a"].drop_clients()
     hosts["a"].start()
     first.send_signal(signal.SIGCONT)
-    assert first.wait(30) == 0
+    assert first.wait(30) == 1
     hosts["a"].open()
     assert hosts["a"].process is not None
     assert hosts["a"].status()["pid"] == hosts["a"].process.pid
@@ -524,7 +546,7 @@ def test_service_needs_its_run_directory(hosts: Hosts, tmp_path: Path, monkeypat
         host.start()
         shutil.rmtree(host.run_dir)
         assert host.process is not None
-        assert host.process.wait(30) == 0
+        assert host.process.wait(30) == 1
     assert f"{host.run_dir / 'resilientd.lock'} was removed or replaced" in host.log
 
 

@@ -106,7 +106,9 @@ def test_failure_elsewhere_keeps_what_a_success_would_throw_away(cluster: Cluste
     assert (codes, steps[0][-1]) == ([0], STEPS), said
     assert "the run ended with a failure elsewhere, and what it keeps in memory stays: another launcher gave up" in said
     codes, said, steps = run(hosts, etcd, STEPS + 4)
-    assert (codes, steps) == ([0], [[*range(STEPS + 1, STEPS + 5)]]), said
+    # Its last step may not have been committed any more.
+    assert codes == [0], said
+    assert steps in ([[*range(first, STEPS + 5)]] for first in (STEPS, STEPS + 1)), said
     assert etcd.ctl("get", "--prefix", "", "--keys-only").split() == []
 
 

@@ -113,6 +113,7 @@ def test_server_that_is_killed_is_started_again_with_its_data(caplog: pytest.Log
         try:
             for count in range(3):
                 await etcd.put("/resilient-run/a", {"n": count})
+                server._log_path.unlink()
                 killed = server.pid
                 assert killed is not None
                 os.kill(killed, signal.SIGKILL)

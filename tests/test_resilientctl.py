@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -184,14 +185,18 @@ def test_gc_without_a_daemon_spares_jobs_whose_launcher_lives(hosts: Hosts) -> N
     assert not list(hosts["a"].shm_dir.glob("*/"))
 
 
-def test_a_stranger_that_has_the_launcher_s_pid_by_now_keeps_no_slots(hosts: Hosts) -> None:
+def test_a_stranger_that_has_the_launcher_s_pid_by_now_keeps_no_slots(hosts: Hosts, tmp_path: Path) -> None:
     """A killed daemon has not seen its launcher's end; in the records of older versions the pid has to do."""
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
     hosts["a"].kill()
     hosts["a"].drop_clients()
     (path,) = hosts["a"].shm_dir.glob("*/job.json")
-    with subprocess.Popen(["sleep", "600"]) as stranger:
+    sleeping = shutil.which("sleep")
+    assert sleeping is not None
+    # A name of any bytes; the kernel cuts long ones in the middle of a character.
+    program = shutil.copy(sleeping, os.fsencode(tmp_path) + b"/r) \xff\xfe")
+    with subprocess.Popen([program, "600"]) as stranger:
         try:
             record = {**json.loads(path.read_text()), "launcher_pid": stranger.pid}
             path.write_text(json.dumps({**record, "launcher_ticks": None}))

@@ -26,17 +26,21 @@ def restore_file_limit(pid: int) -> None:
 
 def has_capability(pid: int, number: int) -> bool:
     """Tell whether the capability of this number is in effect for a process."""
-    text = Path(f"/proc/{pid}/status").read_text()
+    text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None when we see no such process."""
+    """Return when a process was started, in clock ticks since boot; None when there is no such process.
+
+    Raises:
+        OSError: Nobody can tell now.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the command's name in parentheses, and may hold anything.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    # The second field is the command's name in parentheses, and may hold any bytes.
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state in b"ZX" else int(fields[18])

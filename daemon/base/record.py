@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from resilient_run.ckpt.errors import DaemonError
 
 from ..trust.private import open_new, read_file
@@ -52,7 +54,12 @@ class JobRecord:
     @property
     def is_open(self) -> bool:
         """Tell whether a live launcher holds the job open, as far as anybody wrote down."""
-        ticks = None if self.launcher_pid is None else started_ticks(self.launcher_pid)
+        if self.launcher_pid is None:
+            return False
+        try:
+            ticks = started_ticks(self.launcher_pid)
+        except OSError:
+            return psutil.pid_exists(self.launcher_pid)
         return ticks is not None and self.launcher_ticks in (None, ticks)
 
     @classmethod

@@ -56,7 +56,7 @@ class Supervisor:
             began_s = time.monotonic()
             steady = asyncio.get_running_loop().call_later(_STEADY_S, self._steady, name)
             try:
-                await work()
+                await _finish(work)
                 self._steady(name)
                 return
             except Exception as error:  # the boundary between tasks
@@ -106,6 +106,18 @@ class Supervisor:
         if task is not None and not task.running:
             task.running, task.logged = True, ""
             log.warning("%s: task %r runs again, it had failed %d time(s)", self._owner, name, task.failures)
+
+
+async def _finish(work: Callable[[], Awaitable[None]]) -> None:
+    """Await `work()`; who is cancelled meanwhile ends, also if what `work` cleaned up with failed."""
+    task = asyncio.ensure_future(work())
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    task.result()
 
 
 def ends_job(error: BaseException) -> bool:

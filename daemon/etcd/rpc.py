@@ -194,7 +194,8 @@ class EtcdConnection:
             )
         if error.code() == rpc.StatusCode.NOT_FOUND and "lease" in details:
             return EtcdLeaseLost(f"etcd at {where} no longer has the lease ({details}): ask for a new one")
-        failed = EtcdUnavailable if error.code() in _BEFELL else EtcdError
+        # Of its codes, gRPC gives one to answers that are too large as well: they always will be.
+        failed = EtcdUnavailable if error.code() in _BEFELL and "larger than max" not in details else EtcdError
         return failed(f"etcd at {where} could not carry out a request: {details}")
 
     def unavailable(self, member: Endpoint, details: str) -> EtcdUnavailable:
