@@ -1,9 +1,11 @@
 """Persisting on real daemons: what is published, what comes back when memory is gone, and what failures leave."""
 
+import asyncio
 import itertools
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,20 @@ import xxhash
 from cluster import wait_until
 from etcd_process import EtcdProcess
 from hosts import PAYLOAD_BYTES, Hosts, payload, restored_bytes
+from seats import seats
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.policy import PersistPolicy
-from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.run.view import JobView
+from resilient_run.daemon.tier import tier as tier_module
 from resilient_run.daemon.tier.manifest import RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, is_due, merged
-from resilient_run.daemon.tier.tier import Tier
+from resilient_run.daemon.tier.publish import Publisher
+from resilient_run.daemon.tier.tier import Tier, TierError
 
 pytestmark = pytest.mark.jobs
 
@@ -189,10 +197,10 @@ def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None
 
 
 def test_what_was_left_unfinished_makes_room_for_the_next_step(hosts: Hosts, storage: Callable[[float], Path]) -> None:
-    """A step that one host had written when another was killed in the middle of it, and one of an earlier life."""
-    run = storage(3.5) / hosts.run_id
-    left = [run / "1-1" / "rank0.zst", run / "1-1" / part_of("b", "rank1.zst"), run / "9-8" / part_of("a", "rank1.zst")]
-    others = [run / "9-9" / part_of("c", "rank0.zst"), run / "9-9" / "rank1.zst", run / "notes"]
+    """A step that one host had written when another was killed in the middle of it, and what is none of the tier's."""
+    run = storage(2.5) / hosts.run_id
+    left = [run / "1-1" / "rank0.zst", run / "1-1" / part_of("b", "rank1.zst")]
+    others = [run / "9-9" / part_of("c", "rank0.zst"), run / "notes"]
     for path, size_bytes in [*((path, PAYLOAD_BYTES * 2 // 3) for path in left), *((path, 1) for path in others)]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(size_bytes))
@@ -200,10 +208,11 @@ def test_what_was_left_unfinished_makes_room_for_the_next_step(hosts: Hosts, sto
     wait_for_published(hosts, [(1, 2)])
     files = [run / "1-2" / name for name in ("manifest.json", "rank0.zst", "rank1.zst")]
     assert {path for path in run.rglob("*") if path.is_file()} == {*files, *others}
-    assert not (run / "9-8").exists()
 
 
-def test_step_that_cannot_be_written_leaves_nothing(hosts: Hosts, storage: Callable[[float], Path]) -> None:
+def test_step_that_cannot_be_written_makes_room_for_the_next_one(
+    hosts: Hosts, storage: Callable[[float], Path]
+) -> None:
     """There is room for the file of one of two ranks."""
     target = storage(1.5)
     hosts.create_job()
@@ -216,7 +225,7 @@ def test_step_that_cannot_be_written_leaves_nothing(hosts: Hosts, storage: Calla
     hosts.commit(trainers, [1, 2])
     wait_until(lambda: "is not persisted by this host" in hosts["a"].log, timeout_s=90, what="a failure")
     assert "No space left on device" in hosts["a"].log
-    assert list((target / hosts.run_id).iterdir()) == []
+    assert list((target / hosts.run_id / "1-2").iterdir())
     storage(2.5)
     steps = itertools.count(3)
 
@@ -226,9 +235,11 @@ def test_step_that_cannot_be_written_leaves_nothing(hosts: Hosts, storage: Calla
         return bool(published(hosts))
 
     wait_until(is_published_later, timeout_s=60, what="a published pair")
+    assert not (target / hosts.run_id / "1-2").exists()
 
 
-def test_damaged_file_is_refused_and_its_pair_taken_back(hosts: Hosts) -> None:
+@pytest.mark.parametrize(("damage", "message"), [("flipped", "does not match its checksums"), ("missing", "is gone")])
+def test_damaged_file_is_refused_and_its_pair_taken_back(hosts: Hosts, damage: str, message: str) -> None:
     trainers = hosts.run("ab")
     for step in (1, 2, 3, 4):
         hosts.commit(trainers, [step])
@@ -237,13 +248,15 @@ def test_damaged_file_is_refused_and_its_pair_taken_back(hosts: Hosts) -> None:
     path = Path(hosts.policy["persist"]["target"]) / hosts.run_id / "1-4" / "rank1.zst"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    path.unlink()
+    if damage == "flipped":
+        path.write_bytes(data)
     assert lose_everything(hosts)[-1] == [1, 4]
     trainers = hosts.run("ab", generation=2)
     with pytest.raises(RestoreError, match="no verified copy of rank 1 at step 4"):
         trainers[1].request("restore")
     wait_for_published(hosts, [(1, 2)])
-    assert "does not match its checksums" in hosts["a"].log + hosts["b"].log
+    assert message in hosts["a"].log + hosts["b"].log
     # The next start of this run id falls back to the older pair, on every rank.
     assert lose_everything(hosts) == [[1, 2]]
     for rank, trainer in enumerate(hosts.run("ab", generation=2)):
@@ -259,10 +272,13 @@ def test_etcd_hears_of_a_damaged_pair_after_an_outage(own_hosts: Hosts, etcd: Et
             wait_for_published(hosts, [(1, done) for done in range(2, step + 1, 2)])
     path = Path(hosts.policy["persist"]["target"]) / hosts.run_id / "1-4" / "rank1.zst"
     damaged = path.read_bytes()[:-1]
+    # Nobody can open it yet, as where storage does not answer.
     path.unlink()
+    path.mkdir()
     lose_everything(hosts)
     trainers = hosts.run("ab", generation=2)
     etcd.pause()
+    path.rmdir()
     path.write_bytes(damaged)
     with pytest.raises(RestoreError, match="no verified copy of rank 1 at step 4"):
         trainers[1].request("restore")
@@ -370,6 +386,46 @@ def test_newer_commits_wait_for_the_copy_but_are_not_lost(hosts: Hosts) -> None:
     pairs = published(hosts)
     for rank, trainer in enumerate(hosts.run("ab", generation=2)):
         assert restored_bytes(trainer.request("restore")["path"]) == payload(hosts.run_id, rank, pairs[-1])
+
+
+@pytest.mark.parametrize("problem", ["fails", "hangs"])
+def test_cleaning_does_not_stop_publishing(
+    tmp_path: Path, etcd_config: EtcdConfig, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    run_id, asked_for = tmp_path.name, []
+    tier, awake = Tier(str(tmp_path), run_id), threading.Event()
+    monkeypatch.setattr(tier_module, "_STALL_S", 1.0)
+
+    def prune(_: int, before: Pair) -> list[Pair]:
+        asked_for.append(before)
+        if problem == "hangs":
+            awake.wait()
+        raise TierError("no")
+
+    monkeypatch.setattr(tier, "prune", prune)
+
+    async def publish() -> None:
+        etcd = await Etcd.connect(etcd_config)
+        view = JobView(host="a", replicas=1, leader="a")
+        view.round = Round(generation=1, seats=seats(("a",), (1,)), restore=None, revision=1)
+        publisher = Publisher(run_id=run_id, policy=PersistPolicy(target=str(tmp_path)), tier=tier, view=view)
+        request = PersistRequest(pair=(1, 2), unix_s=0.0)
+        running = asyncio.create_task(publisher.run(etcd, lambda: request))
+        writer = tier.write((1, 2), 0)
+        file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=writer.finish())
+        answer = PersistAnswer(pair=(1, 2), world_size=1, ranks={0: file}, error=None)
+        await etcd.put(f"/resilient-run/{run_id}/{keys.ANSWERS('a')}", answer.to_value())
+        await asyncio.wait_for(view.wait_for(lambda: publisher.is_settled((1, 2))), 60)
+        running.cancel()
+        await asyncio.wait([running])
+        await etcd.close()
+
+    try:
+        asyncio.run(publish())
+    finally:
+        awake.set()
+    assert asked_for == [(1, 2), (1, 2)]
+    assert tier.published() == [(1, 2)]
 
 
 # The pure part.

@@ -1,14 +1,15 @@
 """The persistent tier's files: exact slots come back, no damaged byte is believed, the newest pair stays."""
 
-import contextlib
+import errno
+import itertools
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from hosts import publish
@@ -19,6 +20,7 @@ from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
 from resilient_run.daemon.tier import files
+from resilient_run.daemon.tier import tier as tier_module
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.tier import FRAME_BYTES, Tier, TierError, superfluous
 
@@ -174,14 +176,25 @@ def test_pruning_keeps_the_newest_and_what_is_in_the_making(target: str, slot: S
     assert Tier(target, "run").published() == [(2, 5)]
 
 
-@given(st.dictionaries(st.tuples(st.integers(1, 4), st.integers(0, 9)), st.booleans()), st.integers(1, 5))
-def test_newest_published_pair_is_never_superfluous(found: dict[Pair, bool], keep: int) -> None:
-    published = sorted(pair for pair, is_published in found.items() if is_published)
-    deleted = superfluous(found, keep)
+PAIRS = st.tuples(st.integers(0, 4), st.integers(0, 9))
+NAMES = st.sets(st.sampled_from(["manifest.json", "manifest.refused.json", "rank0.zst", "rank0.zst.0.part"]))
+
+
+@given(st.dictionaries(PAIRS, NAMES), st.integers(1, 5), st.none() | PAIRS)
+def test_newest_published_pair_is_never_superfluous(
+    found: dict[Pair, set[str]], keep: int, before: Pair | None
+) -> None:
+    published = sorted(pair for pair, names in found.items() if "manifest.json" in names)
+    deleted = superfluous(found, keep, before)
     assert deleted == sorted(deleted)
     assert not set(published[-keep:]) & set(deleted)
-    assert all(pair < published[-1] for pair in deleted)
     assert not published or len([pair for pair in published if pair not in deleted]) == min(keep, len(published))
+    for pair in deleted:
+        if published and pair < published[-1]:
+            continue
+        assert before is not None
+        assert (1, 0) <= pair < before
+        assert "manifest.refused.json" not in found[pair]
 
 
 @pytest.mark.parametrize("run_id", ["..", ".", "a b?*[x]%", "größe"])
@@ -236,75 +249,53 @@ def left_over(tier: Tier, pair: Pair, *ranks: int) -> None:
         tier.write(pair, rank).finish()
 
 
-def test_only_what_this_host_left_unfinished_is_removed(tmp_path: Path, slot: Slot) -> None:
-    root = tmp_path / "tier" / "run"
-    own, other = Tier(str(root.parent), "run", host="a"), Tier(str(root.parent), "run", host="b")
-    for pair in [(1, 2), (1, 3)]:
-        store(own, slot, pair)
-    own.refuse((1, 3))
-    left_over(own, (1, 4), 0, 1)
-    left_over(own, (1, 5), 0)
-    left_over(own, (1, 9), 0)
-    left_over(Tier(str(root.parent), "another run", host="a"), (1, 4), 0)
-    writers = [tier.write(pair, 0) for pair in [(1, 2), (1, 4), (1, 5), (1, 6), (1, 9)] for tier in (own, other)]
-    writers.append(own.write((1, 7), 0))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("rank0.zst", "notes"):
-        (elsewhere / name).write_text("somebody's")
-    (root / "1-1").symlink_to(elsewhere)
-    (root / "1-4" / "rank2.zst").symlink_to(elsewhere / "notes")
-    (root / "1-4" / "notes").write_text("somebody's")
-    (root / "x").mkdir()
-    (root / "x" / "rank0.zst").write_text("somebody's")
-    before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    with pytest.raises(TierError, match=r"cannot remove what is unfinished of \(1, 1\)"):
-        own.remove_unfinished({0, 2}, (1, 6))
-    after = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    (part,) = {name.rpartition("/")[2] for name in before - after if name.endswith(".part")}
-    gone = {f"1-4/{part}", f"1-5/{part}", f"1-9/{part}", f"1-7/{part}", "1-7", "1-4/rank0.zst", "1-5/rank0.zst"}
-    assert before - after == {f"tier/run/{name}" for name in gone}
-    assert after <= before
-    (root / "1-1").unlink()
-    own.remove_unfinished({0}, (1, 6), failed=True)
-    assert {path.name for path in (root / "1-6").iterdir()} == {path.name for path in (root / "1-5").iterdir()}
-    other.remove_unfinished({0}, (1, 6), failed=True)
-    assert not (root / "1-6").exists()
-    assert own.published() == [(1, 2)]
-    for writer in writers:
-        writer.abandon()
-
-
-def test_unfinished_objects_are_removed(target: str, slot: Slot) -> None:
-    tier = Tier(target, "run", host="a")
-    store(tier, slot, (1, 2))
-    left_over(tier, (1, 3), 0, 1)
-    left_over(tier, (1, 4), 0)
-    tier.remove_unfinished(range(1), (1, 4))
-    with pytest.raises(TierError, match=r"ranks \[0\] of \(1, 3\) are gone"):
-        tier.publish(two_ranks((1, 3)))
-    assert tier.published() == [(1, 2)]
-    left_over(tier, (1, 3), 0)
-    tier.publish(two_ranks((1, 3)))
-    assert tier.published() == [(1, 2), (1, 3)]
-
-
 def two_ranks(pair: Pair) -> Persisted:
     file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=8)
     return Persisted(run_id="run", pair=pair, world_size=2, ranks={0: file, 1: file})
 
 
+def directories(target: str) -> set[str]:
+    fs, path = fsspec.url_to_fs(target)
+    return {str(name).rpartition("/")[2] for name in fs.ls(f"{path}/run", detail=False)}
+
+
+def test_what_was_left_unfinished_goes_when_a_newer_pair_is_asked_for(target: str, slot: Slot) -> None:
+    tier = Tier(target, "run")
+    left_over(tier, (0, 5), 0)
+    store(tier, slot, (1, 2))
+    left_over(tier, (1, 3), 0, 1)
+    store(tier, slot, (1, 4))
+    tier.refuse((1, 4))
+    left_over(tier, (1, 5), 0)
+    left_over(tier, (1, 6), 0)
+    left_over(tier, (2, 1), 0)
+    # An import in the making has no published pair beside it.
+    assert tier.prune(3) == [(1, 2)]
+    assert directories(target) == {"1-2", "1-3", "1-4", "1-5", "1-6", "2-1"}
+    assert tier.prune(3, (1, 6)) == [(1, 2)]
+    assert directories(target) == {"1-2", "1-4", "1-6", "2-1"}
+    store(tier, slot, (1, 6))
+    assert tier.prune(3, (1, 6)) == [(1, 2), (1, 6)]
+    assert directories(target) == {"1-2", "1-6", "2-1"}
+
+
+def test_import_in_the_making_stays(target: str) -> None:
+    tier = Tier(target, "run")
+    tier.create((0, 5), "data").finish()
+    assert tier.prune(1, (1, 6)) == []
+    assert directories(target) == {"0-5"}
+
+
 def test_killed_writer_leaves_nothing_for_long(tmp_path: Path, slot: Slot) -> None:
-    tier = Tier(str(tmp_path), "run", host="a")
     writer = os.fork()
     if writer == 0:
         try:
-            tier.write((1, 7), 0).write(slot.buffer[:FRAME_BYTES])
+            Tier(str(tmp_path), "run", host="a").write((1, 7), 0).write(slot.buffer[:FRAME_BYTES])
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(writer, 0)
     assert len(list((tmp_path / "run" / "1-7").iterdir())) == 1
-    Tier(str(tmp_path), "run", host="a").remove_unfinished(range(1), (1, 8))
+    Tier(str(tmp_path), "run", host="b").prune(1, (1, 8))
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -319,43 +310,136 @@ def test_two_hosts_that_write_the_same_rank_do_not_mix(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_file_of_a_pair_that_is_published_meanwhile_stays(tmp_path: Path) -> None:
-    tier = Tier(str(tmp_path), "run")
+@pytest.mark.parametrize("moment", ["before", "meanwhile", "unknown"])
+def test_pair_without_a_file_is_not_published(
+    target: str, slot: Slot, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another host, which takes itself for the root, removes it."""
+    tier = Tier(target, "run")
+    store(tier, slot, (1, 2))
     left_over(tier, (1, 3), 0, 1)
+    fs, path = fsspec.url_to_fs(target)
+    write_small, names_in = tier_module.write_small, tier_module.names_in
 
-    def is_ours(name: str) -> bool:
+    def write_and_lose(*args: Any) -> None:
+        write_small(*args)
+        if moment == "meanwhile":
+            fs.rm_file(f"{path}/run/1-3/rank1.zst")
+        else:
+            monkeypatch.setattr(tier_module, "names_in", refuse)
+
+    def refuse(*_: Any) -> set[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    if moment == "before":
+        fs.rm_file(f"{path}/run/1-3/rank1.zst")
+    monkeypatch.setattr(tier_module, "write_small", write_and_lose)
+    message = "Input/output error" if moment == "unknown" else r"gone from \(1, 3\): rank1\.zst"
+    with pytest.raises(TierError, match=message):
         tier.publish(two_ranks((1, 3)))
-        return name.startswith("rank")
+    monkeypatch.setattr(tier_module, "names_in", names_in)
+    monkeypatch.setattr(tier_module, "write_small", write_small)
+    assert tier.published() == [(1, 2)]
+    left_over(tier, (1, 3), 1)
+    tier.publish(two_ranks((1, 3)))
+    assert tier.published() == [(1, 2), (1, 3)]
 
-    directory = tmp_path / "run" / "1-3"
-    files.remove_files(LocalFileSystem(), str(directory), is_ours, unless=["manifest.json"], part=".part")
-    assert {path.name for path in directory.iterdir()} == {"manifest.json", "rank0.zst", "rank1.zst"}
+
+def test_attempt_that_hung_does_not_take_back_what_the_next_one_published(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(target, "run")
+    left_over(tier, (1, 3), 0, 1)
+    names_in, looks = tier_module.names_in, itertools.count()
+
+    def hang(*args: Any) -> set[str]:
+        if next(looks) != 1:
+            return names_in(*args)
+        tier.publish(two_ranks((1, 3)))
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_module, "names_in", hang)
+        with pytest.raises(TierError, match="Input/output error"):
+            tier.publish(two_ranks((1, 3)))
+    assert tier.published() == [(1, 3)]
 
 
-def test_pair_is_published_whole_or_removed(tmp_path: Path, slot: Slot) -> None:
-    """Its root publishes it while its hosts, which were asked for a newer one, remove their files."""
-    tiers = [Tier(str(tmp_path), "run", host=host) for host in "ab"]
-    for step in range(1, 101):
-        pair = (1, step)
-        left_over(tiers[0], pair, 0, 1)
-        start = threading.Barrier(3)
+def test_pair_that_another_root_publishes_while_it_is_deleted_is_not_published(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(target, "run")
+    left_over(tier, (1, 3), 0, 1)
+    fs, path = fsspec.url_to_fs(target)
+    rm = type(fs).rm
 
-        def remove(rank: int, pair: Pair = pair, start: threading.Barrier = start) -> None:
-            start.wait()
-            tiers[rank].remove_unfinished({rank}, (2, 1))
+    def publish_and_remove(fs: Any, directory: str, **options: Any) -> None:
+        rm(fs, directory, **options)
+        fs.makedirs(directory, exist_ok=True)
+        fs.pipe_file(f"{path}/run/1-3/manifest.json", two_ranks((1, 3)).dump())
 
-        threads = [threading.Thread(target=remove, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        start.wait()
-        with contextlib.suppress(TierError):
-            tiers[0].publish(two_ranks(pair))
-        for thread in threads:
-            thread.join()
-        if pair in tiers[1].published():
-            names = {path.name for path in (tmp_path / "run" / f"1-{step}").iterdir()}
-            assert names == {"manifest.json", "rank0.zst", "rank1.zst"}
-        tiers[0].prune(1)
+    monkeypatch.setattr(type(fs), "rm", publish_and_remove)
+    tier.prune(1, (1, 4))
+    assert tier.published() == []
+
+
+def test_published_pair_without_a_file_is_damaged(target: str, slot: Slot) -> None:
+    tier = Tier(target, "run")
+    store(tier, slot)
+    fs, path = fsspec.url_to_fs(target)
+    fs.rm_file(f"{path}/run/1-7/rank0.zst")
+    with pytest.raises(SlotError, match=r"rank 0 of \(1, 7\) in .* is gone"):
+        list(tier.read((1, 7), 0))
+    # As where the storage is not mounted.
+    fs.rm_file(f"{path}/run/1-7/manifest.json")
+    with pytest.raises(TierError, match="cannot read rank 0"):
+        list(tier.read((1, 7), 0))
+
+
+@pytest.mark.parametrize("function", ["info", "ls"])
+def test_storage_that_does_not_answer_is_not_taken_for_empty(
+    target: str, slot: Slot, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """fsspec's `exists` says no to everything."""
+    tier = Tier(target, "run")
+    for step in (1, 2, 3):
+        store(tier, slot, (1, step))
+    fs, _ = fsspec.url_to_fs(target)
+    ask = getattr(type(fs), function)
+
+    def stale(fs: Any, path: str, **options: Any) -> Any:
+        if "/1-3" in str(path):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return ask(fs, path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fs), function, stale)
+        if function == "ls":
+            for act in (tier.published, lambda: tier.prune(1), lambda: tier.prune(1, (1, 9))):
+                with pytest.raises(TierError, match="Stale file handle"):
+                    act()
+        else:
+            for act in (lambda: tier.manifest((1, 3)), lambda: tier.refuse((1, 3))):
+                with pytest.raises(TierError, match="Stale file handle"):
+                    act()
+    assert tier.published() == [(1, 1), (1, 2), (1, 3)]
+
+
+def test_pair_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier(str(tmp_path), "run")
+    for step in (1, 2, 3):
+        left_over(tier, (1, step), 0)
+    remove = LocalFileSystem.rm
+
+    def rm(fs: Any, path: str, **options: Any) -> None:
+        if path.endswith("/1-1"):
+            raise PermissionError(path)
+        remove(fs, path, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "rm", rm)
+    with pytest.raises(TierError, match=r"cannot delete \(1, 1\): PermissionError"):
+        tier.prune(1, (1, 3))
+    assert directories(str(tmp_path)) == {"1-1", "1-3"}
 
 
 @pytest.mark.parametrize(

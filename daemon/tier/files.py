@@ -4,7 +4,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..trust.private import open_new
@@ -48,7 +48,7 @@ class FileWriter:
         with contextlib.suppress(OSError):
             # A full disk refuses what is still buffered, too.
             self._file.close()
-        if self._fs.exists(self._aside):
+        if is_there(self._fs, self._aside):
             self._fs.rm_file(self._aside)
 
 
@@ -74,6 +74,33 @@ def is_local(fs: Any) -> bool:
     return isinstance(fs, LocalFileSystem)
 
 
+def is_there(fs: Any, path: str) -> bool:
+    """Tell whether there is a file or directory; fsspec's `exists` takes every error for a no.
+
+    Raises:
+        Exception: Nobody knows.
+    """
+    fs.invalidate_cache()
+    try:
+        fs.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def names_in(fs: Any, directory: str) -> set[str]:
+    """Return the names in a directory, none if it is not there.
+
+    Raises:
+        Exception: Nobody knows.
+    """
+    fs.invalidate_cache()
+    try:
+        return {str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(directory, detail=False)}
+    except FileNotFoundError:
+        return set()
+
+
 def fsync_directory(path: str) -> None:
     """Make the names in the directory `path` durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -90,67 +117,6 @@ def make_directories(target: str, names: Sequence[str]) -> None:
         target = os.path.join(target, name)
         with contextlib.suppress(FileExistsError):
             os.mkdir(target, 0o700)
-
-
-def remove_files(
-    fs: Any, directory: str, is_ours: Callable[[str], bool], *, unless: Collection[str], part: str
-) -> None:
-    """Remove the files `is_ours` of a directory, unless it has one of `unless`, and the directory if nothing is left.
-
-    On a file system, links are neither followed nor removed. There a file of `unless` that appears meanwhile counts,
-    too: whoever makes it, and sees all the others afterwards, keeps them.
-
-    Args:
-        fs: An fsspec file system.
-        directory: The directory; the one above must be no link either.
-        is_ours: Tells that of a name.
-        unless: Names.
-        part: What the name of a file has at the end while it does not count.
-
-    Raises:
-        OSError: Something cannot be removed.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if is_local(fs):
-            with _entered(os.path.dirname(directory)) as above, _entered(last_name(directory), above) as place:
-                _remove_local(place, is_ours, unless, part)
-                with contextlib.suppress(OSError):
-                    os.rmdir(last_name(directory), dir_fd=above)
-            return
-        names = {last_name(path) for path in fs.ls(directory, detail=False)}
-        for name in filter(is_ours, names) if names.isdisjoint(unless) else ():
-            fs.rm_file(f"{directory}/{name}")
-
-
-def last_name(path: str) -> str:
-    """Return the last name in a path of an fsspec file system."""
-    return path.rstrip("/").rpartition("/")[2]
-
-
-@contextlib.contextmanager
-def _entered(path: str, above: int | None = None) -> Iterator[int]:
-    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-    try:
-        yield place
-    finally:
-        os.close(place)
-
-
-def _remove_local(place: int, is_ours: Callable[[str], bool], unless: Collection[str], part: str) -> None:
-    names = os.listdir(place)
-    # A file must not take the name of another one that is still to be removed.
-    for name in sorted(filter(is_ours, names), key=lambda name: not name.endswith(part)):
-        if not stat.S_ISREG(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
-            continue
-        if not set(unless).isdisjoint(names):
-            return
-        aside = name if name.endswith(part) else f"{name}{part}"
-        os.rename(name, aside, src_dir_fd=place, dst_dir_fd=place)
-        names = os.listdir(place)
-        if not set(unless).isdisjoint(names):
-            os.rename(aside, name, src_dir_fd=place, dst_dir_fd=place)
-            return
-        os.unlink(aside, dir_fd=place)
 
 
 def planted_by(target: str, names: Sequence[str]) -> tuple[str, int] | None:

@@ -154,6 +154,7 @@ class Persister:
             await self._view.wait_for(lambda: self._view.round is not None)
             await self._slots.adopt()
             self._request = request
+            self._view.notify()
             if self._storing is not None:
                 self._storing.cancel()
                 await asyncio.wait([self._storing])
@@ -164,19 +165,17 @@ class Persister:
             except (SlotError, MemoryBudgetError, OSError, MemoryError) as error:
                 self._drop()
                 self._fail(request.pair, str(error))
-            self._storing = asyncio.create_task(self._supervisor.once("store", partial(self._store, request.pair)))
+                return
+            if self._taken:
+                self._storing = asyncio.create_task(self._supervisor.once("store", partial(self._store, request.pair)))
 
     async def _store(self, pair: Pair) -> None:
         """Write what was taken of `pair`, again if that fails, and leave an answer."""
         began_s = time.monotonic()
-        await self._remove_unfinished(pair)
-        if not self._taken:
-            return
         try:
             world_size = {(await snapshot.verify()).world_size for snapshot in self._taken}.pop()
             files = await self._write_patiently(pair)
         except (CheckpointError, OSError, MemoryError) as error:
-            await self._remove_unfinished(pair, failed=True)
             self._fail(pair, str(error))
             return
         finally:
@@ -192,37 +191,41 @@ class Persister:
         self._view.notify()
 
     async def _write_patiently(self, pair: Pair) -> dict[int, RankFile]:
-        """Write every rank's file, all of them again after a pause while the storage refuses.
+        """Write every rank's file, after a pause again those that the storage refused.
 
         Raises:
             TierError: It refused each time.
         """
+        files: dict[int, RankFile] = {}
         for pause_s in _PAUSES_S:
             try:
-                return await self._write(pair)
+                return await self._write(pair, files)
             except TierError as error:
                 self._error = str(error)
                 log.warning("generation %d step %d is not persisted yet, trying again: %s", *pair, self._error)
                 await asyncio.sleep(pause_s)
-        return await self._write(pair)
+        return await self._write(pair, files)
 
-    async def _write(self, pair: Pair) -> dict[int, RankFile]:
-        """Write every rank's file, a few at a time; a pair that is published already stays as it is."""
+    async def _write(self, pair: Pair, files: dict[int, RankFile]) -> dict[int, RankFile]:
+        """Write every rank's file that is not in `files`, a few at a time; a pair that is published stays as it is."""
         if pair in await call(self._tier, self._tier.published):
             manifest = await call(self._tier, self._tier.manifest, pair)
             return {snapshot.rank: manifest.ranks[snapshot.rank] for snapshot in self._taken}
         writers = asyncio.Semaphore(_WRITERS)
 
-        async def write(snapshot: Snapshot) -> RankFile:
+        async def write(snapshot: Snapshot) -> None:
             async with writers:
-                return await self._write_rank(snapshot)
+                files[snapshot.rank] = await self._write_rank(snapshot)
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {snapshot.rank: group.create_task(write(snapshot)) for snapshot in self._taken}
+                for snapshot in self._taken:
+                    # A second copy beside the first may find no room.
+                    if snapshot.rank not in files:
+                        group.create_task(write(snapshot))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return {rank: task.result() for rank, task in tasks.items()}
+        return files
 
     async def _write_rank(self, snapshot: Snapshot) -> RankFile:
         header = parse_header(snapshot.buffer[:HEADER_BYTES], len(snapshot.buffer))
@@ -237,12 +240,6 @@ class Persister:
                 await call(self._tier, writer.abandon)
             raise
         return RankFile(used_bytes=header.used_bytes, payload_offset=header.payload_offset, stored_bytes=stored_bytes)
-
-    async def _remove_unfinished(self, pair: Pair, *, failed: bool = False) -> None:
-        try:
-            await call(self._tier, self._tier.remove_unfinished, self._view.own_ranks, pair, failed)
-        except TierError as error:
-            log.warning("what this host has left unfinished is not all removed: %s", error)
 
     def _fail(self, pair: Pair, reason: str) -> None:
         log.error("generation %d step %d is not persisted by this host: %s", *pair, reason)

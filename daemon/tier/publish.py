@@ -110,14 +110,23 @@ class Publisher:
                 self._answers[host] = PersistAnswer.parse(entry.value)
 
     async def _publish(self, etcd: Etcd, requested: Callable[[], PersistRequest | None]) -> None:
+        """Publish, and delete what is superfluous: never both at once, so that nothing of a new publication goes."""
+        cleaned: Pair | None = None
+
+        def is_new(request: PersistRequest | None) -> bool:
+            return request is not None and request.pair != cleaned
+
         while True:
-            await self._view.wait_for(lambda: self._publishable(requested()) is not None)
-            persisted, revision = self._publishable(requested()), self._published_revision
-            assert persisted is not None
-            pair = persisted.pair
+            await self._view.wait_for(lambda: is_new(requested()) or self._publishable(requested()) is not None)
+            request, revision = requested(), self._published_revision
+            assert request is not None
+            pair = request.pair
+            if (persisted := self._publishable(request)) is None:
+                await self._clean(cleaned := pair)
+                continue
             try:
                 await call(self._tier, self._tier.publish, persisted)
-                pairs = await call(self._tier, self._tier.prune, self._policy.keep)
+                pairs = await self._clean(cleaned := pair) or await call(self._tier, self._tier.published)
                 key = self._prefix + keys.PERSISTED
                 if await etcd.commit({key: revision}, {key: {"pairs": [list(known) for known in pairs]}}):
                     log.info("published generation %d step %d in %s", *pair, self._tier.shown)
@@ -131,6 +140,18 @@ class Publisher:
                 await asyncio.sleep(_RETRY_S)
                 continue
             await self._view.wait_for(lambda: self._published_revision != revision)  # noqa: B023
+
+    async def _clean(self, requested: Pair) -> list[Pair]:
+        """Delete what is superfluous now that `requested` is asked for.
+
+        Returns:
+            The pairs that stay published, none if something could not be deleted.
+        """
+        try:
+            return await call(self._tier, self._tier.prune, self._policy.keep, requested)
+        except TierError as error:
+            log.warning("not all that is superfluous is deleted in %s: %s", self._tier.shown, error)
+            return []
 
     def is_settled(self, pair: Pair) -> bool:
         """Tell whether `pair` is published, or cannot be because a host could not write its part."""

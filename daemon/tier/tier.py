@@ -8,8 +8,8 @@ trusts no byte; what comes out is verified as any slot is. Every call here may b
 import re
 import struct
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -25,10 +25,10 @@ from .files import (
     FileWriter,
     fsync_directory,
     is_local,
-    last_name,
+    is_there,
     make_directories,
+    names_in,
     planted_by,
-    remove_files,
     write_small,
 )
 from .manifest import Persisted
@@ -49,7 +49,6 @@ _STALL_S = 120.0
 _MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8) + 1024
 _MAX_MANIFEST_BYTES = 64 << 20
 _PAIR_NAME = re.compile(r"(0|[1-9]\d{0,18})-(\d{1,19})")
-_FILE_NAME = re.compile(rf"rank(0|[1-9]\d{{0,8}})\.zst|{re.escape(MANIFEST)}")
 
 
 class TierError(CheckpointError):
@@ -136,6 +135,7 @@ class Tier:
         self._of_others = of_others
         self._opening = threading.Lock()
         self._manifests: dict[Pair, Persisted] = {}
+        self._attempts: dict[Pair, object] = {}
         self.shown = _without_password(target)
         """The target, for people."""
 
@@ -158,7 +158,7 @@ class Tier:
 
     def published(self) -> list[Pair]:
         """Return the published pairs, newest last; an import is before all others."""
-        return sorted(pair for pair, is_published in self._found().items() if is_published)
+        return _published(self._found())
 
     def manifest(self, pair: Pair) -> Persisted:
         """Return the manifest of a published pair.
@@ -182,7 +182,7 @@ class Tier:
         with self._storage(f"look at the files of {pair}"):
             for name, size in manifest.file_bytes.items():
                 path = f"{self._directory(pair)}/{name}"
-                found = self._fs.size(path) if self._fs.exists(path) else 0
+                found = self._fs.size(path) if is_there(self._fs, path) else 0
                 if found != size:
                     raise SlotError(f"{path} has {found} bytes, not {size}")
         return manifest
@@ -197,7 +197,7 @@ class Tier:
 
     def write(self, pair: Pair, rank: int) -> RankWriter:
         """Begin the file of `rank`; what an earlier attempt left of it is replaced."""
-        return RankWriter(self.create(pair, f"rank{rank}.zst"), self._level)
+        return RankWriter(self.create(pair, _rank_name(rank)), self._level)
 
     def create(self, pair: Pair, name: str) -> TierFile:
         """Begin the file `name` of `pair`; what an earlier attempt left of it is replaced."""
@@ -224,7 +224,7 @@ class Tier:
             raise SlotError(f"{self.shown} has ranks 0 to {manifest.world_size - 1} of {pair}, not rank {rank}")
         left_bytes = manifest.ranks[rank].used_bytes
         what = f"rank {rank} of {pair} in {self.shown}"
-        with self._storage(f"read rank {rank} of {pair}"), self._fs.open(self._rank_path(pair, rank), "rb") as file:
+        with self._storage(f"read rank {rank} of {pair}"), self._open(pair, rank, what) as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise SlotError(f"{what} is no file of this format")
             decompressor = zstandard.ZstdDecompressor()
@@ -236,20 +236,30 @@ class Tier:
                 raise SlotError(f"{what} goes on after its end")
 
     def publish(self, persisted: Persisted | ImportManifest) -> None:
-        """Publish a pair whose files are all written, unless one of them is gone: see `remove_unfinished`."""
-        directory = self._directory(persisted.pair)
-        with self._storage(f"publish {persisted.pair}"):
-            self._refuse_planted(persisted.pair)
-            write_small(self._fs, f"{directory}/{MANIFEST}", persisted.dump(), self._part)
+        """Publish a pair whose files are all written.
+
+        Raises:
+            TierError: One of them is gone, or the storage refuses; the pair is not published then, as far as possible.
+        """
+        pair = persisted.pair
+        attempt = self._attempts[pair] = object()
+        with self._storage(f"publish {pair}"):
+            self._refuse_planted(pair)
+            self._refuse_incomplete(persisted)
+            manifest = f"{self._directory(pair)}/{MANIFEST}"
+            write_small(self._fs, manifest, persisted.dump(), self._part)
             if is_local(self._fs):
                 fsync_directory(self._root)
-            if isinstance(persisted, ImportManifest):
-                return
-            self._fs.invalidate_cache()
-            names = {last_name(str(path)) for path in self._fs.ls(directory, detail=False)}
-            if missing := [rank for rank in persisted.ranks if f"rank{rank}.zst" not in names]:
-                self._fs.rm_file(f"{directory}/{MANIFEST}")
-                raise TierError(f"{self.shown}: the files of ranks {missing[:10]} of {persisted.pair} are gone")
+            try:
+                # Another host, which takes itself for the root, may have removed them meanwhile.
+                self._refuse_incomplete(persisted, MANIFEST)
+            except Exception:
+                # An attempt that hung must not take back what the next one has published.
+                if self._attempts.get(pair) is attempt:
+                    with suppress(Exception):
+                        self._fs.rm_file(manifest)
+                raise
+            self._attempts.pop(pair, None)
 
     def refuse(self, pair: Pair) -> None:
         """Take back the publication of a pair that turned out to be damaged; its files stay until they are pruned."""
@@ -257,68 +267,75 @@ class Tier:
         self._manifests.pop(pair, None)
         with self._storage(f"refuse {pair}"):
             self._refuse_planted(pair)
-            if self._fs.exists(f"{directory}/{MANIFEST}"):
+            if is_there(self._fs, f"{directory}/{MANIFEST}"):
                 self._fs.mv(f"{directory}/{MANIFEST}", f"{directory}/{REFUSED_MANIFEST}")
 
-    def prune(self, keep: int) -> list[Pair]:
-        """Delete what `superfluous` names, and return the pairs that are still published, newest last."""
-        found = self._found()
-        for pair in superfluous(found, keep):
-            directory = self._directory(pair)
-            with self._storage(f"delete {pair}"):
-                self._refuse_planted(pair)
-                if found.pop(pair):
-                    # First, so that nobody takes a half deleted pair for a published one.
-                    self._fs.rm_file(f"{directory}/{MANIFEST}")
-                self._fs.rm(directory, recursive=True)
-        return sorted(pair for pair, is_published in found.items() if is_published)
-
-    def remove_unfinished(self, ranks: Container[int], pair: Pair, failed: bool = False) -> None:
-        """Remove what this host has left of pairs that were not published, before or because it could not write `pair`.
-
-        These are its parts of files, and the whole files of its ranks in pairs before `pair`. A refused pair stays, and
-        one that the root publishes at this moment does.
-
-        Args:
-            ranks: The ranks of this host.
-            pair: What it was asked for last.
-            failed: Whether it gave that up, and what there is of it goes, too.
+    def prune(self, keep: int, before: Pair | None = None) -> list[Pair]:
+        """Delete what `superfluous` names, and return the pairs that are still published, newest last.
 
         Raises:
-            TierError: Something cannot be removed; the rest is.
+            TierError: Something cannot be deleted; the rest is.
         """
-        refused: TierError | None = None
-        for found, is_published in self._found().items():
-            if is_published or is_import(found) or (found == pair and not failed):
-                continue
-            is_ours = partial(self._is_unfinished, ranks if found <= pair else ())
+        found = self._found()
+        failed: TierError | None = None
+        for pair in superfluous(found, keep, before):
             try:
-                with self._storage(f"remove what is unfinished of {found}"):
-                    self._refuse_planted(found)
-                    kept = (MANIFEST, REFUSED_MANIFEST)
-                    remove_files(self._fs, self._directory(found), is_ours, unless=kept, part=self._part)
+                self._delete(pair)
+                del found[pair]
             except TierError as error:
-                refused = error
-        if refused is not None:
-            raise refused
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return _published(found)
 
-    def _is_unfinished(self, ranks: Container[int], name: str) -> bool:
-        """Tell whether `name` is of a part of this host's, or of the file of one of `ranks`."""
-        match = _FILE_NAME.fullmatch(name.removesuffix(self._part))
-        if match is None or name.endswith(self._part):
-            return match is not None
-        return match[1] is not None and int(match[1]) in ranks
+    def _delete(self, pair: Pair) -> None:
+        with self._storage(f"delete {pair}"):
+            self._refuse_planted(pair)
+            # First, so that nobody takes a half deleted pair for a published one.
+            self._unpublish(pair)
+            try:
+                with suppress(FileNotFoundError):
+                    self._fs.rm(self._directory(pair), recursive=True)
+            finally:
+                # A host that was the root before may have published it meanwhile.
+                self._unpublish(pair)
 
-    def _found(self) -> dict[Pair, bool]:
-        """Return every pair that has a directory, and whether it is published."""
+    def _unpublish(self, pair: Pair) -> None:
+        self._manifests.pop(pair, None)
+        manifest = f"{self._directory(pair)}/{MANIFEST}"
+        if is_there(self._fs, manifest):
+            self._fs.rm_file(manifest)
+
+    def _refuse_incomplete(self, persisted: Persisted | ImportManifest, *others: str) -> None:
+        """Raise a TierError if a rank's file of a pair is gone, or one of `others`."""
+        if isinstance(persisted, ImportManifest):
+            return
+        expected = {*map(_rank_name, persisted.ranks), *others}
+        if missing := sorted(expected - names_in(self._fs, self._directory(persisted.pair))):
+            raise TierError(f"{self.shown}: gone from {persisted.pair}: {', '.join(missing[:10])}")
+
+    @contextmanager
+    def _open(self, pair: Pair, rank: int, what: str) -> Iterator[Any]:
+        directory, name = self._directory(pair), _rank_name(rank)
+        self._fs.invalidate_cache()
+        try:
+            file = self._fs.open(f"{directory}/{name}", "rb")
+        except FileNotFoundError:
+            names = names_in(self._fs, directory)
+            # Without its manifest, the storage is not there, or the pair was deleted.
+            if MANIFEST in names and name not in names:
+                raise SlotError(f"{what} is gone") from None
+            raise
+        with file:
+            yield file
+
+    def _found(self) -> dict[Pair, Collection[str]]:
+        """Return every pair that has a directory, and the names in that."""
         with self._storage("list"):
             self._refuse_planted()
-            self._fs.invalidate_cache()
-            if not self._fs.exists(self._root):
-                return {}
-            names = [last_name(str(path)) for path in self._fs.ls(self._root, detail=False)]
-            pairs = [(int(match[1]), int(match[2])) for name in names if (match := _PAIR_NAME.fullmatch(name))]
-            return {pair: bool(self._fs.exists(f"{self._directory(pair)}/{MANIFEST}")) for pair in pairs}
+            matches = filter(None, map(_PAIR_NAME.fullmatch, names_in(self._fs, self._root)))
+            pairs = [(int(match[1]), int(match[2])) for match in matches]
+            return {pair: names_in(self._fs, self._directory(pair)) for pair in pairs}
 
     @contextmanager
     def _reading_manifest(self, pair: Pair) -> Iterator[bytes]:
@@ -326,7 +343,7 @@ class Tier:
         where = f"{self._directory(pair)}/{MANIFEST}"
         with self._storage(f"read {MANIFEST} of {pair}"):
             self._refuse_planted(pair)
-            if not self._fs.exists(where):
+            if not is_there(self._fs, where):
                 raise SlotError(f"generation {pair[0]} step {pair[1]} is not published in {self.shown}")
             data = self._fs.cat_file(where, start=0, end=_MAX_MANIFEST_BYTES)
         try:
@@ -376,9 +393,6 @@ class Tier:
     def _directory(self, pair: Pair) -> str:
         return f"{self._root}/{_name_of(pair)}"
 
-    def _rank_path(self, pair: Pair, rank: int) -> str:
-        return f"{self._directory(pair)}/rank{rank}.zst"
-
     @contextmanager
     def _storage(self, doing: str) -> Iterator[None]:
         """Turn whatever a storage library raises into a `TierError`."""
@@ -407,17 +421,34 @@ async def call(tier: Tier, function: Callable[..., _T], *args: Any, background: 
         raise TierError(f"{tier.shown}: {error}") from error
 
 
-def superfluous(found: Mapping[Pair, bool], keep: int) -> list[Pair]:
+def superfluous(found: Mapping[Pair, Collection[str]], keep: int, before: Pair | None = None) -> list[Pair]:
     """Return the pairs to delete, oldest first: published ones but the newest `keep`, and dead attempts.
 
-    An unpublished pair older than the newest published one is dead; a newer one may be in the making.
+    A pair older than the newest published one is dead, whatever became of it. So is an unfinished one before `before`,
+    but for an import, which no root asks for.
 
     Args:
-        found: Every pair that has a directory → whether it is published.
+        found: Every pair that has a directory → the names in that.
         keep: At least 1, so that the newest published pair always stays.
+        before: The only unpublished pair that may still be published, or a newer one.
     """
-    kept = sorted(pair for pair, is_published in found.items() if is_published)[-keep:]
-    return sorted(pair for pair in found if kept and pair < kept[-1] and pair not in kept)
+    kept = _published(found)[-keep:]
+
+    def is_dead(pair: Pair, names: Collection[str]) -> bool:
+        if pair in kept:
+            return False
+        is_unfinished = MANIFEST not in names and REFUSED_MANIFEST not in names and not is_import(pair)
+        return bool(kept and pair < kept[-1]) or (before is not None and pair < before and is_unfinished)
+
+    return sorted(pair for pair, names in found.items() if is_dead(pair, names))
+
+
+def _published(found: Mapping[Pair, Collection[str]]) -> list[Pair]:
+    return sorted(pair for pair, names in found.items() if MANIFEST in names)
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank{rank}.zst"
 
 
 def _without_password(text: str) -> str:
