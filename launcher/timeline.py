@@ -305,8 +305,8 @@ def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-class _CutError(BlockingIOError):
-    """Of a line only the beginning was written, and it stays there."""
+class _CutError(OSError):
+    """Of a line only the beginning may be written, and it stays there."""
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -322,7 +322,11 @@ def _append(path: Path, line: bytes) -> None:
             kind = BlockingIOError if _took_back(descriptor, count) else _CutError
             raise kind(errno.EAGAIN, "its end did not fit")
     finally:
-        os.close(descriptor)
+        try:
+            os.close(descriptor)
+        except OSError as error:
+            # A network file system may tell only now that it has no room.
+            raise _CutError(*error.args) from error
 
 
 def _took_back(descriptor: int, count: int) -> bool:

@@ -1,5 +1,6 @@
 """The recovery timeline: phases in order, one event per recovery, nothing from other generations."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -285,6 +286,29 @@ def test_what_is_behind_an_event_that_was_cut_is_not_taken_back(
     fail(timeline, "second")
     lines = path.read_text().splitlines()
     assert lines[0].endswith("other")
+    assert json.loads(lines[-1])["cause"] == "second"
+
+
+def test_an_event_that_is_cut_when_its_file_is_closed_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A network file system may tell only then that a quota is used up, and keeps the pages that did fit."""
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    close = os.close
+
+    def cut(descriptor: int) -> None:
+        os.ftruncate(descriptor, 20)
+        close(descriptor)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", cut)
+        fail(timeline, "first")
+    assert "Disk quota exceeded" in caplog.text
+    fail(timeline, "second")
+    lines = path.read_bytes().splitlines()
+    assert len(lines[0]) == 20
     assert json.loads(lines[-1])["cause"] == "second"
 
 
