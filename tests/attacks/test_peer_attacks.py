@@ -377,6 +377,7 @@ def test_who_writes_etcd_cannot_be_a_host(hosts: Hosts) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         point(hosts, "a", listener.getsockname())
+        wait_until(lambda: not connected(hosts, own), timeout_s=30, what="the end of what leads past the attacker")
         for trainer in trainers:
             trainer.capture(2)
         wait_until(lambda: len(heard) > 1, timeout_s=30, what="a daemon that calls the attacker")
