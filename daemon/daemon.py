@@ -89,12 +89,8 @@ class Daemon:
         watcher.attach_loop(loop)
         asyncio.set_child_watcher(watcher)
         with ExitStack() as held:
-            directories, locks = [], []
-            for lock_path in (settings.lock_path, settings.vault_lock_path):
-                open_directory(lock_path.parent)
-                directories.append(hold_directory(lock_path.parent))
-                held.callback(os.close, directories[-1])
-                locks.append(held.enter_context(holding(lock_path)))
+            run_names = held.enter_context(serving(settings.lock_path))
+            vault_names = held.enter_context(serving(settings.vault_lock_path))
             manager = held.enter_context(closing(ServiceManager(os.environ)))
             if manager.is_there:
                 settings.service_path.touch(mode=0o600)
@@ -111,12 +107,8 @@ class Daemon:
                 sockets = (settings.socket_path, settings.vault_socket_path)
                 server = LinkServer(service, self._spawn)
                 doors = [server.listen(path) for path in sockets]
-                run_names, vault_names = (
-                    Names(directory, {path: os.fstat(lock), socket: socket.lstat()})
-                    for directory, lock, path, socket in zip(
-                        directories, locks, (settings.lock_path, settings.vault_lock_path), sockets, strict=True
-                    )
-                )
+                run_names.add(settings.socket_path)
+                vault_names.add(settings.vault_socket_path)
 
                 async def lost() -> Path | None:
                     # Whoever came through the vault, as all do that start a daemon, needs no run directory.
@@ -177,6 +169,22 @@ class Daemon:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+@contextmanager
+def serving(lock_path: Path) -> Iterator[Names]:
+    """Hold a run directory or a vault and its lock, and provide the names by which others find them.
+
+    Raises:
+        DaemonError: Another daemon serves it, or it is not ours alone.
+    """
+    open_directory(lock_path.parent)
+    directory = hold_directory(lock_path.parent)
+    try:
+        with holding(lock_path) as lock:
+            yield Names(directory, {lock_path: os.fstat(lock)})
+    finally:
+        os.close(directory)
 
 
 @contextmanager

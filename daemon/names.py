@@ -1,7 +1,6 @@
 """The names by which others find this daemon, which a cleaner, a logout or a user may take away while it runs."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -10,12 +9,16 @@ class Names:
 
     Args:
         directory: A descriptor of it.
-        paths: Each with what its file was when this daemon made it or locked it.
+        files: Path → what its file is that this daemon has open.
     """
 
-    def __init__(self, directory: int, paths: Mapping[Path, os.stat_result]) -> None:
+    def __init__(self, directory: int, files: dict[Path, os.stat_result]) -> None:
         self._directory = directory
-        self._files = paths
+        self._files = files
+
+    def add(self, path: Path) -> None:
+        """Count the file that is at `path` now, which this daemon has just made, as one of them."""
+        self._files[path] = path.lstat()
 
     def lost(self) -> Path | None:
         """Return the first path that leads to that file no more, None while all do."""

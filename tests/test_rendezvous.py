@@ -688,6 +688,19 @@ def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypat
         proxy.close()
 
 
+def with_standby_cut_off(launchers: Launchers, proxy: Proxy) -> tuple[EtcdRendezvous, "Future[RendezvousInfo]"]:
+    """Return the launcher of a run, and what its standby waits for, whose connection to etcd is gone with `proxy`."""
+    running = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    direct, launchers.endpoint = launchers.endpoint, f"127.0.0.1:{proxy.port}"
+    launchers.make("b", (1, 1), lease_ttl="2")
+    launchers.endpoint = direct
+    waiting = launchers.join("b")["b"]
+    proxy.close()
+    wait_until(lambda: launchers.members() == {"a"})
+    return running, waiting
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_standby_that_is_cut_off_ends_with_the_run(
     etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, anew: bool
@@ -697,14 +710,7 @@ def test_standby_that_is_cut_off_ends_with_the_run(
     here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
     proxy = Proxy(here, there)
     try:
-        running = launchers.make("a", (1, 1))
-        launchers.joined("a")
-        launchers.endpoint = f"127.0.0.1:{proxy.port}"
-        launchers.make("b", (1, 1), lease_ttl="2")
-        launchers.endpoint = etcd.endpoint
-        waiting = launchers.join("b")["b"]
-        proxy.close()
-        wait_until(lambda: launchers.members() == {"a"})
+        running, waiting = with_standby_cut_off(launchers, proxy)
         running.close("all ranks succeeded", failed=False)
         assert running.leave()
         assert launchers.keys() == {}
@@ -730,15 +736,8 @@ def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
     here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
     proxy = Proxy(here, there)
     try:
-        running = launchers.make("a", (1, 1))
-        launchers.joined("a")
+        running, waiting = with_standby_cut_off(launchers, proxy)
         put_watermark(launchers, 1, 41)
-        launchers.endpoint = f"127.0.0.1:{proxy.port}"
-        launchers.make("b", (1, 1), lease_ttl="2")
-        launchers.endpoint = etcd.endpoint
-        waiting = launchers.join("b")["b"]
-        proxy.close()
-        wait_until(lambda: launchers.members() == {"a"})
         running.close("rank 0 failed for good", failed=True)
         assert running.leave()
         launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/closed"))
