@@ -117,6 +117,8 @@ async def _finish(work: Callable[[], Awaitable[None]]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         raise
+    if task.cancelled():
+        raise RuntimeError("it was cancelled, by nobody who ends it")
     task.result()
 
 

@@ -96,6 +96,9 @@ def names_in(fs: Any, directory: str) -> set[str]:
     """
     fs.invalidate_cache()
     try:
+        if is_local(fs):
+            # Some versions of fsspec look at each file, and one that vanishes meanwhile is as if all were gone.
+            return set(os.listdir(directory))
         return {str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(directory, detail=False)}
     except FileNotFoundError:
         return set()

@@ -55,6 +55,10 @@ class TierError(CheckpointError):
     """The storage cannot be reached or refuses; trying again later may help."""
 
 
+class IncompleteError(TierError):
+    """A pair lacks what it cannot be published without."""
+
+
 class TierFile:
     """A new file of a pair; `finish` or `abandon` ends it.
 
@@ -253,7 +257,7 @@ class Tier:
             try:
                 # Another host, which takes itself for the root, may have removed them meanwhile.
                 self._refuse_incomplete(persisted, MANIFEST)
-            except Exception:
+            except IncompleteError:
                 # An attempt that hung must not take back what the next one has published.
                 if self._attempts.get(pair) is attempt:
                     with suppress(Exception):
@@ -280,6 +284,10 @@ class Tier:
         failed: TierError | None = None
         for pair in superfluous(found, keep, before):
             try:
+                # Another host may have been the root, and published it, since it was listed.
+                if MANIFEST not in found[pair] and self._is_published(pair):
+                    found[pair] = (MANIFEST,)
+                    continue
                 self._delete(pair)
                 del found[pair]
             except TierError as error:
@@ -287,6 +295,10 @@ class Tier:
         if failed is not None:
             raise failed
         return _published(found)
+
+    def _is_published(self, pair: Pair) -> bool:
+        with self._storage(f"look at {pair}"):
+            return is_there(self._fs, f"{self._directory(pair)}/{MANIFEST}")
 
     def _delete(self, pair: Pair) -> None:
         with self._storage(f"delete {pair}"):
@@ -312,7 +324,7 @@ class Tier:
             return
         expected = {*map(_rank_name, persisted.ranks), *others}
         if missing := sorted(expected - names_in(self._fs, self._directory(persisted.pair))):
-            raise TierError(f"{self.shown}: gone from {persisted.pair}: {', '.join(missing[:10])}")
+            raise IncompleteError(f"{self.shown}: gone from {persisted.pair}: {', '.join(missing[:10])}")
 
     @contextmanager
     def _open(self, pair: Pair, rank: int, what: str) -> Iterator[Any]:
