@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,14 @@ from torch import Tensor
 from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError, MessageError
+from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.timeline import Place, places
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import from_bytes
-from resilient_run.comm.plan.tree import Option, all_options
+from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
+from resilient_run.comm.plan.constraints import rootless
+from resilient_run.comm.plan.curve import Affine
+from resilient_run.comm.plan.tree import Device, Option, all_options
 from resilient_run.comm.runtime.execute import OptionScheme, options_of
 
 pytestmark = pytest.mark.jobs
@@ -44,6 +50,53 @@ def test_every_path_gives_the_sum(hosts: int, per_host: int) -> None:
         for found in ranks:
             torch.testing.assert_close(found[index], total, rtol=1e-5, atol=1e-5, msg=str(option))
             assert torch.equal(found[index], ranks[0][index]), option
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (1, 2), (2, 1)])
+def test_stages_are_those_of_the_timeline(hosts: int, per_host: int) -> None:
+    """A collective of one rank costs nothing, and does not keep the device's work from where predictions have it."""
+    chosen = random.Random(7).sample([option for option in COMPRESSED if rootless(option)], 80)
+    free = Affine(alpha_s=0, beta_s_per_byte=0)
+    coder = Coder(compress=free, decompress=free, accumulate=free)
+    cluster = Cluster(
+        hosts=hosts,
+        gpus_per_host=per_host,
+        intra=LinkCost(cost=free),
+        inter=LinkCost(cost=free),
+        compressor=CompressorCost(name="fp16", ratio=0.5, coders=dict.fromkeys(Device, coder)),
+    )
+
+    def work(fabric: Fabric) -> list[tuple[bool, int]]:
+        compressor = named("fp16")
+        scheme = OptionScheme(fabric, ErrorFeedback(compressor), {str(o): o for o in chosen})
+        decoded = 0
+        add_all = compressor.add_all
+
+        def counted(*given: Any) -> None:
+            nonlocal decoded
+            decoded += 1
+            add_all(*given)
+
+        compressor.add_all = counted
+        found = []
+        for option in chosen:
+            reduction = scheme.begin(str(option), gradient(fabric.flat.rank))
+            compresses = bool(kept_of(scheme, str(option)))
+            reduction.prepare()
+            reduction.communicate()
+            reduction.settle()
+            before = decoded
+            reduction.total()
+            found.append((compresses, decoded - before))
+        return found
+
+    expected = {}
+    for option, steps in Costs(cluster, [412.0]).options(chosen):
+        stands = places([step.resource for step in steps])
+        where = [(str(step.label), place) for step, place in zip(steps, stands, strict=True)]
+        expected[option] = ("comp:gpu", Place.EARLY) in where, where.count(("decomp:gpu", Place.LAST))
+    for found in run_hosts(hosts, per_host, work):
+        assert dict(zip(chosen, found, strict=True)) == expected
 
 
 @pytest.mark.parametrize("name", ["topk", "dgc", "randomk", "efsignsgd", "bf16"])

@@ -147,7 +147,7 @@ class _Run(Reduction):
         self._steps = steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
         self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
-        self._begun, self._prepared, self._communicated, self._settled = _ends(steps)
+        self._begun, self._prepared, self._communicated, self._settled = self._ends()
         flat = gradient.reshape(-1)
         missing = -flat.numel() % self._shares(steps)
         padded = F.pad(flat, (0, missing)) if missing else flat
@@ -187,6 +187,8 @@ class _Run(Reduction):
                     held = None if held is None else self._compress(held, index, step.device)
                 case Decomp():
                     held = None if held is None else self._decompress(held, step.device)
+                case Comm() if self._alone(step):
+                    pass
                 case Comm(compressed=False):
                     held = self._dense(held, step)
                 case Comm():
@@ -282,17 +284,26 @@ class _Run(Reduction):
         rooted = first.phase is Phase.INTRA1 and first.routine.rooted
         return phase is Phase.INTER and rooted and self._fabric.intra.rank != self._root(Phase.INTRA1)
 
+    def _alone(self, step: Comm) -> bool:
+        """Tell whether a collective has this rank only; costs leave it out (`Costs`)."""
+        return self._fabric.of(step.phase).size == 1
+
+    def _ends(self) -> tuple[int, int, int, int]:
+        """Return how many steps are done after `begin`, `prepare`, `communicate` and `settle`."""
+        collectives, on_cpus = [], []
+        for index, step in enumerate(self._steps):
+            if isinstance(step, Comm):
+                collectives += [] if self._alone(step) else [index]
+            elif step.device is Device.CPU:
+                on_cpus.append(index)
+        collectives = collectives or [len(self._steps)]
+        elsewhere = sorted([*collectives, *on_cpus])
+        return elsewhere[0], collectives[0], collectives[-1] + 1, elsewhere[-1] + 1
+
     def _shares(self, steps: Sequence[Step]) -> int:
         """Return into how many shares those of `steps` cut a tensor after which each rank goes on with one."""
         scatters = (step for step in steps if isinstance(step, Comm) and step.routine in _SCATTERING)
         return prod(self._fabric.of(step.phase).size for step in scatters)
-
-
-def _ends(steps: Sequence[Step]) -> tuple[int, int, int, int]:
-    """Return how many steps are done after `begin`, `prepare`, `communicate` and `settle`."""
-    collectives = [index for index, step in enumerate(steps) if isinstance(step, Comm)]
-    elsewhere = [index for index, step in enumerate(steps) if isinstance(step, Comm) or step.device is Device.CPU]
-    return elsewhere[0], collectives[0], collectives[-1] + 1, elsewhere[-1] + 1
 
 
 def _tensor(held: _Held) -> Tensor:
