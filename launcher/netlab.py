@@ -19,6 +19,7 @@ from resilient_run.daemon.base.process import started_ticks
 
 from .lab.host import BRIDGE, NETWORK, HostStatus, LabHost
 from .lab.state import (
+    QUEUE_S,
     LabState,
     NetLabError,
     changing_labs,
@@ -40,6 +41,7 @@ class NetLab:
     Args:
         hosts: How many (named h0, h1, …), or their names.
         rate: Of every host's link, in both directions.
+        queue_s: A link drops what would have to wait longer than about that.
         name: Of the lab; one of this name that exists is removed first. By default a name that is not taken.
         shm_bytes: Size of each host's tmpfs.
         stays: The lab outlives this process.
@@ -53,6 +55,7 @@ class NetLab:
         hosts: int | Sequence[str],
         *,
         rate: str = "200mbit",
+        queue_s: float = QUEUE_S,
         name: str | None = None,
         shm_bytes: int = 1 << 30,
         stays: bool = False,
@@ -65,6 +68,7 @@ class NetLab:
             name=check_name(name or f"p{os.getpid()}t{time.monotonic_ns() % 10**9}"),
             hosts=names,
             rate_bit_s=parse_rate(rate),
+            queue_s=queue_s,
             shm_bytes=shm_bytes,
             owner=None if stays or ticks is None else (os.getpid(), ticks),
         )

@@ -25,7 +25,6 @@ _CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 _LINK = "eth0"
 _BURST_S = 0.005
 _BURST_BYTES = (16 << 10, 1 << 20)
-_QUEUE_S = 0.02
 _END_TIMEOUT_S = 10.0
 
 
@@ -199,7 +198,7 @@ class LabHost:
         """Limit what leaves the host, and what the bridge sends to it."""
         rate_bytes_s = rate_bit_s // 8
         burst_bytes = sorted((*_BURST_BYTES, round(rate_bytes_s * _BURST_S)))[1]
-        limits = ("burst", str(burst_bytes), "limit", str(burst_bytes + round(rate_bytes_s * _QUEUE_S)))
+        limits = ("burst", str(burst_bytes), "limit", str(burst_bytes + round(rate_bytes_s * self._state.queue_s)))
         for namespace, device in ((self._namespace, _LINK), (self._state.switch, self._port)):
             queue = ("qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{rate_bit_s}bit")
             run("tc", "-n", namespace, *queue, *limits)

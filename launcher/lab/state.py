@@ -17,6 +17,9 @@ LABS = Path("/run/resilient-netlab")
 
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
+QUEUE_S = 0.02
+"""As of a switch."""
+
 _RATE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
@@ -69,6 +72,7 @@ class LabState:
         name: The lab.
         hosts: Their names, in the order of their addresses.
         rate_bit_s: Rate of every link in either direction, unless it was slowed.
+        queue_s: How long what a link lets pass later may wait for that.
         shm_bytes: Size of each host's tmpfs.
         owner: (pid, `started_ticks`) of the process that the lab ends with, None when it is to stay.
     """
@@ -76,6 +80,7 @@ class LabState:
     name: str
     hosts: tuple[str, ...]
     rate_bit_s: int
+    queue_s: float = QUEUE_S
     shm_bytes: int
     owner: tuple[int, int] | None
 
