@@ -121,7 +121,7 @@ class LocalSteps:
         # Step within a round → fragment whose own round ends with it.
         self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
         device = next(iter(self._parameters.values())).device
-        ranks = Transport(group, device) if group else Transport.among(range(dist.get_world_size()), device)
+        ranks = Transport.over(group, device) if group else Transport.among(range(dist.get_world_size()), device)
         self._sum = BucketSum(scheme=scheme_of(scheme, ranks, **options), world=ranks, least_elements=least_elements)
         self._done = 0
         with torch.no_grad():

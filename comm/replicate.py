@@ -155,7 +155,7 @@ def register_replicated(
             f"no parameter of this {type(model).__name__} is sharded by FSDP2; call fully_shard with a mesh of "
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
-    made = scheme_of(scheme, Transport(_replicas(groups), groups[0][0].device), **options)
+    made = scheme_of(scheme, Transport.over(_replicas(groups), groups[0][0].device), **options)
     sizes = {name: p.padded_sharded_param_size.numel() for _, found in groups for name, p in found.items()}
     check_pool(made.pool, sizes, least_elements)
     return ReplicateHook(groups, scheme=made, least_elements=least_elements)

@@ -1,12 +1,14 @@
 """Collectives: everyone ends with what the routine says, and costs count the messages that are sent."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_hosts, run_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,10 +20,20 @@ from resilient_run.comm.net.collectives import (
     reduce_to,
     relay_gather,
 )
+from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
-from resilient_run.comm.plan.collective import blocks, is_short, load, rounds, segments, turns
+from resilient_run.comm.plan.collective import (
+    MOST_AT_ONCE_BYTES,
+    blocks,
+    is_short,
+    load,
+    rounds,
+    segments,
+    turns,
+)
 from resilient_run.comm.plan.tree import Routine
+from resilient_run.launcher.netlab import NetLab
 
 pytestmark = pytest.mark.jobs
 
@@ -192,6 +204,31 @@ def test_long_messages_follow_each_other_as_their_startups_say(size: int, numel:
         for found in (everyones, *([] if rank else [at_root])):
             assert found is not None
             assert all(torch.equal(each.view(torch.float32), given(n, numel)) for n, each in enumerate(found))
+
+
+def test_slow_link_gets_less_at_once(netlab: Callable[..., NetLab]) -> None:
+    def work(fabric: Fabric) -> tuple[float, bool, list[bool], list[Tensor]]:
+        transport, traffic = fabric.flat, replace(fabric.flat.traffic)
+        before = transport.overruns([200 << 10])
+        transport.learn()
+        assert transport.traffic == traffic
+        overruns = [transport.overruns([size_bytes]) for size_bytes in (4 << 10, 200 << 10)]
+        learnt = transport.at_once_bytes
+        if transport.rank == 0:
+            # What it is sent comes at once, and what it sends is fetched in turn.
+            transport.at_once_bytes = MOST_AT_ONCE_BYTES
+        message = given(transport.rank, 12_000).view(torch.uint8)
+        return learnt, before, overruns, transport.all_to_all([message] * 4, sizes_bytes=[message.numel()] * 4)
+
+    lab = netlab(4, rate="20mbit")
+    found = run_hosts(4, 1, work, lab=lab.hosts)
+    for learnt, before, overruns, received in found:
+        assert learnt == found[0][0]
+        assert not before
+        assert overruns == [False, True]
+        assert [message.view(torch.float32).tolist() for message in received] == [
+            given(rank, 12_000).tolist() for rank in range(4)
+        ]
 
 
 class Asking:

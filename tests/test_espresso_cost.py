@@ -145,32 +145,40 @@ def test_latency_counts_rounds() -> None:
 def test_what_has_to_be_announced_costs_one_message_more() -> None:
     text = "comp:gpu > gather@flat > decomp:gpu > comp:gpu > broadcast@flat > decomp:gpu"
     bytes_s = [10 * 3 * 400, 10 * 2 * 400]
-    found = costed(text, hosts=4, gpus=1, alpha_s=1)
+    found = costed(text, hosts=4, gpus=1, alpha_s=1000)
     further_s = 2e-4
     assert [taken for resource, taken in found if resource == "inter"] == pytest.approx(
-        [10 + further_s + bytes_s[0], 30 + further_s + bytes_s[1]], rel=1e-9
+        [10000 + further_s + bytes_s[0], 30000 + further_s + bytes_s[1]], rel=1e-9
     )
-    found = costed(text, hosts=4, gpus=1, alpha_s=1, announced=True)
+    found = costed(text, hosts=4, gpus=1, alpha_s=1000, announced=True)
     assert [taken for resource, taken in found if resource == "inter"] == pytest.approx(
-        [20 + 2 * further_s + bytes_s[0], 30 + further_s + bytes_s[1]], rel=1e-9
+        [20000 + 2 * further_s + bytes_s[0], 30000 + further_s + bytes_s[1]], rel=1e-9
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "kib", "seconds"),
+    ("text", "kib", "received_kib", "startup_s", "startups"),
     [
-        ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 682, 10 + 10 * (341 << 10) * 3 / 4),
-        ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 684, 30 + 10 * (342 << 10) * 3 / 4),
-        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 170, 10 + 10 * (85 << 10) * 3),
-        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 172, 30 + 10 * (86 << 10) * 3),
+        ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 682, 341 * 3 / 4, 1e6, 1),
+        ("comp:gpu > all_to_all@flat > decomp:gpu > all_gather@flat", 684, 342 * 3 / 4, 1e6, 3),
+        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 170, 85 * 3, 1e6, 1),
+        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 172, 86 * 3, 1e6, 3),
+        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 26, 13 * 3, 1e5, 1),
+        ("comp:gpu > gather@flat > decomp:gpu > broadcast@flat", 28, 14 * 3, 1e5, 3),
     ],
 )
-def test_short_messages_start_together(text: str, kib: int, seconds: float) -> None:
-    """Up to 256 KiB from three others, half of whose bytes are left after compression."""
-    found = costed(text, hosts=4, gpus=1, alpha_s=1, size_bytes=kib << 10)
+def test_short_messages_start_together(
+    text: str, kib: int, received_kib: float, startup_s: float, startups: int
+) -> None:
+    """Up to 256 KiB from three others, half of whose bytes are left after compression.
+
+    And up to what a link passes in four start-ups, because those in turn wait for two more; a byte takes 10 s.
+    """
+    found = costed(text, hosts=4, gpus=1, alpha_s=startup_s / 10, size_bytes=kib << 10)
     sent_s = next(taken for resource, taken in found if resource == "inter")
     # Two further messages cost a quarter of a start-up each, and 0.1 ms at most.
-    assert sent_s == pytest.approx(seconds + (2e-4 if kib in (170, 682) else 0), rel=1e-9)
+    further_s = 2e-4 if startups == 1 else 0
+    assert sent_s == pytest.approx(startups * startup_s + further_s + 10 * 1024 * received_kib, rel=1e-12)
 
 
 def test_collectives_of_one_participant_are_no_steps() -> None:

@@ -116,7 +116,7 @@ def _on_loopback(count: int, measured: _Measured) -> _Rows:
 
     def rank(number: int) -> _Rows:
         group: Any = ProcessGroupGloo(store, number, count, _TIMEOUT)
-        return measured(RecordingTransport(group))
+        return measured(RecordingTransport.over(group))
 
     with ThreadPoolExecutor(count) as pool:
         return next(iter(pool.map(rank, range(count))))
@@ -132,7 +132,7 @@ def _in_job(measured: _Measured) -> _Rows:
     with joined_job(_TIMEOUT) as device:
         group = dist.group.WORLD
         assert group is not None
-        rows = measured(RecordingTransport(group, device))
+        rows = measured(RecordingTransport.over(group, device))
         return rows if dist.get_rank() == 0 else []
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.cluster import Cluster, LinkCost
-from ..plan.collective import is_short, load, segments
+from ..plan.collective import at_once_bytes, is_short, load, segments
 from ..plan.curve import Affine, Curve, Table
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 from .strategy import Choice, CostedStep
@@ -124,9 +124,10 @@ class Costs:
         cost, sharing = self._of(link, step), holding.senders if step.phase is Phase.INTER else 1
         if isinstance(cost, Table):
             return resource, cost.over(sharing * held_bytes)
+        most_bytes = self._at_once_bytes(step, link)
         ways = [
-            (segments(step.routine, participants, size_bytes), is_short(step.routine, participants, size_bytes))
-            for size_bytes in held_bytes.tolist()
+            (segments(step.routine, participants, each), is_short(step.routine, participants, each, most_bytes))
+            for each in held_bytes.tolist()
         ]
         costs = {way: self._load(step, link, *way) for way in set(ways)}
         startups_s, s_per_byte = np.array([costs[way] for way in ways]).T
@@ -135,12 +136,23 @@ class Costs:
             startups_s = startups_s + _startups_s(cost, 1, participants - 2)
         return resource, startups_s + s_per_byte * sharing * held_bytes
 
+    def _at_once_bytes(self, step: Comm, link: LinkCost) -> float:
+        """Return what may come at once, as ranks find out: by an all-to-all in which all GPUs of a host take part."""
+        cluster, cost = self._cluster, self._of(link, step)
+        assert isinstance(cost, Affine)
+        byte_s = cost.beta_s_per_byte * (cluster.gpus_per_host if step.phase is Phase.INTER else 1)
+        if self._derived(step, link):
+            within = self._of(cluster.intra, step)
+            assert isinstance(within, Affine)
+            exchanged = load(Routine.ALL_TO_ALL, cluster.hosts, cluster.gpus_per_host)
+            byte_s = max(byte_s * exchanged.adapter / exchanged.rank, within.beta_s_per_byte)
+        return at_once_bytes(self._participants(step.phase), cost.alpha_s, byte_s)
+
     def _load(self, step: Comm, link: LinkCost, cut: int, short: bool) -> tuple[float, float]:
         """Return what all start-ups of a collective cost, and what each byte costs that a rank holds."""
         cluster, cost = self._cluster, self._of(link, step)
         assert isinstance(cost, Affine)
-        derived = step.phase is Phase.FLAT and link is cluster.inter and cluster.gpus_per_host > 1
-        if not derived:
+        if not self._derived(step, link):
             found = load(step.routine, self._participants(step.phase), cut=cut, short=short)
             return _startups_s(cost, found.startups, found.further), cost.beta_s_per_byte * found.rank
         # Rounds wait for the link between hosts, and bytes pass at the slower one's pace.
@@ -149,6 +161,10 @@ class Costs:
         found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut, short)
         s_per_byte = max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
         return _startups_s(cost, found.startups, found.further), s_per_byte
+
+    def _derived(self, step: Comm, link: LinkCost) -> bool:
+        """Tell whether what collectives of all GPUs cost is derived from both links."""
+        return step.phase is Phase.FLAT and link is self._cluster.inter and self._cluster.gpus_per_host > 1
 
     def _announced(self, step: Comm) -> bool:
         """Tell whether ranks tell each other the sizes of messages first."""

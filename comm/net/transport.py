@@ -1,9 +1,11 @@
 """What schemes send: messages of any size between the ranks of one process group, and every byte counted."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,12 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from ..errors import MessageError
-from ..plan.collective import AT_ONCE_BYTES, turns
+from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes, turns
 from ..plan.tree import Routine
 
 _SIZE_BYTES = 8
+_PROBE_BYTES = 64 << 10
+_PROBES = 5
 _groups_among: Counter[tuple[int, ...]] = Counter()
 """Ranks → groups that `Transport.among` has made of them in this process."""
 
@@ -72,18 +76,53 @@ class Transport:
 
     Attributes:
         traffic: What this rank has sent and received.
+        at_once_bytes: How much may come from all other ranks at once, as `learn` has found out.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device | str = "cpu") -> None:
         self.traffic = Traffic()
         self.device = torch.device(device)
         self._group = group
+        self.at_once_bytes: float = MOST_AT_ONCE_BYTES
 
     @classmethod
-    def among(cls, ranks: Sequence[int], device: torch.device | str = "cpu") -> "Transport":
+    def among(cls, ranks: Sequence[int], device: torch.device | str = "cpu") -> Self:
         """Return the transport of a new process group, which these global ranks, and no others, make together."""
         _level(ranks)
-        return cls(dist.new_group(list(ranks), use_local_synchronization=True), device)
+        return cls.over(dist.new_group(list(ranks), use_local_synchronization=True), device)
+
+    @classmethod
+    def over(cls, group: ProcessGroup, device: torch.device | str = "cpu") -> Self:
+        """Return the transport of a group once it has learnt what it may send; all ranks call this together."""
+        made = cls(group, device)
+        made.learn()
+        return made
+
+    def learn(self) -> None:
+        """Find out how much may come from all other ranks at once (`overruns`); all ranks call it together."""
+        if self.device.type != "cpu" or self.size <= 2:
+            return
+        traffic, self.traffic = self.traffic, Traffic()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def exchange_s(size_bytes: int) -> float:
+            message = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
+            began_s = time.perf_counter()
+            self.exchange(dict.fromkeys(others, message), others, sizes_bytes=dict.fromkeys(others, size_bytes))
+            return time.perf_counter() - began_s
+
+        each = _PROBE_BYTES // len(others) + 1
+        exchange_s(each)  # makes connections, and takes what a link lets pass at once after a pause
+        # Not by turns: a rank that is still in a long exchange would make a short one of the others look long.
+        seconds = [[exchange_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (1, each)]
+        own = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        told = self.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * self.size)
+        # One that stands still for a moment makes one exchange of all others long, or its own short.
+        usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
+        startup_s, probe_s = float(usual[0].min()), float(usual[1].median())
+        byte_s = max(0.0, probe_s - startup_s) / (each * len(others))
+        self.at_once_bytes = at_once_bytes(self.size, startup_s, byte_s)
+        self.traffic = traffic
 
     @property
     def rank(self) -> int:
@@ -186,7 +225,7 @@ class Transport:
 
         Many senders overrun the queue in front of a receiver, and TCP waits and sends again (incast).
         """
-        return self.device.type == "cpu" and sum(sizes_bytes) > AT_ONCE_BYTES
+        return self.device.type == "cpu" and sum(sizes_bytes) > self.at_once_bytes
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.

@@ -14,8 +14,9 @@ import numpy as np
 
 from .tree import Routine
 
-AT_ONCE_BYTES = 256 << 10
-"""As many bytes for a rank may come from all others at once, in a gather or an all-to-all; more come in turn."""
+MOST_AT_ONCE_BYTES = 256 << 10
+_AT_ONCE_S = 0.01
+_OVERRUN = 0.5
 
 _LEAST_SEGMENT_BYTES = 128 << 10
 _MOST_SEGMENTS_PER_RANK = 8
@@ -112,13 +113,36 @@ def turns(routine: Routine, ranks: int, rank: int, cut: int = 1) -> tuple[tuple[
     return tuple(found)
 
 
-def is_short(routine: Routine, ranks: int, size_bytes: float) -> bool:
-    """Tell whether all messages of a collective go at once; `size_bytes`: what a rank holds before it."""
+def at_once_bytes(ranks: int, startup_s: float, byte_s: float) -> float:
+    """Return how many bytes for a rank may come from all others at once, in a gather or an all-to-all.
+
+    Messages that bring more than a link passes in some milliseconds get in each other's way, and take up to half as
+    long again (`benchmarks/at_once.py`). But those that come in turn wait for a start-up each.
+
+    Args:
+        ranks: That take part.
+        startup_s: Seconds of a message next to its bytes.
+        byte_s: Seconds of each byte for a rank.
+    """
+    if byte_s <= 0:
+        return MOST_AT_ONCE_BYTES
+    return min(MOST_AT_ONCE_BYTES, max(_AT_ONCE_S, (ranks - 2) * startup_s / _OVERRUN) / byte_s)
+
+
+def is_short(routine: Routine, ranks: int, size_bytes: float, most_bytes: float = MOST_AT_ONCE_BYTES) -> bool:
+    """Tell whether all messages of a collective go at once.
+
+    Args:
+        routine: The collective.
+        ranks: That take part.
+        size_bytes: What a rank holds before it.
+        most_bytes: What `at_once_bytes` says.
+    """
     match routine:
         case Routine.GATHER:
-            return (ranks - 1) * size_bytes <= AT_ONCE_BYTES
+            return (ranks - 1) * size_bytes <= most_bytes
         case Routine.ALL_TO_ALL:
-            return (ranks - 1) / ranks * size_bytes <= AT_ONCE_BYTES
+            return (ranks - 1) / ranks * size_bytes <= most_bytes
         case _:
             return False
 
