@@ -717,7 +717,7 @@ BENCHMARKS: Final = (
             "benchmarks/timed_model.py",
             "benchmarks/workload.py",
         ),
-        results=(Result(name="predicted", arguments="--seed 200 --count 50 --minutes 25", minutes=21),),
+        results=(Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=53),),
     ),
     Benchmark(
         script="benchmarks/collectives.py",
@@ -741,6 +741,18 @@ BENCHMARKS: Final = (
             "benchmarks/workload.py",
         ),
         results=(Result(name="latency", minutes=3),),
+    ),
+    Benchmark(
+        script="benchmarks/at_once.py",
+        root=True,
+        depends=(
+            "comm/net",
+            "comm/plan",
+            *LAB,
+            "benchmarks/at_once_worker.py",
+            "benchmarks/workload.py",
+        ),
+        results=(Result(name="at-once", minutes=2),),
     ),
     # GPUs.
     Benchmark(
@@ -818,6 +830,7 @@ KEPT: Final = {
     "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
     "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
+    "2026-11-26-predicted.json": "up to 8 workers in real time on two cores, earlier code",
     "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",
 }
 """Results that documents cite beside the newest, or that no script writes: why each is kept. None is made again."""

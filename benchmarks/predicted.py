@@ -11,10 +11,14 @@ planned. For half of the clusters the fusion planners read a system file, for th
 
 Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
 the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together
-have links of at most `--most-mbit` (above 100 Mbit/s each), because what they compress, copy and send is all done by
-these cores. `busy` is the part of the cores' time that they and the rest of the machine took, and `sent_again` counts
-TCP segments that were sent twice. Compression is by the device that computes; options on CPUs are left out, because
-these cores are both. `algorithm-5.1` plans without decompression only, and is left out as well.
+have links of at most `--most-mbit` (above 100 Mbit/s each). What they compress, copy and send is still more than these
+cores can do beside each other. So time is dilated, as in the emulation of networks that are faster than the machine
+(Gupta et al., "To infinity and beyond: time-warped network emulation", NSDI 2006): links pass a part of their rate,
+`--slower`, their queues hold as many bytes as before, and models compute as many times as long; so it is a cluster of
+slower links whose cores are as many times as fast. `busy` is the part of the cores' time that they and the rest of the
+machine took, and `sent_again` counts TCP segments that were sent twice. Compression is by the device that computes;
+options on CPUs are left out, because these cores are both. `algorithm-5.1` plans without decompression only, and is
+left out as well.
 """
 
 import json
@@ -51,7 +55,10 @@ ON_CPUS = ("espresso-cpu", "espresso-byteps")
 OTHERS = tuple(name for name in (*FUSING, *ESPRESSO_PLANNERS) if name not in (*RECOMMENDED, *ON_CPUS))
 MOST_RANKS = 8
 RATES_MBIT_S = (100, 1000)
-FREE_CORES = 0.65
+NETWORK_S, COMPUTING_S = (0.3, 0.6), (0.1, 0.4)
+QUEUE_S = 0.02
+
+FREE_CORES = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +81,18 @@ class Sample:
         return 8 / (PAYLOAD * self.rate_mbit_s * 1e6)
 
 
-def drawn(seed: int, others: int, most_mbit_s: float) -> Sample:
-    """Return the sample of a seed, with so many planners beside those that are recommended."""
+def drawn(seed: int, others: int, most_mbit_s: float, slower: float) -> Sample:
+    """Return the sample of a seed, with so many planners beside those that are recommended.
+
+    Everything but what the cores do takes `slower` times as long.
+    """
     draw = random.Random(seed)
     hosts = draw.randint(2, 6)
     per_host = draw.randint(1, MOST_RANKS // hosts)
     least, most = RATES_MBIT_S
     most = max(least, min(most, most_mbit_s / (hosts * per_host)))
-    rate_mbit_s = round(least * (most / least) ** draw.random())
-    network_s, computing_s = draw.uniform(0.3, 0.6), draw.uniform(0.1, 0.4)
+    rate_mbit_s = round(least * (most / least) ** draw.random() / slower)
+    network_s, computing_s = slower * draw.uniform(*NETWORK_S), slower * draw.uniform(*COMPUTING_S)
     whole = network_s * rate_mbit_s * 1e6 * PAYLOAD / 8 / load(Routine.ALL_REDUCE, hosts, per_host).adapter / 4
     shares = [10 ** draw.uniform(0, 2) for _ in range(draw.randint(3, 12))]
     times = [draw.expovariate(1) for _ in shares]
@@ -177,9 +187,12 @@ def cores_busy() -> tuple[int, int]:
     return busy, busy + idle + waiting
 
 
-def measure(sample: Sample, *, warm_up: int, iterations: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measure(
+    sample: Sample, *, slower: float, warm_up: int, iterations: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what the files know of this machine, and a line for each different plan."""
-    with tempfile.TemporaryDirectory() as name, NetLab(sample.hosts, rate=f"{sample.rate_mbit_s}mbit") as lab:
+    lab = NetLab(sample.hosts, rate=f"{sample.rate_mbit_s}mbit", queue_s=slower * QUEUE_S)
+    with tempfile.TemporaryDirectory() as name, lab:
         folder = Path(name)
         shared = {
             "steps": [asdict(step) for step in sample.steps],
@@ -241,9 +254,10 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--seed", type=int, default=1, metavar="N", help="of the first sample; the next ones follow")
     made.add_argument("--count", type=int, default=50, metavar="N", help="samples")
-    made.add_argument("--minutes", type=float, default=25.0, metavar="M", help="begin no further sample after this")
+    made.add_argument("--minutes", type=float, default=60.0, metavar="M", help="begin no further sample after this")
     made.add_argument("--others", type=int, default=3, metavar="N", help="planners of each sample that are drawn")
     made.add_argument("--most-mbit", type=float, default=800, metavar="N", help="Mbit/s, of the links of all ranks")
+    made.add_argument("--slower", type=float, default=4, metavar="N", help="times as long as in such a cluster")
     made.add_argument("--warm-up", type=int, default=1, metavar="N", help="iterations before those that count")
     made.add_argument("--iterations", type=int, default=5, metavar="N", help="of each plan")
     options = made.parse_args()
@@ -253,8 +267,8 @@ def main() -> None:
     for seed in range(options.seed, options.seed + options.count):
         if time.monotonic() > end_s:
             break
-        sample = drawn(seed, options.others, options.most_mbit)
-        known, found = measure(sample, warm_up=options.warm_up, iterations=options.iterations)
+        sample = drawn(seed, options.others, options.most_mbit, options.slower)
+        known, found = measure(sample, slower=options.slower, warm_up=options.warm_up, iterations=options.iterations)
         samples.append({**asdict(sample), "known": known})
         lines += found
         for line in found:
