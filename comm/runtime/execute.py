@@ -290,15 +290,12 @@ class _Run(Reduction):
 
     def _ends(self) -> tuple[int, int, int, int]:
         """Return how many steps are done after `begin`, `prepare`, `communicate` and `settle`."""
-        collectives, on_cpus = [], []
-        for index, step in enumerate(self._steps):
-            if isinstance(step, Comm):
-                collectives += [] if self._alone(step) else [index]
-            elif step.device is Device.CPU:
-                on_cpus.append(index)
-        collectives = collectives or [len(self._steps)]
-        elsewhere = sorted([*collectives, *on_cpus])
-        return elsewhere[0], collectives[0], collectives[-1] + 1, elsewhere[-1] + 1
+        steps = list(enumerate(self._steps))
+        collectives = [index for index, step in steps if isinstance(step, Comm) and not self._alone(step)]
+        collectives = collectives or [len(steps)]
+        on_cpus = [index for index, step in steps if not isinstance(step, Comm) and step.device is Device.CPU]
+        elsewhere = [*collectives, *on_cpus]
+        return min(elsewhere), collectives[0], collectives[-1] + 1, max(elsewhere) + 1
 
     def _shares(self, steps: Sequence[Step]) -> int:
         """Return into how many shares those of `steps` cut a tensor after which each rank goes on with one."""
