@@ -34,8 +34,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.records import Fingerprint
 from resilient_run.daemon.run.rounds import Round
-from resilient_run.launcher.rendezvous import claim, rendezvous
+from resilient_run.launcher.rendezvous import claim, membership, rendezvous
+from resilient_run.launcher.rendezvous.agreement import Terms
 from resilient_run.launcher.rendezvous.loop import LoopThread
+from resilient_run.launcher.rendezvous.membership import Membership
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
 
 pytestmark = pytest.mark.jobs
@@ -1034,6 +1036,36 @@ def test_terms_bind_as_long_as_a_launcher_lives(launchers: Launchers) -> None:
     assert after == {**before, "fingerprint": asdict(edited)}
     with pytest.raises(RendezvousStateError, match=r"script train\.py"):
         described(launchers, "a", lease_ttl="1", fingerprint=MARK).next_rendezvous()
+
+
+def test_run_that_becomes_abandoned_while_its_terms_are_read_binds_nobody(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launchers.make("a", (1, 2), last_call_timeout="0.1")
+    launchers.joined("a")
+    asking = launchers.make("b", (1, 1), lease_ttl="2")._link.membership
+    enter, agree = Membership._enter, membership.agree
+    asked = []
+
+    async def enter_late(self: Membership, terms: Terms, *, waited_s: float) -> bool:
+        return await enter(self, terms, waited_s=waited_s + WAIT_S)
+
+    async def answer_late(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Entry:
+        asked.append(abandoned)
+        try:
+            return await agree(etcd, run_id, terms, abandoned=abandoned)
+        except RendezvousStateError:
+            while not asking._abandoned:
+                await asyncio.sleep(0.01)
+            raise
+
+    monkeypatch.setattr(Membership, "_enter", enter_late)
+    monkeypatch.setattr(membership, "agree", answer_late)
+    waiting = launchers._threads.submit(launchers.handlers["b"].next_rendezvous)
+    wait_until(lambda: asked)
+    launchers.handlers["a"].leave()
+    assert waiting.result(WAIT_S).world_size == 1
+    assert asked[:2] == [False, True]
 
 
 def test_too_few_hosts(launchers: Launchers) -> None:

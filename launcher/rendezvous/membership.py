@@ -140,12 +140,14 @@ class Membership:
                 what = f"wait until its launchers on {hosts} are gone" if hosts else f"delete the etcd key {closed}"
                 raise RendezvousClosedError(f"run {self._run_id!r} stays closed: {what}")
             return False
+        # Known before its terms are read: a run that becomes abandoned meanwhile is asked again.
+        abandoned = self._abandoned
         try:
-            self._job = await agree(self._etcd, self._run_id, terms, abandoned=self._abandoned)
+            self._job = await agree(self._etcd, self._run_id, terms, abandoned=abandoned)
             return await self._write(self._same_run)
         except RendezvousStateError:
             # What is in the way may be a launcher that was just killed: its key expires.
-            if waited_s > self._lease_ttl_s + 1 and (self._view.members or self._abandoned):
+            if waited_s > self._lease_ttl_s + 1 and (self._view.members or abandoned):
                 raise
             return False
 
