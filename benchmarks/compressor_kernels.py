@@ -160,12 +160,13 @@ def main() -> None:
     parser.add_argument("--sizes-bytes", type=int, nargs="+", default=list(SIZES_BYTES))
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--repeats", type=int, default=9)
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    results = {device: measure(device, args.sizes_bytes, args.density, args.repeats) for device in devices}
+    results = {device: measure(device, args.sizes_bytes, args.density, args.repeats) for device in args.devices}
     question = "How long does each compressor take, beside moving its bytes and beside torch doing the same?"
-    parameters = {"density": args.density, "repeats": args.repeats, "devices": devices}
+    parameters = {"density": args.density, "repeats": args.repeats, "devices": args.devices}
     report.write_json(args.json, question=question, parameters=parameters, results=results)
 
 

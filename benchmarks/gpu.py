@@ -2,7 +2,8 @@
 
 Parts run one after the other, each in a process of its own, so that one that fails or hangs costs only itself:
 
-- tests: the tests marked `gpu`;
+- tests: the tests marked `gpu`; those of several ranks let them share the GPU;
+- steps: what checkpoints cost the steps of a GPT (`gpu_steps.py`);
 - fingerprint: what a capture costs the stream of training, beside reading the state once (`fingerprint_gpu.py`);
 - operations, compressors: kernels beside the bandwidth of the GPU's memory (`comm_ops.py`, `compressor_kernels.py`);
 - undisturbed, killed: `train_gpt.py` with NCCL and world size 1. Both must end with the same hash of the parameters.
@@ -52,17 +53,20 @@ class Part:
 
 
 def script(name: str, *options: str, limit_s: float) -> Part:
-    return Part(arguments=("-P", str(HERE / name), *options), limit_s=limit_s, writes=True)
+    return Part(arguments=(str(HERE / name), *options), limit_s=limit_s, writes=True)
 
 
 PARTS = {
-    "fingerprint": script("fingerprint_gpu.py", limit_s=90),
-    "undisturbed": Part(arguments=(*RUN, *TRAIN), limit_s=60),
-    "killed": Part(arguments=(*RUN, *TRAIN, "--demo-kill", "30"), limit_s=60),
-    "operations": script("comm_ops.py", "--sizes", "1000000", "--densities", "0.01", limit_s=90),
-    "compressors": script("compressor_kernels.py", "--sizes-bytes", "4194304", "67108864", limit_s=120),
+    "steps": script("gpu_steps.py", limit_s=90),
+    "fingerprint": script("fingerprint_gpu.py", limit_s=60),
+    "undisturbed": Part(arguments=(*RUN, *TRAIN), limit_s=40),
+    "killed": Part(arguments=(*RUN, *TRAIN, "--demo-kill", "30"), limit_s=40),
+    "operations": script("comm_ops.py", "--sizes", "1000000", "--densities", "0.01", limit_s=60),
+    "compressors": script(
+        "compressor_kernels.py", "--devices", "cuda", "--sizes-bytes", "4194304", "67108864", limit_s=70
+    ),
     "tests": Part(
-        arguments=("-P", "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "--rootdir", str(HERE.parent)), limit_s=180
+        arguments=("-P", "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "--rootdir", str(HERE.parent)), limit_s=240
     ),
 }
 

@@ -188,7 +188,11 @@ def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport
 def _parameter_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            yield from module._get_fsdp_state()._fsdp_param_groups
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # torch 2.11: one at most
+                yield state._fsdp_param_group
 
 
 def _check(group: FSDPParamGroup, parameters: dict[str, FSDPParam]) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -76,13 +77,18 @@ def etcd_config(etcd_endpoint: str) -> EtcdConfig:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoloDaemon]:
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[SoloDaemon]:
     """A daemon of one rank that the environment points to."""
-    made = SoloDaemon(tmp_path)
-    made.start()
-    made.enter(monkeypatch)
-    yield made
-    made.stop()
+    with ExitStack() as stack:
+        directory = tmp_path
+        if request.node.get_closest_marker("gpu") is not None:
+            # CUDA page-locks no file of a disk.
+            directory = Path(stack.enter_context(TemporaryDirectory(prefix="resilient-test-", dir="/dev/shm")))
+        made = SoloDaemon(directory)
+        made.start()
+        made.enter(monkeypatch)
+        yield made
+        made.stop()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ replicas instead of DDP; then also the scheme topk and the switches three, for t
 shards by tensor parallelism, and hold, which accumulates before the reduce-scatter), columns (DDP among even and among
 odd ranks, each with data and parameters of its own).
 Variants are trained one after the other, but side by side under `resilient-run`: one checkpoint has them all.
+`--cuda`: all ranks share one GPU, and talk over NCCL.
 """
 
 import argparse
@@ -39,6 +40,8 @@ from resilient_run.comm.replicate import register_replicated
 from resilient_run.comm.runtime.bucket import BucketSum
 
 WORDS = 4000
+# NCCL refuses two ranks of a host on one GPU: each says that it is a host of its own.
+SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 TENSOR_PARALLEL = {"hidden": ColwiseParallel(), "out": RowwiseParallel()}
 
 
@@ -59,22 +62,36 @@ def emit(**line: Any) -> None:
     os.write(1, f"{json.dumps(line)}\n".encode())
 
 
+def join(*, cuda: bool) -> torch.device:
+    """Join the process group and return where tensors are."""
+    torch.set_num_threads(1)
+    if not cuda:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    os.environ.update(SHARED_GPU, NCCL_HOSTID=os.environ["RANK"])
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    return torch.device("cuda", 0)
+
+
 def topk(ranks: Transport) -> Scheme:
     return Compressed(ranks, ErrorFeedback(TopK(0.02)))
 
 
-def parallelized(model: nn.Module, scheme: str, switches: list[str]) -> tuple[nn.Module, BucketSum | None]:
+def parallelized(model: "Model", scheme: str, switches: list[str]) -> tuple[nn.Module, BucketSum | None]:
     if "hsdp" in switches:
+        kind = model.out.weight.device.type
         replicas = 3 if "three" in switches else 2
         each = dist.get_world_size() // replicas
         options: dict[str, Any] = {}
         if "tensor" in switches:
-            whole = init_device_mesh("cpu", (replicas, 1, each), mesh_dim_names=("replicate", "shard", "tensor"))
+            whole = init_device_mesh(kind, (replicas, 1, each), mesh_dim_names=("replicate", "shard", "tensor"))
             mesh = whole["replicate", "shard"]
             parallelize_module(model, whole["tensor"], TENSOR_PARALLEL)
             options = {"pool": whole.get_group("tensor")} if scheme == "dgc" else {}
         else:
-            mesh = init_device_mesh("cpu", (replicas, each), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(kind, (replicas, each), mesh_dim_names=("replicate", "shard"))
         for layer in (model.table, model.hidden):
             fully_shard(layer, mesh=mesh)
         sharded = fully_shard(model, mesh=mesh)
@@ -112,15 +129,15 @@ def local(parameter: nn.Parameter) -> Tensor:
 class Training:
     """A variant as it is before its first step."""
 
-    def __init__(self, variant: str) -> None:
-        self.variant = variant
+    def __init__(self, variant: str, device: torch.device) -> None:
+        self.variant, self.device = variant, device
         scheme, *self.switches = variant.split("+")
         torch.manual_seed(dist.get_rank() % 2 if "columns" in self.switches else 0)
-        self.model = Model(sparse="sparse" in self.switches)
+        self.model = Model(sparse="sparse" in self.switches).to(device)
         self.parallel, self.hook = parallelized(self.model, scheme, self.switches)
         blank = self.hook.state_dict() if self.hook is not None else {}
         # The layout of the first step is another one and adds in another order: get it over with.
-        self.parallel(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+        self.parallel(torch.zeros(1, 1, dtype=torch.long, device=device)).sum().backward()
         self.parallel.zero_grad()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         if self.hook is not None:
@@ -138,7 +155,7 @@ class Training:
             rank //= dist.get_world_size() // 2  # ranks of a replica have one batch
         generator = torch.Generator().manual_seed(1000 * step + rank)
         for last in (False, True) if {"accumulate", "hold"} & set(self.switches) else (True,):
-            words = torch.randint(WORDS, (16, 6), generator=generator)
+            words = torch.randint(WORDS, (16, 6), generator=generator).to(self.device)
             with accumulating(self.parallel, self.switches, last=last):
                 loss = F.cross_entropy(self.parallel(words), words[:, 0] % 8)
                 if poisoned and rank == 0:
@@ -150,7 +167,7 @@ class Training:
 
     def finish(self) -> str:
         """Print what came of the training and return the digest of this rank's parameters."""
-        state = b"".join(local(parameter).numpy().tobytes() for parameter in self.model.parameters())
+        state = b"".join(local(parameter).cpu().numpy().tobytes() for parameter in self.model.parameters())
         digest = hashlib.sha256(state).hexdigest()
         emit(
             variant=self.variant,
@@ -166,10 +183,10 @@ class Training:
         return digest
 
 
-def train(variants: list[str], *, steps: int, checkpointed: bool, kill_at: int | None) -> str:
+def train(variants: list[str], device: torch.device, *, steps: int, checkpointed: bool, kill_at: int | None) -> str:
     """Train variants side by side, with one checkpoint for all, and return their digests."""
     rank = dist.get_rank()
-    trainings = [Training(variant) for variant in variants]
+    trainings = [Training(variant, device) for variant in variants]
     first, checkpointer = 1, None
     if checkpointed:
         objects = [training.objects() for training in trainings]
@@ -194,13 +211,13 @@ def main() -> None:
     parser.add_argument("variants", nargs="+")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--cuda", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = join(cuda=options.cuda)
     emit(rank=dist.get_rank(), pid=os.getpid())
     checkpointed = "RESILIENT_SOCKET" in os.environ
     for variants in [options.variants] if checkpointed else [[variant] for variant in options.variants]:
-        digests = train(variants, steps=options.steps, checkpointed=checkpointed, kill_at=options.kill_at)
+        digests = train(variants, device, steps=options.steps, checkpointed=checkpointed, kill_at=options.kill_at)
         if dist.get_rank() == 0:
             emit(params_sha256=digests)
     dist.destroy_process_group()

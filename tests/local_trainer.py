@@ -1,10 +1,10 @@
 """One rank of a small training with local steps: prints JSON lines.
 
     resilient-run … tests/local_trainer.py SCHEME [--steps N] [--every H] [--fragments P] [--delay N] [--at-ends N]
-        [--kill-at N]
+        [--kill-at N] [--cuda]
 
 Every step waits for its commit. `--at-ends N`: up to step N, only the ends of rounds are checkpoints, when all replicas
-are equal.
+are equal. `--cuda`: all ranks share one GPU, and talk over NCCL.
 """
 
 import argparse
@@ -35,13 +35,20 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--at-ends", type=int, default=0)
     parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--cuda", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if options.cuda:
+        # NCCL refuses two ranks of a host on one GPU: each says that it is a host of its own.
+        os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.cuda.set_device(0)
+    device = torch.device("cuda" if options.cuda else "cpu")
+    dist.init_process_group("nccl" if options.cuda else "gloo")
     rank = dist.get_rank()
     emit(rank=rank, pid=os.getpid())
     torch.manual_seed(rank)  # replicas begin as the first one all the same
-    model = nn.Sequential(nn.Linear(32, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 32))
+    model = nn.Sequential(nn.Linear(32, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 32)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     local = LocalSteps(
         model,
@@ -53,7 +60,7 @@ def main() -> None:
     )
     with Checkpointer(model=model, optimizer=optimizer, local=local) as checkpointer:
         for step in range(checkpointer.restore() + 1, options.steps + 1):
-            inputs = torch.randn(16, 32)
+            inputs = torch.randn(16, 32).to(device)
             loss = (model(inputs) - inputs.cumsum(1)).square().mean()
             loss.backward()
             optimizer.step()
@@ -67,7 +74,7 @@ def main() -> None:
             if step == options.kill_at and rank == 1 and os.environ["RESILIENT_GENERATION"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
     local.close()
-    state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    state = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(state).hexdigest())
     if rank == 0:

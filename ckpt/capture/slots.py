@@ -53,7 +53,12 @@ class MappedSlot:
         self._pinned_at = 0
         if pin:
             self._pinned_at = self.address - self.slot.payload_offset
-            _check_cuda(_cudart().cudaHostRegister(self._pinned_at, self.slot.capacity_bytes, _PORTABLE))
+            code = int(_cudart().cudaHostRegister(self._pinned_at, self.slot.capacity_bytes, _PORTABLE))
+            if code != 0:
+                raise OSError(
+                    f"CUDA cannot page-lock the checkpoint slot {path} (error {code}): --rr-shm-dir has to be a tmpfs, "
+                    f"as /dev/shm is, and `ulimit -l` unlimited"
+                )
 
     def is_file(self, path: str) -> bool:
         """Tell whether `path` is still the file that is mapped here."""
@@ -77,7 +82,8 @@ class MappedSlot:
     def close(self) -> None:
         """Unlock and unmap the slot; the file stays with the daemon."""
         if self._pinned_at:
-            _check_cuda(_cudart().cudaHostUnregister(self._pinned_at))
+            if (code := int(_cudart().cudaHostUnregister(self._pinned_at))) != 0:
+                raise OSError(f"CUDA cannot unlock the checkpoint slot {self.slot.path} (error {code})")
             self._pinned_at = 0
         del self.payload
         self.slot.close()
@@ -207,8 +213,3 @@ def _identity(file: str | int) -> tuple[int, int]:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _check_cuda(code: Any) -> None:
-    if int(code) != 0:
-        raise OSError(f"CUDA cannot page-lock a checkpoint slot: error {int(code)}; raise `ulimit -l`")

@@ -120,7 +120,8 @@ def _scales(elements: Tensor, kind: Format, block: int) -> Tensor:
     missing = -elements.numel() % block
     padded = torch.nn.functional.pad(elements, (0, missing)) if missing else elements
     greatest = torch.linalg.vector_norm(padded.view(-1, block), ord=math.inf, dim=1)
-    scales: Tensor = (greatest / _GREATEST[kind]).clamp(_LEAST_SCALE, _GREATEST_SCALE[kind])
+    # A tensor: on a GPU torch does not divide by a number but multiplies by its reciprocal, which is rounded, too.
+    scales: Tensor = (greatest / greatest.new_full((), _GREATEST[kind])).clamp(_LEAST_SCALE, _GREATEST_SCALE[kind])
     return scales.where(greatest.isfinite(), math.nan)
 
 
