@@ -762,6 +762,31 @@ BENCHMARKS: Final = (
         results=(Result(name="fingerprint-gpu", minutes=2),),
     ),
     Benchmark(
+        script="benchmarks/gpu_steps.py",
+        gpu=True,
+        depends=(*JOB, "examples"),
+        results=(Result(name="gpu-steps", minutes=2),),
+    ),
+    Benchmark(
+        script="benchmarks/comm_ops.py",
+        gpu=True,
+        depends=("comm/ops", "comm/zen"),
+        results=(Result(name="comm-ops-gpu", arguments="--sizes 1000000 --densities 0.01", minutes=1),),
+    ),
+    Benchmark(
+        script="benchmarks/compressor_kernels.py",
+        gpu=True,
+        depends=("comm/compress", "comm/net", "comm/ops", "comm/zen", "benchmarks/comm_ops.py"),
+        results=(
+            Result(
+                name="compressor-kernels-gpu",
+                arguments="--devices cuda --sizes-bytes 4194304 67108864",
+                minutes=1,
+                figures=("4.10", "5.2"),
+            ),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/gpu.py",
         gpu=True,
         depends=("ckpt", "comm", "daemon", "launcher", "examples", "tests"),
