@@ -51,9 +51,14 @@ RUNNERS = pytest.mark.parametrize(
     [
         pytest.param(Runner(backend="reference"), id="reference"),
         pytest.param(Runner(backend="cpu"), id="cpu"),
-        pytest.param(Runner(backend="cuda", device="cuda"), id="gpu", marks=pytest.mark.gpu)
-        if torch.cuda.is_available()
-        else pytest.param(Runner(backend="cuda"), id="simulator"),
+        *(
+            (
+                pytest.param(Runner(backend="cuda", device="cuda"), id="gpu", marks=pytest.mark.gpu),
+                pytest.param(Runner(backend="reference", device="cuda"), id="reference-gpu", marks=pytest.mark.gpu),
+            )
+            if torch.cuda.is_available()
+            else (pytest.param(Runner(backend="cuda"), id="simulator"),)
+        ),
     ],
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from resilient_run.comm.ops import spread
+from resilient_run.comm.ops import op, spread
 from resilient_run.comm.ops.kernels import CudaKernel, bits, cpu_kernel, magnitude_mask
 from resilient_run.comm.zen import hash as op_hash
 
@@ -39,6 +39,25 @@ def test_works_where_no_machine_code_can_be_kept() -> None:
     kernel = cpu_kernel(namespace["double"])
     assert kernel(21) == 42
     assert kernel(2.5) == 5.0
+
+
+def test_a_gpu_without_a_compiler_takes_the_reference_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    monkeypatch.setattr(op, "try_cuda", missing)
+    op._on_gpus.cache_clear()
+    assert [op.backend_of(torch.device(place)) for place in ("cuda:0", "cuda:1", "cpu")] == [
+        "reference",
+        "reference",
+        "cpu",
+    ]
+    op._on_gpus.cache_clear()
+    assert len(caplog.messages) == 1
+    assert "row_stack" in caplog.messages[0]
+    assert "pip install 'resilient-run[cuda]'" in caplog.messages[0]
 
 
 def test_code_that_depends_on_other_files_is_not_kept() -> None:

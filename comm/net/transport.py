@@ -103,24 +103,23 @@ class Transport:
         if self.device.type != "cpu" or self.size <= 2:
             return
         traffic, self.traffic = self.traffic, Traffic()
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
-        def exchange_s(size_bytes: int) -> float:
+        def swap_s(size_bytes: int) -> float:
             message = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
             began_s = time.perf_counter()
-            self.exchange(dict.fromkeys(others, message), others, sizes_bytes=dict.fromkeys(others, size_bytes))
+            self.swap(message, to=ahead, source=behind, size_bytes=size_bytes)
             return time.perf_counter() - began_s
 
-        each = _PROBE_BYTES // len(others) + 1
-        exchange_s(each)  # makes connections, and takes what a link lets pass at once after a pause
-        # Not by turns: a rank that is still in a long exchange would make a short one of the others look long.
-        seconds = [[exchange_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (1, each)]
+        swap_s(_PROBE_BYTES)  # makes connections, and takes what a link lets pass at once after a pause
+        # Not by turns: a rank that is still in a long swap would make a short one of the others look long.
+        seconds = [[swap_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (1, _PROBE_BYTES)]
         own = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         told = self.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * self.size)
-        # One that stands still for a moment makes one exchange of all others long, or its own short.
+        # One that stands still for a moment makes one swap of its neighbours long, or its own short.
         usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
         startup_s, probe_s = float(usual[0].min()), float(usual[1].median())
-        byte_s = max(0.0, probe_s - startup_s) / (each * len(others))
+        byte_s = max(0.0, probe_s - startup_s) / _PROBE_BYTES
         self.at_once_bytes = at_once_bytes(self.size, startup_s, byte_s)
         self.traffic = traffic
 

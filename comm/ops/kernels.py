@@ -200,6 +200,20 @@ class CudaKernel:
             self._kernel[blocks, per_block, stream](*views)
 
 
+@CudaKernel
+def _nothing_kernel(numbers):  # type: ignore[no-untyped-def]
+    pass
+
+
+def try_cuda() -> None:
+    """Compile a kernel and launch it on the current GPU.
+
+    Raises:
+        Exception: Whatever numba raises where it cannot be done.
+    """
+    _nothing_kernel.launch(1, torch.zeros(1, device="cuda"))
+
+
 def _calls_other_files(function: Callable[..., Any]) -> bool:
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
     sources = [getattr(getattr(each, "py_func", None), "__code__", None) for each in called]

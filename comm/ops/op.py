@@ -1,5 +1,7 @@
 """One operation, one contract, three implementations: torch reference, numba on the CPU, numba on CUDA."""
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, ParamSpec, TypeVar
@@ -7,10 +9,13 @@ from typing import Generic, Literal, ParamSpec, TypeVar
 import torch
 
 from ..errors import OpError
+from .kernels import try_cuda
 
 Backend = Literal["reference", "cpu", "cuda"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +37,11 @@ class Op(Generic[_P, _R]):
     cuda: Callable[_P, _R]
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Run on the device of the first argument; devices without kernels of ours take the reference."""
+        """Run on the device of the first argument; where there are no kernels of ours, that is the reference."""
         first = args[0]
         if not isinstance(first, torch.Tensor):
             raise OpError(f"{self.name}: the first argument is a {type(first).__name__}; pass a tensor")
-        return self.on(_BACKEND_OF.get(first.device.type, "reference"))(*args, **kwargs)
+        return self.on(backend_of(first.device))(*args, **kwargs)
 
     def on(self, backend: Backend) -> Callable[_P, _R]:
         """Return the implementation of `backend`."""
@@ -44,4 +49,27 @@ class Op(Generic[_P, _R]):
         return implementation
 
 
-_BACKEND_OF: dict[str, Backend] = {"cpu": "cpu", "cuda": "cuda"}
+def backend_of(device: torch.device) -> Backend:
+    """Return what runs where a tensor is."""
+    match device.type:
+        case "cpu":
+            return "cpu"
+        case "cuda":
+            return _on_gpus()
+        case _:
+            return "reference"
+
+
+@functools.cache
+def _on_gpus() -> Backend:
+    try:
+        try_cuda()
+    except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own
+        _log.warning(
+            "gradients on a GPU are compressed by torch's operations, because kernels cannot be compiled here "
+            "(%s: %s): pip install 'resilient-run[cuda]'",
+            type(error).__name__,
+            error,
+        )
+        return "reference"
+    return "cuda"
