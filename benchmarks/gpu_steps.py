@@ -34,7 +34,7 @@ from resilient_run import Checkpointer
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
 CONTENDERS = ("none", "resilient-run", "async_save")
-WARM_UP_ROUNDS = 1
+WARM_UP_ROUNDS = 3
 CONTEXT = 1024
 
 

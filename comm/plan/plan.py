@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .fields import FileFields, read_object
+from .tree import parse
 
 VERSION = 1
 COMPRESSED = "compressed"
@@ -166,6 +167,11 @@ def _groups(fields: FileFields) -> tuple[PlanGroup, ...]:
     options = fields.texts("options", "what happens to each group")
     if len(options) != len(groups):
         raise fields.wrong("options", f"write as many as there are groups, {len(groups)}")
+    for option in sorted({*options} - {DENSE, COMPRESSED}):
+        try:
+            parse(option)
+        except ValueError as error:
+            raise fields.wrong("options", str(error)) from error
     seen: set[str] = set()
     for name in (name for group in groups for name in group):
         if name in seen:
