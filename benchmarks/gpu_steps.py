@@ -165,6 +165,8 @@ def main() -> None:
     args = arguments.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and torch finds none here")
+    if "none" not in args.contenders:
+        arguments.error("--contenders: the others are compared with none; name it, too")
     sizes = {name: getattr(args, name) for name in ("layers", "width", "batch", "rounds", "steps")}
     if args.worker:
         work(args.worker, args.contenders, **sizes)

@@ -7,7 +7,9 @@ person would write: of the links between hosts the rate, of which at most 95.6 %
 what a compressor takes at two sizes, all workers at once. No other collective is measured, and none of a size that is
 planned. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
 `espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once. Goal: within
-10 %.
+10 %. With `--models`, those of the thesis (benchmarks/models) in place of random ones, with all their tensors, but a
+sixteenth of their elements: on 4 hosts with 2 ranks or, if they are large, on 2 with 2. Computation takes as long as
+the network without compression.
 
 Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
 the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together
@@ -43,6 +45,7 @@ from resilient_run.comm.espresso.fusion_cluster import fusion_system
 from resilient_run.comm.measure.probe import PROBED_COMPRESSED
 from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.collective import load
+from resilient_run.comm.plan.model import read_model
 from resilient_run.comm.plan.plan import FLAT
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
@@ -57,15 +60,23 @@ MOST_RANKS = 8
 RATES_MBIT_S = (100, 1000)
 NETWORK_S, COMPUTING_S = (0.3, 0.6), (0.1, 0.4)
 QUEUE_S = 0.02
+MODELS = Path(__file__).parent / "models"
+SCALE = 16
+LARGE = 60_000_000
+"""Elements of a model that gets four workers."""
 
 FREE_CORES = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A model and a cluster that were drawn; `system_file`: fusion planners read a file of their own form."""
+    """A model and a cluster; `system_file`: fusion planners read a file of their own form.
 
-    seed: int
+    Attributes:
+        seed: What they were drawn with, or the name of the model.
+    """
+
+    seed: int | str
     hosts: int
     per_host: int
     rate_mbit_s: int
@@ -114,6 +125,35 @@ def drawn(seed: int, others: int, most_mbit_s: float, slower: float) -> Sample:
         ),
         system_file=draw.random() < 0.5,
         planners=(*RECOMMENDED, *draw.sample(OTHERS, others)),
+    )
+
+
+def of_model(name: str, most_mbit_s: float) -> Sample:
+    """Return a model of the thesis."""
+    tensors = [tensor for tensor in read_model(MODELS / f"{name}.json", flops_per_s=1).tensors if tensor.numel]
+    numel, operations = sum(tensor.numel for tensor in tensors), sum(tensor.backward_s for tensor in tensors)
+    hosts, per_host = (4, 2) if numel < LARGE else (2, 2)
+    rate_mbit_s = round(most_mbit_s / hosts)
+    adapter_bytes = 4 * numel / SCALE * load(Routine.ALL_REDUCE, hosts, per_host).adapter
+    computing_s = 8 * adapter_bytes / (PAYLOAD * rate_mbit_s * 1e6)
+    return Sample(
+        seed=name,
+        hosts=hosts,
+        per_host=per_host,
+        rate_mbit_s=rate_mbit_s,
+        compressor={"name": "dgc", "density": 0.01},
+        forward_s=computing_s / 3,
+        steps=tuple(
+            Step(
+                name=tensor.name.replace(".", "_"),
+                rows=1,
+                columns=max(1, tensor.numel // SCALE),
+                backward_s=computing_s * 2 / 3 * tensor.backward_s / operations,
+            )
+            for tensor in tensors
+        ),
+        system_file=False,
+        planners=RECOMMENDED,
     )
 
 
@@ -258,22 +298,26 @@ def main() -> None:
     made.add_argument("--others", type=int, default=3, metavar="N", help="planners of each sample that are drawn")
     made.add_argument("--most-mbit", type=float, default=800, metavar="N", help="Mbit/s, of the links of all ranks")
     made.add_argument("--slower", type=float, default=4, metavar="N", help="times as long as in such a cluster")
+    made.add_argument("--models", nargs="+", default=[], metavar="NAME", help="in place of what is drawn")
     made.add_argument("--warm-up", type=int, default=1, metavar="N", help="iterations before those that count")
     made.add_argument("--iterations", type=int, default=5, metavar="N", help="of each plan")
     options = made.parse_args()
     end_s = time.monotonic() + 60 * options.minutes
     lines: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
-    for seed in range(options.seed, options.seed + options.count):
+    for seed in options.models or range(options.seed, options.seed + options.count):
         if time.monotonic() > end_s:
             break
-        sample = drawn(seed, options.others, options.most_mbit, options.slower)
+        if options.models:
+            sample = of_model(seed, options.most_mbit)
+        else:
+            sample = drawn(seed, options.others, options.most_mbit, options.slower)
         known, found = measure(sample, slower=options.slower, warm_up=options.warm_up, iterations=options.iterations)
         samples.append({**asdict(sample), "known": known})
         lines += found
         for line in found:
             print(
-                f"{seed:4} {line['measured_over_predicted']:.3f} of {line['predicted_s'] * 1e3:6.1f} ms  "
+                f"{seed:>4} {line['measured_over_predicted']:.3f} of {line['predicted_s'] * 1e3:6.1f} ms  "
                 f"{line['iteration_s']:.3f} s, {line['busy']:.0%} busy, {line['sent_again']} sent again  "
                 f"{', '.join(line['planners'])}: {' | '.join(line['options'])}",
                 file=sys.stderr,

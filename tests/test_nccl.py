@@ -29,6 +29,10 @@ REMEMBERING = (
 )
 
 
+SUMMED_IN_HALF = {"bf16": 1e-2, "fp16": 1e-3}
+"""NCCL adds these numbers as they are; over Gloo, sums are made in float32."""
+
+
 def lines_of(arguments: list[str], ranks: int) -> list[dict[str, Any]]:
     printed = run_trainers(arguments, ranks)
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -48,7 +52,7 @@ def test_sums_are_those_of_the_cpu(kind: str, ranks: int) -> None:
     wrong = {}
     for case, told in cases(kind, ranks).items():
         failed = [each["failed"] for each in told if "failed" in each]
-        if failed or len({each["digest"] for each in told}) > 1 or max(each["error"] for each in told) > 1e-5:
+        if failed or len({each["digest"] for each in told}) > 1 or max(each["error"] for each in told) > SUMMED_IN_HALF.get(case, 1e-5):
             wrong[case] = failed or told
     assert not wrong, json.dumps(wrong, indent=1)
 

@@ -52,13 +52,15 @@ class MappedSlot:
         self._identity = _identity(self.descriptor)
         self._pinned_at = 0
         if pin:
-            self._pinned_at = self.address - self.slot.payload_offset
-            code = int(_cudart().cudaHostRegister(self._pinned_at, self.slot.capacity_bytes, _PORTABLE))
+            place = self.address - self.slot.payload_offset
+            code = int(_cudart().cudaHostRegister(place, self.slot.capacity_bytes, _PORTABLE))
             if code != 0:
+                self.close()
                 raise OSError(
-                    f"CUDA cannot page-lock the checkpoint slot {path} (error {code}): --rr-shm-dir has to be a tmpfs, "
-                    f"as /dev/shm is, and `ulimit -l` unlimited"
+                    f"CUDA cannot page-lock the checkpoint slot {path} (error {code}): let --rr-shm-dir be a tmpfs, as "
+                    f"/dev/shm is, and `ulimit -l` unlimited"
                 )
+            self._pinned_at = place
 
     def is_file(self, path: str) -> bool:
         """Tell whether `path` is still the file that is mapped here."""
