@@ -105,7 +105,8 @@ class _Replicas(dist.ProcessGroup):
             if not self._warned:
                 log.warning(
                     "gradients of the parameter group of %s are all-reduced in steps in which some of its parameters "
-                    "have none; call set_reduce_scatter_unused_params(True) to have zeros for them",
+                    "have none; call set_reduce_scatter_unused_params(True), of torch 2.13 or later, to have zeros for "
+                    "them",
                     next(iter(self._parameters)),
                 )
             self._warned = True

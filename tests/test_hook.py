@@ -93,16 +93,24 @@ def test_parts_of_a_model_are_summed_over_the_ranks_that_hold_them(trainings: Tr
     assert {"hidden.weight", "table.weight"} <= set(zen[0]["keys"])
 
 
-def test_groups_are_made_over_a_store_of_a_file(tmp_path: Path) -> None:
-    """It has not the calls that torchrun's store has; one rank is in more groups than the other."""
+@pytest.mark.parametrize(
+    ("alone", "together"),
+    [
+        ("dist.new_group([0], use_local_synchronization=True)", "Transport.among([0, 1])"),
+        ("Transport.among([0])", "Transport(dist.new_group([0, 1]))"),
+    ],
+    ids=["ours", "torch's"],
+)
+def test_groups_are_made_after_one_that_only_one_rank_is_in(tmp_path: Path, alone: str, together: str) -> None:
+    """The store of a file has not the calls that torchrun's store has."""
     script = (
         "import os, sys, torch, torch.distributed as dist\n"
         "from resilient_run.comm.net.transport import Transport\n"
         "rank, place = int(sys.argv[1]), sys.argv[2]\n"
         "dist.init_process_group('gloo', init_method=place, rank=rank, world_size=2)\n"
-        "if rank == 0: dist.new_group([0], use_local_synchronization=True)\n"
+        f"if rank == 0: {alone}\n"
         "ones = torch.ones(3)\n"
-        "Transport.among([0, 1]).all_reduce(ones)\n"
+        f"{together}.all_reduce(ones)\n"
         "assert ones.tolist() == [2, 2, 2]\n"
         "dist.destroy_process_group()\n"
         "os._exit(0)\n"  # Torch's own threads may end the process in an error otherwise (docs/api.md).

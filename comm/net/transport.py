@@ -20,8 +20,9 @@ from ..plan.tree import Routine
 _SIZE_BYTES = 8
 _PROBE_BYTES = 64 << 10
 _PROBES = 5
+_FIRST_COUNT = 1 << 32
 _groups_among: Counter[tuple[int, ...]] = Counter()
-"""Ranks → groups that `Transport.among` has made of them in this process."""
+"""Ranks → groups that `_new_group` has made of them in this process."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +90,7 @@ class Transport:
     def among(cls, ranks: Sequence[int], device: torch.device | str = "cpu") -> Self:
         """Return the transport of a new process group, which these global ranks, and no others, make together."""
         _level(ranks)
-        return cls.over(dist.new_group(list(ranks), use_local_synchronization=True), device)
+        return cls.over(_new_group(ranks), device)
 
     @classmethod
     def over(cls, group: ProcessGroup, device: torch.device | str = "cpu") -> Self:
@@ -318,10 +319,10 @@ class Transport:
 def _level(ranks: Sequence[int]) -> None:
     """Let all of `ranks`, which call this together, be in as many process groups.
 
-    torch names a new group after that number, and its ranks would wait for each other under different names.
+    torch before 2.14 names a new group after that number, and its ranks would wait for each other under different
+    names.
     """
-    together = tuple(ranks)
-    _groups_among[together] += 1
+    together = tuple(sorted(ranks))
     place = f"resilient-run/groups/{hash(together)}/{_groups_among[together]}"
     store = _get_default_store()
     store.set(f"{place}/{dist.get_rank()}", str(len(_world.pg_names)))
@@ -330,7 +331,25 @@ def _level(ranks: Sequence[int]) -> None:
     most = max(map(int, store.multi_get(keys) if is_extended else map(store.get, keys)))
     while len(_world.pg_names) < most:
         # Gloo's, which needs no other rank where NCCL would split a communicator.
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _new_group([dist.get_rank()], backend="gloo")
+
+
+def _new_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
+    """Return a new group of `ranks`, which make it together, without the others.
+
+    torch 2.14 and later name it after a count of the groups that a rank has made, and count it there. The names of
+    groups that all ranks make later come from the same count: it must not differ between who is in this one and who
+    is not.
+    """
+    together = tuple(sorted(ranks))
+    _groups_among[together] += 1
+    count = _world.group_count
+    _world.group_count = _FIRST_COUNT + _groups_among[together]
+    try:
+        made: ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    finally:
+        _world.group_count = count
+    return made
 
 
 def to_bytes(*parts: Tensor) -> Tensor:
