@@ -206,7 +206,10 @@ def test_long_messages_follow_each_other_as_their_startups_say(size: int, numel:
             assert all(torch.equal(each.view(torch.float32), given(n, numel)) for n, each in enumerate(found))
 
 
-def test_slow_link_gets_less_at_once(netlab: Callable[..., NetLab]) -> None:
+@pytest.mark.parametrize(("hosts", "per_host"), [(4, 1), (2, 3)])
+def test_slow_link_gets_less_at_once(netlab: Callable[..., NetLab], hosts: int, per_host: int) -> None:
+    size = hosts * per_host
+
     def work(fabric: Fabric) -> tuple[float, bool, list[bool], list[Tensor]]:
         transport, traffic = fabric.flat, replace(fabric.flat.traffic)
         before = transport.overruns([200 << 10])
@@ -218,16 +221,16 @@ def test_slow_link_gets_less_at_once(netlab: Callable[..., NetLab]) -> None:
             # What it is sent comes at once, and what it sends is fetched in turn.
             transport.at_once_bytes = MOST_AT_ONCE_BYTES
         message = given(transport.rank, 12_000).view(torch.uint8)
-        return learnt, before, overruns, transport.all_to_all([message] * 4, sizes_bytes=[message.numel()] * 4)
+        return learnt, before, overruns, transport.all_to_all([message] * size, sizes_bytes=[message.numel()] * size)
 
-    lab = netlab(4, rate="20mbit")
-    found = run_hosts(4, 1, work, lab=lab.hosts)
+    lab = netlab(hosts, rate="20mbit")
+    found = run_hosts(hosts, per_host, work, lab=lab.hosts)
     for learnt, before, overruns, received in found:
         assert learnt == found[0][0]
         assert not before
         assert overruns == [False, True]
         assert [message.view(torch.float32).tolist() for message in received] == [
-            given(rank, 12_000).tolist() for rank in range(4)
+            given(rank, 12_000).tolist() for rank in range(size)
         ]
 
 

@@ -44,20 +44,22 @@ def test_works_where_no_machine_code_can_be_kept() -> None:
 def test_a_gpu_without_a_compiler_takes_the_reference_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing() -> None:
-        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+    errors = iter([torch.OutOfMemoryError("full"), AttributeError("module 'numpy' has no attribute 'row_stack'")])
+
+    def missing(_: torch.device) -> None:
+        raise next(errors)
 
     monkeypatch.setattr(op, "try_cuda", missing)
-    op._on_gpus.cache_clear()
-    assert [op.backend_of(torch.device(place)) for place in ("cuda:0", "cuda:1", "cpu")] == [
-        "reference",
-        "reference",
-        "cpu",
-    ]
-    op._on_gpus.cache_clear()
-    assert len(caplog.messages) == 1
-    assert "row_stack" in caplog.messages[0]
-    assert "pip install 'resilient-run[cuda]'" in caplog.messages[0]
+    op._on_gpu.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        op.backend_of(torch.device("cuda", 1))
+    assert [op.backend_of(torch.device("cuda", 1)) for _ in range(2)] == ["reference"] * 2
+    assert op.backend_of(torch.device("cpu")) == "cpu"
+    op._on_gpu.cache_clear()
+    (message,) = caplog.messages
+    assert "row_stack" in message
+    assert "cuda:1" in message
+    assert "pip install 'resilient-run[cuda]'" in message
 
 
 def test_code_that_depends_on_other_files_is_not_kept() -> None:

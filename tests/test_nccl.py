@@ -52,7 +52,8 @@ def test_sums_are_those_of_the_cpu(kind: str, ranks: int) -> None:
     wrong = {}
     for case, told in cases(kind, ranks).items():
         failed = [each["failed"] for each in told if "failed" in each]
-        if failed or len({each["digest"] for each in told}) > 1 or max(each["error"] for each in told) > SUMMED_IN_HALF.get(case, 1e-5):
+        most = SUMMED_IN_HALF.get(case, 1e-5)
+        if failed or len({each["digest"] for each in told}) > 1 or max(each["error"] for each in told) > most:
             wrong[case] = failed or told
     assert not wrong, json.dumps(wrong, indent=1)
 

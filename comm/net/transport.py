@@ -104,7 +104,8 @@ class Transport:
         if self.device.type != "cpu" or self.size <= 2:
             return
         traffic, self.traffic = self.traffic, Traffic()
-        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        # Not with neighbours: ranks of a host stand next to each other.
+        ahead, behind = ((self.rank + way * (self.size // 2)) % self.size for way in (1, -1))
 
         def swap_s(size_bytes: int) -> float:
             message = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
@@ -117,7 +118,7 @@ class Transport:
         seconds = [[swap_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (1, _PROBE_BYTES)]
         own = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         told = self.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * self.size)
-        # One that stands still for a moment makes one swap of its neighbours long, or its own short.
+        # One that stands still for a moment makes one swap of two others long, or its own short.
         usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
         startup_s, probe_s = float(usual[0].min()), float(usual[1].median())
         byte_s = max(0.0, probe_s - startup_s) / _PROBE_BYTES

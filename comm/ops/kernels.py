@@ -205,13 +205,13 @@ def _nothing_kernel(numbers):  # type: ignore[no-untyped-def]
     pass
 
 
-def try_cuda() -> None:
-    """Compile a kernel and launch it on the current GPU.
+def try_cuda(device: torch.device) -> None:
+    """Compile a kernel and launch it on a GPU.
 
     Raises:
         Exception: Whatever numba raises where it cannot be done.
     """
-    _nothing_kernel.launch(1, torch.zeros(1, device="cuda"))
+    _nothing_kernel.launch(1, torch.zeros(1, device=device))
 
 
 def _calls_other_files(function: Callable[..., Any]) -> bool:

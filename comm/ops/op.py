@@ -55,19 +55,22 @@ def backend_of(device: torch.device) -> Backend:
         case "cpu":
             return "cpu"
         case "cuda":
-            return _on_gpus()
+            return _on_gpu(device)
         case _:
             return "reference"
 
 
 @functools.cache
-def _on_gpus() -> Backend:
+def _on_gpu(device: torch.device) -> Backend:
     try:
-        try_cuda()
+        try_cuda(device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the next time
     except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own
         _log.warning(
-            "gradients on a GPU are compressed by torch's operations, because kernels cannot be compiled here "
-            "(%s: %s): pip install 'resilient-run[cuda]'",
+            "gradients on %s are compressed by torch's operations, because kernels cannot be compiled for it (%s: %s): "
+            "pip install 'resilient-run[cuda]'",
+            device,
             type(error).__name__,
             error,
         )
