@@ -717,7 +717,14 @@ BENCHMARKS: Final = (
             "benchmarks/timed_model.py",
             "benchmarks/workload.py",
         ),
-        results=(Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=53),),
+        results=(
+            Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=53),
+            Result(
+                name="predicted-models",
+                arguments="--models lstm resnet50 resnet101 vgg16 gpt2 bert_base ugatit --most-mbit 100",
+                minutes=30,
+            ),
+        ),
     ),
     Benchmark(
         script="benchmarks/collectives.py",
