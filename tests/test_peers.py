@@ -320,6 +320,31 @@ def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Pat
         etcd.stop()
 
 
+def test_commits_go_on_when_etcd_comes_back_without_the_last_one(tmp_path: Path) -> None:
+    """Without fsync a killed etcd loses what it answered last: then all is as it was before the commit."""
+    etcd = RestartableEtcd(tmp_path)
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig(endpoints=(f"127.0.0.1:{etcd.port}",)))
+    data, before = tmp_path / "etcd", tmp_path / "before"
+    try:
+        trainers = hosts.run("ab")
+        etcd.stop()
+        shutil.copytree(data, before)
+        etcd.start()
+        hosts.commit(trainers, [1])
+        etcd.stop()
+        for trainer in trainers:
+            trainer.capture(2)
+        hosts.wait_for_replicas("ab", (1, 2), 4)
+        shutil.rmtree(data)
+        before.rename(data)
+        etcd.start()
+        wait_for_watermark(trainers, (1, 2))
+        hosts.commit(trainers, [3])
+    finally:
+        hosts.close()
+        etcd.stop()
+
+
 def test_bytes_restored_from_a_peer_are_the_captured_ones(hosts: Hosts) -> None:
     """Several ranks a host, and slots that change their size between generations."""
     hosts.create_job()

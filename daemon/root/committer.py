@@ -1,6 +1,7 @@
 """Moves the watermark of one job while this host is its root, and says which step is captured next."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .state import RootState
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_SHOWN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +102,20 @@ class Committer:
             following = self._lead.after(move.done, every=self._view.every)
             puts[keys.NEXT] = pair_value((move.generation, following))
             log.debug("%s is committed, step %d is captured next", move.pair, following)
-            # Applied or refused, one of the guarded keys changes, and the mirror will show it.
             self._tried = guards
             try:
                 await self._etcd.commit(
                     {self._prefix + key: revision for key, revision in guards.items()},
                     {self._prefix + key: value for key, value in puts.items()},
                 )
+                # Applied or refused, one of the guarded keys changes, and the mirror shows it: unless etcd comes back
+                # as it was before. Trying again harms nothing.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SHOWN_S):
+                        await self._view.wait_for(lambda: self._guards() != guards)  # noqa: B023
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
-                self._tried = {}
+            self._tried = {}
 
     def due(self) -> _Move | None:
         """Return what to write now, None without anything or while it is not known what became of the write before."""
