@@ -327,19 +327,20 @@ def test_commits_go_on_when_etcd_comes_back_without_the_last_one(tmp_path: Path)
     data, before = tmp_path / "etcd", tmp_path / "before"
     try:
         trainers = hosts.run("ab")
-        etcd.stop()
+        hosts.commit(trainers, [1])
+        etcd.process.terminate()  # it writes everything down
+        etcd.process.wait()
         shutil.copytree(data, before)
         etcd.start()
-        hosts.commit(trainers, [1])
+        hosts.commit(trainers, [2])
         etcd.stop()
         for trainer in trainers:
-            trainer.capture(2)
-        hosts.wait_for_replicas("ab", (1, 2), 4)
+            trainer.capture(3)
+        hosts.wait_for_replicas("ab", (1, 3), 4)
         shutil.rmtree(data)
         before.rename(data)
         etcd.start()
-        wait_for_watermark(trainers, (1, 2))
-        hosts.commit(trainers, [3])
+        wait_for_watermark(trainers, (1, 3))
     finally:
         hosts.close()
         etcd.stop()
