@@ -266,6 +266,21 @@ def assert_same_training(hosts: Sequence[Host], reference: Host) -> None:
     assert {host.params_sha256() for host in hosts} - {None} == {reference.params_sha256()}
 
 
+def assert_killed_goes_on(root: Path, ranks: int, script: Sequence[str], kill: Sequence[str]) -> None:
+    """Run `script` undisturbed and with `kill`, which kills a worker once: both end alike, bit for bit."""
+    cluster = Cluster(root)
+    try:
+        undisturbed, killed = cluster.host("undisturbed"), cluster.host("killed")
+        for host, extra in ((undisturbed, ()), (killed, kill)):
+            host.launch(["--standalone", "--nproc-per-node", str(ranks)], [*script, *extra])
+            assert host.wait() == 0, host.output
+        assert recovered(killed) == 1
+        assert_same_training([killed], undisturbed)
+        assert killed.params_sha256() == undisturbed.params_sha256() is not None
+    finally:
+        cluster.close()
+
+
 def recovered(host: Host) -> int:
     """Return how many recoveries of this host got as far as their first step."""
     return sum(event["complete"] for event in host.recoveries())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, assert_same_training, recovered
+from cluster import assert_killed_goes_on
 from launchers import run_trainers, start_python
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -151,17 +151,7 @@ def test_three_replicas_are_summed_as_by_hybrid_sharding() -> None:
 
 def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
     """Every scheme that remembers something, on four ranks: SparDL's two teams have two members each."""
-    cluster = Cluster(tmp_path)
-    try:
-        undisturbed, killed = cluster.host("undisturbed"), cluster.host("killed")
-        for host, extra in ((undisturbed, []), (killed, ["--kill-at", "7"])):
-            host.launch(["--standalone", "--nproc-per-node", "4"], [TRAINER, *REMEMBERING, "--steps", "12", *extra])
-            assert host.wait() == 0, host.output
-        assert recovered(killed) == 1
-        assert_same_training([killed], undisturbed)
-        assert killed.params_sha256() == undisturbed.params_sha256() is not None
-    finally:
-        cluster.close()
+    assert_killed_goes_on(tmp_path, 4, [TRAINER, *REMEMBERING, "--steps", "12"], ["--kill-at", "7"])
 
 
 def test_example_has_the_losses_of_ddp() -> None:

@@ -21,6 +21,7 @@ _SIZE_BYTES = 8
 _PROBE_BYTES = 64 << 10
 _PROBES = 5
 _FIRST_COUNT = 1 << 32
+"""Above what torch counts to, so that none of its names is one of ours."""
 _groups_among: Counter[tuple[int, ...]] = Counter()
 """Ranks → groups that `_new_group` has made of them in this process."""
 

@@ -1,7 +1,6 @@
 """Moves the watermark of one job while this host is its root, and says which step is captured next."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from .state import RootState
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_SHOWN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +72,10 @@ class Committer:
         self._state = state
         self._agrees = agrees
         self._also = also
-        self._tried: dict[str, int] = {}
         self._lead = Lead()
 
     async def run(self) -> None:
         """Move the watermark whenever every rank has all its replicas of something newer."""
-        self._tried = {}
         while True:
             await self._view.wait_for(lambda: self.due() is not None)
             move, guards = self.due(), self._guards()
@@ -102,25 +98,19 @@ class Committer:
             following = self._lead.after(move.done, every=self._view.every)
             puts[keys.NEXT] = pair_value((move.generation, following))
             log.debug("%s is committed, step %d is captured next", move.pair, following)
-            self._tried = guards
             try:
                 await self._etcd.commit(
                     {self._prefix + key: revision for key, revision in guards.items()},
                     {self._prefix + key: value for key, value in puts.items()},
                 )
-                # Applied or refused, one of the guarded keys changes, and the mirror shows it: unless etcd comes back
-                # as it was before. Trying again harms nothing.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_SHOWN_S):
-                        await self._view.wait_for(lambda: self._guards() != guards)  # noqa: B023
+                await self._view.wait_until_shown(lambda: self._guards() != guards)  # noqa: B023
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
-            self._tried = {}
 
     def due(self) -> _Move | None:
-        """Return what to write now, None without anything or while it is not known what became of the write before."""
+        """Return what to write, by what is known now; None without anything."""
         tally, agreed = self._state.tally, self._state.agreed
-        if tally is None or self._guards() == self._tried:
+        if tally is None:
             return None
         # Our own replicas and news need no way through etcd to count.
         tally.see(self._view.host, self._slots.held())

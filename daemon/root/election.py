@@ -1,7 +1,6 @@
 """Which host is the root: one leased key that any member of the round takes when no member has it (Gemini, 6.3.2)."""
 
 import asyncio
-import contextlib
 import logging
 
 from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
@@ -12,7 +11,6 @@ from ..run.view import JobView
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_SHOWN_S = 5.0
 
 
 class Election:
@@ -59,13 +57,9 @@ class Election:
             if won:
                 self._won_with = lease
                 log.info("this host is the root: %s", reason)
-            # Won or not, one of the guarded keys has changed, and the mirror shows it: unless etcd comes back as it was
-            # before. Standing again harms nothing.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SHOWN_S):
-                    await self._view.wait_for(
-                        lambda: self._view.leader_revision != seen or self._view.round is not round_  # noqa: B023
-                    )
+            await self._view.wait_until_shown(
+                lambda: self._view.leader_revision != seen or self._view.round is not round_  # noqa: B023
+            )
 
     def _claim(self) -> str | None:
         """Return why this host should take the key now, None when it should not."""

@@ -1,6 +1,7 @@
 """What a host knows of one job's coordination, shared by the tasks that learn it and those that act on it."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .recoveries import Recoveries
 from .rounds import Round
+
+_SHOWN_S = 5.0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -145,3 +148,13 @@ class JobView:
                 await waiter
             finally:
                 del self._waiting[waiter]
+
+    async def wait_until_shown(self, changed: Callable[[], bool]) -> None:
+        """Wait until the mirror shows that one of the keys that guarded a write has changed.
+
+        Applied or refused, one has; but an etcd that comes back as it was before shows it never. So this ends after
+        some seconds, too: to write the same again harms nothing.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SHOWN_S):
+                await self.wait_for(changed)
