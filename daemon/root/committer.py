@@ -76,18 +76,17 @@ class Committer:
 
     async def run(self) -> None:
         """Move the watermark whenever every rank has all its replicas of something newer."""
+        counted: dict[str, int] = {}
         while True:
             await self._view.wait_for(lambda: self.due() is not None)
             move, guards = self.due(), self._guards()
             if move is None:
                 continue
             puts: dict[str, Mapping[str, Any]] = {}
-            if move.late:
-                self._lead.missed()
-            elif move.pair is None:
-                self._lead.failed()
+            if guards != counted:  # else the same is written again
+                counted = guards
+                self._count(move)
             if move.pair is not None:
-                self._lead.kept(move.done - move.pair[1])
                 puts[keys.WATERMARK] = pair_value(move.pair)
                 world_size = self._state.world_size
                 if world_size is not None and self._state.committed != world_size:
@@ -106,6 +105,14 @@ class Committer:
                 await self._view.wait_until_shown(lambda: self._guards() != guards)  # noqa: B023
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
+
+    def _count(self, move: _Move) -> None:
+        if move.pair is not None:
+            self._lead.kept(move.done - move.pair[1])
+        elif move.late:
+            self._lead.missed()
+        else:
+            self._lead.failed()
 
     def due(self) -> _Move | None:
         """Return what to write, by what is known now; None without anything."""
