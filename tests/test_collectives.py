@@ -208,29 +208,29 @@ def test_long_messages_follow_each_other_as_their_startups_say(size: int, numel:
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(4, 1), (2, 3)])
 def test_slow_link_gets_less_at_once(netlab: Callable[..., NetLab], hosts: int, per_host: int) -> None:
+    """And long messages in parts."""
     size = hosts * per_host
 
-    def work(fabric: Fabric) -> tuple[float, bool, list[bool], list[Tensor]]:
+    def work(fabric: Fabric) -> tuple[float, int, list[bool], list[int], list[Tensor]]:
         transport, traffic = fabric.flat, replace(fabric.flat.traffic)
-        before = transport.overruns([200 << 10])
+        message = given(transport.rank, 60_000).view(torch.uint8)
+        before = len(transport.parts(message))
         transport.learn()
         assert transport.traffic == traffic
         overruns = [transport.overruns([size_bytes]) for size_bytes in (4 << 10, 200 << 10)]
-        learnt = transport.at_once_bytes
-        if transport.rank == 0:
-            # What it is sent comes at once, and what it sends is fetched in turn.
-            transport.at_once_bytes = MOST_AT_ONCE_BYTES
-        message = given(transport.rank, 12_000).view(torch.uint8)
-        return learnt, before, overruns, transport.all_to_all([message] * size, sizes_bytes=[message.numel()] * size)
+        parts = [part.numel() for part in transport.parts(message)]
+        received = transport.all_to_all([message] * size, sizes_bytes=[message.numel()] * size)
+        return transport.at_once_bytes, before, overruns, parts, received
 
     lab = netlab(hosts, rate="20mbit")
     found = run_hosts(hosts, per_host, work, lab=lab.hosts)
-    for learnt, before, overruns, received in found:
-        assert learnt == found[0][0]
-        assert not before
+    for at_once_bytes, before, overruns, parts, received in found:
+        assert at_once_bytes == found[0][0]
+        assert before == 1
         assert overruns == [False, True]
+        assert (sum(parts), max(parts)) == (240_000, int(at_once_bytes) // 2)
         assert [message.view(torch.float32).tolist() for message in received] == [
-            given(rank, 12_000).tolist() for rank in range(size)
+            given(rank, 60_000).tolist() for rank in range(size)
         ]
 
 

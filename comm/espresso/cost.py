@@ -146,7 +146,7 @@ class Costs:
             assert isinstance(within, Affine)
             exchanged = load(Routine.ALL_TO_ALL, cluster.hosts, cluster.gpus_per_host)
             byte_s = max(byte_s * exchanged.adapter / exchanged.rank, within.beta_s_per_byte)
-        return at_once_bytes(self._participants(step.phase), cost.alpha_s, byte_s)
+        return at_once_bytes(cost.alpha_s, byte_s)
 
     def _load(self, step: Comm, link: LinkCost, cut: int, short: bool) -> tuple[float, float]:
         """Return what all start-ups of a collective cost, and what each byte costs that a rank holds."""

@@ -1,10 +1,11 @@
 """What schemes send: messages of any size between the ranks of one process group, and every byte counted."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Self
 
 import torch
@@ -22,6 +23,8 @@ _PROBE_BYTES = 64 << 10
 _PROBES = 5
 _FIRST_COUNT = 1 << 32
 """Above what torch counts to, so that none of its names is one of ours."""
+_Sent = tuple[Work, Tensor]
+"""What is being sent, and its memory."""
 _groups_among: Counter[tuple[int, ...]] = Counter()
 """Ranks → groups that `_new_group` has made of them in this process."""
 
@@ -123,7 +126,7 @@ class Transport:
         usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
         startup_s, probe_s = float(usual[0].min()), float(usual[1].median())
         byte_s = max(0.0, probe_s - startup_s) / _PROBE_BYTES
-        self.at_once_bytes = at_once_bytes(self.size, startup_s, byte_s)
+        self.at_once_bytes = at_once_bytes(startup_s, byte_s)
         self.traffic = traffic
 
     @property
@@ -183,28 +186,18 @@ class Transport:
 
     def relay(self, turns: Sequence[Turn]) -> None:
         """Send and receive turn by turn; over Gloo, what comes in later turns may arrive before it is their turn."""
-        # Gloo asks for a message when its receive is posted. What is asked for ahead need not be waited for, but long
-        # messages of two senders must not meet. NCCL would wait for all that is asked for before it begins to send.
-        over_gloo = self.device.type == "cpu"
-        is_short = not self.overruns(turn.size_bytes for turn in turns)
-        asked: list[tuple[Tensor, Work | None]] = []
-        sends = []
-        for index, turn in enumerate(turns):
-            outgoing = {} if turn.to is None else {turn.to: turn.message().contiguous()}
-            if not over_gloo:
-                room = self._room(turn)
+        rooms = deque(torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device) for turn in turns)
+        # NCCL would wait for all that is asked for before it begins to send.
+        inbox = _Inbox(self, zip((turn.source for turn in turns), rooms, strict=True)) if self._over_gloo else None
+        sends: list[_Sent] = []
+        for turn in turns:
+            room = rooms.popleft()
+            outgoing = {} if turn.to is None else {turn.to: turn.message()}
+            if inbox is None:
                 self._pass(outgoing, {} if turn.source is None else {turn.source: room})
             else:
-                while len(asked) <= index or (
-                    len(asked) < len(turns) and (is_short or turns[len(asked)].source == turn.source)
-                ):
-                    asked.append(self._ask(turns[len(asked)]))
-                sends += [
-                    (self._group.send([message], to, 0), message) for to, message in outgoing.items() if message.numel()
-                ]
-                room, receive = asked[index]
-                if receive is not None:
-                    receive.wait()
+                sends += self._send(outgoing)
+                inbox.wait()
             if turn.source is not None:
                 turn.take(room)
             self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
@@ -213,21 +206,35 @@ class Transport:
         for work, _ in sends:
             work.wait()
 
-    def _ask(self, turn: Turn) -> tuple[Tensor, Work | None]:
-        room = self._room(turn)
-        if turn.source is None or not room.numel():
-            return room, None
-        return room, self._group.recv([room], turn.source, 0)
-
-    def _room(self, turn: Turn) -> Tensor:
-        return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
-
     def overruns(self, sizes_bytes: Iterable[int]) -> bool:
         """Tell whether messages for this rank are too long to come at once.
 
         Many senders overrun the queue in front of a receiver, and TCP waits and sends again (incast).
         """
-        return self.device.type == "cpu" and sum(sizes_bytes) > self.at_once_bytes
+        return self._over_gloo and sum(sizes_bytes) > self.at_once_bytes
+
+    @property
+    def _over_gloo(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def paced(self) -> bool:
+        """Tell whether a link is so slow that long messages are cut, and only so much is on its way at once."""
+        return self._over_gloo and self.at_once_bytes < MOST_AT_ONCE_BYTES
+
+    def parts(self, message: Tensor) -> list[Tensor]:
+        """Return a message as both of its ends cut it, without empty parts."""
+        if not message.numel():
+            return []
+        return list(message.split(int(self.at_once_bytes) // 2)) if self.paced else [message]
+
+    def ask(self, room: Tensor, source: int) -> Work:
+        """Ask a rank for a message that goes to `room`."""
+        return self._group.recv([room], source, 0)
+
+    def _send(self, outgoing: Mapping[int, Tensor]) -> list[_Sent]:
+        parts = ((rank, part) for rank, message in outgoing.items() for part in self.parts(message.contiguous()))
+        return [(self._group.send([part], rank, 0), part) for rank, part in parts]
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
@@ -303,19 +310,68 @@ class Transport:
 
     def _pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Post all sends and receives, empty ones left out on both sides, and wait for them."""
-        sends = [(rank, message.contiguous()) for rank, message in outgoing.items() if message.numel()]
+        if self._over_gloo:
+            inbox = _Inbox(self, incoming.items())
+            sends = self._send(outgoing)
+            for _ in incoming:
+                inbox.wait()
+            for work, _ in sends:
+                work.wait()
+            return
         receives = [(rank, message) for rank, message in incoming.items() if message.numel()]
-        grouped = self.device.type == "cuda" and bool(sends or receives)
-        if grouped:
-            # NCCL would wait for the first send's receiver before it begins the next call.
-            self._group._start_coalescing(self.device)
-        # Gloo asks for a message when its receive is posted: were that behind a send, it would wait for all its bytes.
-        works = [self._group.recv([message], rank, 0) for rank, message in receives]
-        works += [self._group.send([message], rank, 0) for rank, message in sends]
-        if grouped:
-            works = [self._group._end_coalescing(self.device)]
-        for work in works:
+        sent = [(rank, message.contiguous()) for rank, message in outgoing.items() if message.numel()]
+        if not receives and not sent:
+            return
+        # NCCL would wait for the first send's receiver before it begins the next call.
+        self._group._start_coalescing(self.device)
+        for rank, message in receives:
+            self._group.recv([message], rank, 0)
+        for rank, message in sent:
+            self._group.send([message], rank, 0)
+        self._group._end_coalescing(self.device).wait()
+
+
+class _Inbox:
+    """Messages of other ranks over Gloo, in the order in which they are waited for.
+
+    Gloo sends a message when its receiver asks for it. What is asked for has to follow what the receiver itself is
+    sending, and messages of several senders get in each other's way. So no more is asked for ahead than may come at
+    once. Where nothing is slow, what one sender sends is asked for ahead as well.
+
+    Args:
+        transport: The ranks.
+        rooms: The rank that sends a message, None if nobody does, and where it goes.
+    """
+
+    def __init__(self, transport: Transport, rooms: Iterable[tuple[int | None, Tensor]]) -> None:
+        self._transport = transport
+        messages = [
+            [(source, part) for part in transport.parts(room)] if source is not None else [] for source, room in rooms
+        ]
+        self._counts = deque(map(len, messages))
+        self._due = deque(chain.from_iterable(messages))
+        self._asked: deque[tuple[int, int, Work]] = deque()
+        self._asked_bytes = 0
+        self._ask()
+
+    def wait(self) -> None:
+        """Wait for the next message."""
+        for _ in range(self._counts.popleft()):
+            _, size_bytes, work = self._asked.popleft()
             work.wait()
+            self._asked_bytes -= size_bytes
+            self._ask()
+
+    def _ask(self) -> None:
+        while self._due and self._may_come(*self._due[0]):
+            source, part = self._due.popleft()
+            self._asked.append((source, part.numel(), self._transport.ask(part, source)))
+            self._asked_bytes += part.numel()
+
+    def _may_come(self, source: int, part: Tensor) -> bool:
+        if not self._asked or self._asked_bytes + part.numel() <= self._transport.at_once_bytes:
+            return True
+        return not self._transport.paced and self._asked[0][0] == source
 
 
 def _level(ranks: Sequence[int]) -> None:

@@ -15,8 +15,9 @@ import numpy as np
 from .tree import Routine
 
 MOST_AT_ONCE_BYTES = 256 << 10
-_AT_ONCE_S = 0.01
-_OVERRUN = 0.5
+_LEAST_AT_ONCE_BYTES = 16 << 10
+_AT_ONCE_S = 0.008
+_AT_ONCE_STARTUPS = 4
 
 _LEAST_SEGMENT_BYTES = 128 << 10
 _MOST_SEGMENTS_PER_RANK = 8
@@ -113,20 +114,19 @@ def turns(routine: Routine, ranks: int, rank: int, cut: int = 1) -> tuple[tuple[
     return tuple(found)
 
 
-def at_once_bytes(ranks: int, startup_s: float, byte_s: float) -> float:
-    """Return how many bytes for a rank may come from all others at once, in a gather or an all-to-all.
+def at_once_bytes(startup_s: float, byte_s: float) -> float:
+    """Return how many bytes may be on their way to a rank at once.
 
-    Messages that bring more than a link passes in some milliseconds get in each other's way, and take up to half as
-    long again (`benchmarks/at_once.py`). But those that come in turn wait for a start-up each.
+    What waits in front of a slow link holds up what its receivers ask others for, and messages of several senders get
+    in each other's way. But with too little on the way a link waits for the next start-up (`benchmarks/at_once.py`).
 
     Args:
-        ranks: That take part.
         startup_s: Seconds of a message next to its bytes.
         byte_s: Seconds of each byte for a rank.
     """
     if byte_s <= 0:
         return MOST_AT_ONCE_BYTES
-    return min(MOST_AT_ONCE_BYTES, max(_AT_ONCE_S, (ranks - 2) * startup_s / _OVERRUN) / byte_s)
+    return min(MOST_AT_ONCE_BYTES, max(_LEAST_AT_ONCE_BYTES, max(_AT_ONCE_S, _AT_ONCE_STARTUPS * startup_s) / byte_s))
 
 
 def is_short(routine: Routine, ranks: int, size_bytes: float, most_bytes: float = MOST_AT_ONCE_BYTES) -> bool:
