@@ -1,9 +1,12 @@
-"""May the messages of an all-to-all come at once, or better in turn?
+"""How much may be on its way to a rank at once?
 
-Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each exchange messages that bring
-each of them so many KiB in all: sent at once, and one after the other, by turns. Each link's queue holds `--queue-kib`,
-as a port of a switch does, whatever its rate. Ranks find out how much they let come at once (`Transport.learn`); that
-is done again and again as well.
+Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each go through an all-gather, an
+all-to-all and a reduce-scatter, again and again, without waiting for each other in between. Each brings a rank what its
+link passes in so many milliseconds. In turns, ranks let as much come at once as a link passes in 2 to 32 ms and cut
+longer messages into parts of half of that, or they send *whole* messages, of which no two may bring more than 256 KiB
+together. The time is divided by that of the link, of whose rate at most 95.6 % are payload. Each link's queue holds
+`--queue-kib`, as a port of a switch does, whatever its rate. Ranks find out how much they let come at once
+(`Transport.learn`); that is done again and again as well.
 """
 
 import json
@@ -17,20 +20,30 @@ from report import Summary, parser, table, write_json
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("at_once_worker.py"))
+PAYLOAD = 0.956
+AT_ONCE_MS = (2, 4, 8, 16, 32)
 
 
-def run(ranks: int, rate_mbit_s: int, queue_kib: int, sizes_kib: list[int], repeats: int) -> dict[str, Any]:
-    """Return the seconds of both ways, of each size, and what the ranks find out."""
+def run(ranks: int, rate_mbit_s: int, queue_kib: int, lengths_ms: list[int], repeats: int) -> dict[str, Any]:
+    """Return the seconds of each way, for each length, and what the ranks find out."""
+    byte_s = 8 / (PAYLOAD * rate_mbit_s * 1e6)
     queue_s = 8 * (queue_kib << 10) / (rate_mbit_s * 1e6)
-    shared = json.dumps({"sizes_kib": sizes_kib, "repeats": repeats})
+    shared = json.dumps(
+        {"byte_s": byte_s, "lengths_ms": lengths_ms, "at_once_ms": AT_ONCE_MS, "repeats": repeats},
+    )
     with NetLab(ranks, rate=f"{rate_mbit_s}mbit", queue_s=queue_s) as lab:
-        found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
-    learnt, *sizes = ({name: _summary(value) for name, value in line.items()} for line in found)
-    return {"ranks": ranks, "rate_mbit_s": rate_mbit_s, **learnt, "all_to_alls": sizes}
+        learnt, *lines = (json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared]))
+    return {
+        "ranks": ranks,
+        "rate_mbit_s": rate_mbit_s,
+        "learn_s": Summary.of(learnt["learn_s"]),
+        "learnt_ms": Summary.of([1e3 * byte_s * learnt_bytes for learnt_bytes in learnt["learnt_bytes"]]),
+        "times": [{**line, "over_link": _summaries(line["over_link"])} for line in lines],
+    }
 
 
-def _summary(value: Any) -> Any:
-    return Summary.of(value) if isinstance(value, list) else value
+def _summaries(ways: dict[str, list[float]]) -> dict[str, Summary]:
+    return {way: Summary.of(taken) for way, taken in ways.items()}
 
 
 def main() -> None:
@@ -39,50 +52,34 @@ def main() -> None:
     made.add_argument("--ranks", type=int, nargs="+", default=[4, 6], metavar="N", help="hosts")
     made.add_argument("--rate-mbit", type=int, nargs="+", default=[25, 100, 400], metavar="N", help="of each link")
     made.add_argument("--queue-kib", type=int, default=256, metavar="KIB", help="in front of each link")
-    made.add_argument("--kib", type=int, nargs="+", default=[64, 128, 192, 256], metavar="KIB", help="for each rank")
-    made.add_argument("--repeats", type=int, default=24, metavar="N", help="of each way, by turns")
+    made.add_argument("--ms", type=int, nargs="+", default=[20, 200], metavar="MS", help="what collectives bring")
+    made.add_argument("--repeats", type=int, default=5, metavar="N", help="of each way, by turns")
     options = made.parse_args()
     try:
         found = [
-            run(ranks, rate, options.queue_kib, options.kib, options.repeats)
+            run(ranks, rate, options.queue_kib, options.ms, options.repeats)
             for ranks in options.ranks
             for rate in options.rate_mbit
         ]
     except NetLabError as error:
         sys.exit(str(error))
     table(
-        "milliseconds of an all-to-all",
-        ("hosts", "Mbit/s", "KiB", "at once", "in turn", "at once / in turn"),
+        "all-gather, all-to-all and reduce-scatter, time over that of the link",
+        ("hosts", "Mbit/s", "ms", *(f"{each} ms" for each in AT_ONCE_MS), "whole", "learnt, ms"),
         [
             (
                 str(lab["ranks"]),
                 str(lab["rate_mbit_s"]),
-                str(line["received_kib"]),
-                *(f"{1e3 * line[way].median:.1f} (to {1e3 * line[way].p90:.1f})" for way in ("at_once_s", "in_turn_s")),
-                f"{line['at_once_s'].median / line['in_turn_s'].median:.2f}",
+                str(line["length_ms"]),
+                *(f"{way:.2f}" for way in line["over_link"].values()),
+                f"{lab['learnt_ms']:.1f}",
             )
             for lab in found
-            for line in lab["all_to_alls"]
-        ],
-    )
-    table(
-        "what ranks let come at once",
-        ("hosts", "Mbit/s", "KiB", "found out in s"),
-        [
-            (
-                str(lab["ranks"]),
-                str(lab["rate_mbit_s"]),
-                *(
-                    f"{value.median / unit:.3g} ({value.p10 / unit:.3g} to {value.p90 / unit:.3g})"
-                    for value, unit in ((lab["learnt_bytes"], 1024), (lab["learn_s"], 1))
-                ),
-            )
-            for lab in found
+            for line in lab["times"]
         ],
     )
     parameters = {key: value for key, value in vars(options).items() if key != "json"}
-    question = (__doc__ or "").splitlines()[0]
-    write_json(options.json, question=question, parameters=parameters, results={"networks": found})
+    write_json(options.json, question=(__doc__ or "").splitlines()[0], parameters=parameters, results={"labs": found})
 
 
 if __name__ == "__main__":

@@ -759,7 +759,7 @@ BENCHMARKS: Final = (
             "benchmarks/at_once_worker.py",
             "benchmarks/workload.py",
         ),
-        results=(Result(name="at-once", minutes=2),),
+        results=(Result(name="at-once", minutes=5),),
     ),
     # GPUs.
     Benchmark(

@@ -24,7 +24,6 @@ from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.plan.collective import (
-    MOST_AT_ONCE_BYTES,
     blocks,
     is_short,
     load,
@@ -239,17 +238,20 @@ class Asking:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._asked: list[int] = []
+        self._asked: list[tuple[int, int]] = []
         self.ahead: set[tuple[int, int]] = set()
+        self.most_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        self.ahead |= {(waited, source) for waited in self._asked}
-        self._asked.append(source)
+        self.ahead |= {(waited, source) for waited, _ in self._asked}
+        asked = source, tensors[0].nbytes
+        self._asked.append(asked)
+        self.most_bytes = max(self.most_bytes, sum(size_bytes for _, size_bytes in self._asked))
         work = self._group.recv(tensors, source, tag)
-        return SimpleNamespace(wait=lambda: (work.wait(), self._asked.remove(source)))
+        return SimpleNamespace(wait=lambda: (work.wait(), self._asked.remove(asked)))
 
 
 @pytest.mark.parametrize(("numel", "ahead"), [(1000, {(2, 1)}), (LONG, set())])
@@ -273,6 +275,33 @@ def test_ring_is_asked_for_at_once() -> None:
         return asking.ahead
 
     assert run_ranks(3, work) == [{(2, 2)}, {(0, 0)}, {(1, 1)}]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_slow_links_bring_no_more_at_once_than_they_may(size: int) -> None:
+    """Of one sender or of several, of messages that ranks pass on, add up, swap, or send to all."""
+
+    def work(transport: Transport) -> tuple[int, list[list[float]]]:
+        asking = Asking(transport._group)
+        slow = Transport(cast("ProcessGroup", asking))
+        slow.at_once_bytes = 10_001.5
+        mine = given(transport.rank, 7000)
+        after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
+        found = [
+            gather_shares(slow, mine),
+            torch.cat(slow.send_to_all(mine.view(torch.uint8), sizes_bytes=[mine.nbytes] * size)).view(torch.float32),
+            reduce_scatter(slow, mine.repeat(size)),
+            slow.swap(mine.view(torch.uint8), to=after, source=before).view(torch.float32),
+        ]
+        return asking.most_bytes, [each.tolist() for each in found]
+
+    every = torch.cat([given(rank, 7000) for rank in range(size)])
+    total = every.view(size, -1).sum(dim=0)
+    for rank, (most_bytes, (gathered, sent, added, swapped)) in enumerate(run_ranks(size, work)):
+        assert 5000 < most_bytes <= 10_001
+        assert gathered == sent == every.tolist()
+        assert added == pytest.approx(total.tolist(), rel=1e-5, abs=1e-5)
+        assert swapped == given((rank - 1) % size, 7000).tolist()
 
 
 def test_ranks_of_a_host_share_its_adapter() -> None:

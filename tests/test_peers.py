@@ -21,10 +21,11 @@ from peer_talk import dial, hello, identity_of, listening, peer_address, some_id
 from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
-from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.peers.download import RANGE_BYTES
 from resilient_run.daemon.peers.fetch import Peer, PeerError
 from resilient_run.daemon.peers.holders import Holders
+from resilient_run.daemon.run.keys import HOSTS, LEADER
 from resilient_run.daemon.trust.secure import SecureSocket
 from resilient_run.launcher.etcd_server import find_etcd
 
@@ -320,11 +321,13 @@ def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Pat
         etcd.stop()
 
 
-def test_commits_go_on_when_etcd_comes_back_without_the_last_one(tmp_path: Path) -> None:
-    """Without fsync a killed etcd loses what it answered last: then all is as it was before the commit."""
+@pytest.mark.parametrize("lost", ["commit", "registration", "root"])
+def test_commits_go_on_when_etcd_comes_back_without_the_last(tmp_path: Path, lost: str) -> None:
+    """Without fsync a killed etcd loses what it answered last, but may know the lease that it was put with."""
     etcd = RestartableEtcd(tmp_path)
-    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig(endpoints=(f"127.0.0.1:{etcd.port}",)))
-    data, before = tmp_path / "etcd", tmp_path / "before"
+    config = EtcdConfig(endpoints=(f"127.0.0.1:{etcd.port}",))
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=config)
+    data, before = tmp_path / "etcd", tmp_path / "before" / "etcd"
     try:
         trainers = hosts.run("ab")
         hosts.commit(trainers, [1])
@@ -332,17 +335,43 @@ def test_commits_go_on_when_etcd_comes_back_without_the_last_one(tmp_path: Path)
         etcd.process.wait()
         shutil.copytree(data, before)
         etcd.start()
-        hosts.commit(trainers, [2])
+        if lost != "commit":
+            delete(before.parent, f"{hosts.prefix}{HOSTS('b') if lost == 'registration' else LEADER}")
+        hosts.commit(trainers, [2, 3, 4])
         etcd.stop()
         for trainer in trainers:
-            trainer.capture(3)
-        hosts.wait_for_replicas("ab", (1, 3), 4)
+            trainer.capture(5)
+        hosts.wait_for_replicas("ab", (1, 5), 4)
         shutil.rmtree(data)
         before.rename(data)
         etcd.start()
-        wait_for_watermark(trainers, (1, 3))
+        wait_for_watermark(trainers, (1, 5))
+        wait_until(
+            lambda: hosts.etcd(lambda etcd: etcd.get(hosts.prefix + HOSTS("b"))),
+            timeout_s=60,
+            what=lambda: f"host b\n{hosts['b'].log}",
+        )
+        hosts.commit(trainers, [6])
     finally:
         hosts.close()
+        etcd.stop()
+
+
+def delete(directory: Path, key: str) -> None:
+    """Delete a key of what an etcd has written down, which others do not see meanwhile."""
+
+    async def deleted(port: int) -> None:
+        client = await Etcd.connect(EtcdConfig(endpoints=(f"127.0.0.1:{port}",)), timeout_s=30)
+        assert await client.get(key), key
+        await client.delete(key)
+        await client.close()
+
+    etcd = RestartableEtcd(directory)
+    try:
+        asyncio.run(deleted(etcd.port))
+        etcd.process.terminate()
+        etcd.process.wait()
+    finally:
         etcd.stop()
 
 

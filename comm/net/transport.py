@@ -108,6 +108,7 @@ class Transport:
         if self.device.type != "cpu" or self.size <= 2:
             return
         traffic, self.traffic = self.traffic, Traffic()
+        self.at_once_bytes = MOST_AT_ONCE_BYTES
         # Not with neighbours: ranks of a host stand next to each other.
         ahead, behind = ((self.rank + way * (self.size // 2)) % self.size for way in (1, -1))
 
@@ -119,12 +120,12 @@ class Transport:
 
         swap_s(_PROBE_BYTES)  # makes connections, and takes what a link lets pass at once after a pause
         # Not by turns: a rank that is still in a long swap would make a short one of the others look long.
-        seconds = [[swap_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (1, _PROBE_BYTES)]
+        seconds = [[swap_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (_PROBE_BYTES, 1)]
         own = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         told = self.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * self.size)
         # One that stands still for a moment makes one swap of two others long, or its own short.
         usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
-        startup_s, probe_s = float(usual[0].min()), float(usual[1].median())
+        probe_s, startup_s = float(usual[0].median()), float(usual[1].min())
         byte_s = max(0.0, probe_s - startup_s) / _PROBE_BYTES
         self.at_once_bytes = at_once_bytes(startup_s, byte_s)
         self.traffic = traffic
@@ -226,7 +227,7 @@ class Transport:
         """Return a message as both of its ends cut it, without empty parts."""
         if not message.numel():
             return []
-        return list(message.split(int(self.at_once_bytes) // 2)) if self.paced else [message]
+        return list(torch.split(message, int(self.at_once_bytes) // 2)) if self.paced else [message]
 
     def ask(self, room: Tensor, source: int) -> Work:
         """Ask a rank for a message that goes to `room`."""

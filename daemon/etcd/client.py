@@ -65,7 +65,7 @@ class Lease:
         self.id = lease_id
         self.ttl_s = ttl_s
         self.lost = asyncio.Event()
-        """Set when etcd says that the lease is gone, or when nobody refreshes it any more."""
+        """Set when etcd says that the lease or what was put with it is gone, or when nobody refreshes it any more."""
         self.heard_s = asyncio.get_running_loop().time()
         """When etcd confirmed the lease last, on the event loop's clock."""
         self.resumed_s = -math.inf
@@ -105,6 +105,12 @@ class Lease:
         finally:
             # However this ends, nobody keeps the lease any more.
             self.lost.set()
+
+    def give_up(self) -> None:
+        """Count as lost from now on, and refresh no more: the lease lives on for at most its time to live."""
+        self.lost.set()
+        if self._keeper is not None:
+            self._keeper.cancel()
 
     async def stop(self) -> None:
         """Stop refreshing; the lease lives on for at most its time to live."""
@@ -366,6 +372,10 @@ class Etcd:
         if revision < before:
             self.has_forgotten = True
             log.error("etcd at %s lost its data: revision %d after %d", self._rpc.config.where, revision, before)
+            # It may know a lease still, but not the last that was put with it.
+            for lease in self._leases:
+                lease.give_up()
+            self._leases.clear()
         self._revision = revision if revision < before else max(revision, self._revision)
         found = (_change(rpc.Event(type=rpc.Event.PUT, kv=kv)) for kv in answer.kvs)
         return {key: entry for key, entry in found if entry is not None}, revision
