@@ -203,6 +203,8 @@ class Coordinator:
         for key, entry in changes.items():
             host = key.removeprefix(keys.HOSTS())
             if host == self._view.host:
+                if entry is None and self._leased.lease is not None:
+                    self._leased.lease.give_up()  # etcd lost what was put with it, and may know the lease still
                 continue
             for known in (addresses, every, signs):
                 known.pop(host, None)

@@ -299,6 +299,35 @@ def test_changes_are_what_differs_also_after_a_lost_watch(
     with_etcd(etcd_config, scenario)
 
 
+def test_an_etcd_that_came_back_with_less_is_read_again(server: EtcdProcess, prefix: str) -> None:
+    """Also where its loss shows first in a watch, which would be silent until as much has changed as before."""
+    config = EtcdConfig(endpoints=(server.endpoint,))
+
+    async def scenario(etcd: Etcd) -> None:
+        lease = await etcd.lease(60)
+        for number in range(20):
+            await etcd.put(f"{prefix}{number}", {}, lease=lease)
+        async with aclosing(etcd.changes(prefix)) as changes:
+            before = await anext(changes)
+            server.kill()
+            server.forget()
+            server.start()
+            other = await Etcd.connect(config, timeout_s=30)
+            await other.put(f"{prefix}new", {"n": 1})
+            await other.close()
+            async with asyncio.timeout(30):
+                after = await anext(changes)
+        assert len(before) == 20
+        assert {key: entry and entry.value for key, entry in after.items()} == {
+            **dict.fromkeys(before),
+            f"{prefix}new": {"n": 1},
+        }
+        assert etcd.has_forgotten
+        assert lease.lost.is_set()
+
+    with_etcd(config, scenario, timeout_s=60)
+
+
 def test_outage_of_etcd(server: EtcdProcess, prefix: str) -> None:
     """Requests fail with a remedy; the mirror and the lease go on when the server is back with its data."""
 

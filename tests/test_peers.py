@@ -321,7 +321,7 @@ def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Pat
         etcd.stop()
 
 
-@pytest.mark.parametrize("lost", ["commit", "registration", "root"])
+@pytest.mark.parametrize("lost", ["commit", "registration", "registration, and others have written more", "root"])
 def test_commits_go_on_when_etcd_comes_back_without_the_last(tmp_path: Path, lost: str) -> None:
     """Without fsync a killed etcd loses what it answered last, but may know the lease that it was put with."""
     etcd = RestartableEtcd(tmp_path)
@@ -336,7 +336,8 @@ def test_commits_go_on_when_etcd_comes_back_without_the_last(tmp_path: Path, los
         shutil.copytree(data, before)
         etcd.start()
         if lost != "commit":
-            delete(before.parent, f"{hosts.prefix}{HOSTS('b') if lost == 'registration' else LEADER}")
+            key = LEADER if lost == "root" else HOSTS("b")
+            delete(before.parent, hosts.prefix + key, further=100 if "more" in lost else 0)
         hosts.commit(trainers, [2, 3, 4])
         etcd.stop()
         for trainer in trainers:
@@ -357,13 +358,15 @@ def test_commits_go_on_when_etcd_comes_back_without_the_last(tmp_path: Path, los
         etcd.stop()
 
 
-def delete(directory: Path, key: str) -> None:
-    """Delete a key of what an etcd has written down, which others do not see meanwhile."""
+def delete(directory: Path, key: str, further: int) -> None:
+    """Delete a key of what an etcd has written down, and write others, which nobody sees meanwhile."""
 
     async def deleted(port: int) -> None:
         client = await Etcd.connect(EtcdConfig(endpoints=(f"127.0.0.1:{port}",)), timeout_s=30)
         assert await client.get(key), key
         await client.delete(key)
+        for number in range(further):
+            await client.put("/other", {"n": number})
         await client.close()
 
     etcd = RestartableEtcd(directory)

@@ -450,6 +450,14 @@ def test_etcd_that_comes_back_without_its_data_is_named_as_the_reason(
         server.kill()
 
 
+def test_a_registration_that_etcd_lost_is_made_again(launchers: Launchers) -> None:
+    """The lease that it was made with lives."""
+    launchers.make("a", (1, 1))
+    launchers.joined("a")
+    launchers.ask(lambda etcd: etcd.delete(f"{launchers.prefix}rdzv/members/a"))
+    wait_until(lambda: launchers.members() == {"a"})
+
+
 def test_outage_that_outlasts_every_lease_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launchers register again; only the host that died meanwhile is lost, and that is noticed then."""
     server = EtcdProcess(tmp_path / "etcd")

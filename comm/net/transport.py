@@ -5,7 +5,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Self
 
 import torch
@@ -187,18 +186,17 @@ class Transport:
 
     def relay(self, turns: Sequence[Turn]) -> None:
         """Send and receive turn by turn; over Gloo, what comes in later turns may arrive before it is their turn."""
-        rooms = deque(torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device) for turn in turns)
         # NCCL would wait for all that is asked for before it begins to send.
-        inbox = _Inbox(self, zip((turn.source for turn in turns), rooms, strict=True)) if self._over_gloo else None
+        inbox = _Inbox(self, [(turn.source, self._room(turn)) for turn in turns]) if self._over_gloo else None
         sends: list[_Sent] = []
         for turn in turns:
-            room = rooms.popleft()
             outgoing = {} if turn.to is None else {turn.to: turn.message()}
             if inbox is None:
+                room = self._room(turn)
                 self._pass(outgoing, {} if turn.source is None else {turn.source: room})
             else:
                 sends += self._send(outgoing)
-                inbox.wait()
+                room = inbox.take()
             if turn.source is not None:
                 turn.take(room)
             self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
@@ -206,6 +204,9 @@ class Transport:
             self.traffic.rounds += 1
         for work, _ in sends:
             work.wait()
+
+    def _room(self, turn: Turn) -> Tensor:
+        return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
 
     def overruns(self, sizes_bytes: Iterable[int]) -> bool:
         """Tell whether messages for this rank are too long to come at once.
@@ -229,13 +230,17 @@ class Transport:
             return []
         return list(torch.split(message, int(self.at_once_bytes) // 2)) if self.paced else [message]
 
-    def ask(self, room: Tensor, source: int) -> Work:
-        """Ask a rank for a message that goes to `room`."""
-        return self._group.recv([room], source, 0)
+    def ask(self, source: int, part: Tensor, parts: int) -> Work:
+        """Ask a rank for a part of a message, which is cut into so many."""
+        # As a tag, so that ranks that differ about a message never take a part for another one.
+        return self._group.recv([part], source, parts)
 
     def _send(self, outgoing: Mapping[int, Tensor]) -> list[_Sent]:
-        parts = ((rank, part) for rank, message in outgoing.items() for part in self.parts(message.contiguous()))
-        return [(self._group.send([part], rank, 0), part) for rank, part in parts]
+        sent = []
+        for rank, message in outgoing.items():
+            parts = self.parts(message.contiguous())
+            sent += [(self._group.send([part], rank, len(parts)), part) for part in parts]
+        return sent
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
@@ -315,7 +320,7 @@ class Transport:
             inbox = _Inbox(self, incoming.items())
             sends = self._send(outgoing)
             for _ in incoming:
-                inbox.wait()
+                inbox.take()
             for work, _ in sends:
                 work.wait()
             return
@@ -333,7 +338,7 @@ class Transport:
 
 
 class _Inbox:
-    """Messages of other ranks over Gloo, in the order in which they are waited for.
+    """Messages of other ranks over Gloo, in the order in which they are taken.
 
     Gloo sends a message when its receiver asks for it. What is asked for has to follow what the receiver itself is
     sending, and messages of several senders get in each other's way. So no more is asked for ahead than may come at
@@ -346,27 +351,30 @@ class _Inbox:
 
     def __init__(self, transport: Transport, rooms: Iterable[tuple[int | None, Tensor]]) -> None:
         self._transport = transport
-        messages = [
-            [(source, part) for part in transport.parts(room)] if source is not None else [] for source, room in rooms
-        ]
-        self._counts = deque(map(len, messages))
-        self._due = deque(chain.from_iterable(messages))
+        self._rooms: deque[tuple[int, Tensor]] = deque()
+        self._due: deque[tuple[int, Tensor, int]] = deque()
+        for source, room in rooms:
+            parts = [] if source is None else transport.parts(room)
+            self._rooms.append((len(parts), room))
+            self._due.extend((source, part, len(parts)) for part in parts if source is not None)
         self._asked: deque[tuple[int, int, Work]] = deque()
         self._asked_bytes = 0
         self._ask()
 
-    def wait(self) -> None:
-        """Wait for the next message."""
-        for _ in range(self._counts.popleft()):
+    def take(self) -> Tensor:
+        """Return the next message, once it is there."""
+        parts, room = self._rooms.popleft()
+        for _ in range(parts):
             _, size_bytes, work = self._asked.popleft()
             work.wait()
             self._asked_bytes -= size_bytes
             self._ask()
+        return room
 
     def _ask(self) -> None:
-        while self._due and self._may_come(*self._due[0]):
-            source, part = self._due.popleft()
-            self._asked.append((source, part.numel(), self._transport.ask(part, source)))
+        while self._due and self._may_come(*self._due[0][:2]):
+            source, part, parts = self._due.popleft()
+            self._asked.append((source, part.numel(), self._transport.ask(source, part, parts)))
             self._asked_bytes += part.numel()
 
     def _may_come(self, source: int, part: Tensor) -> bool:

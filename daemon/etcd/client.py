@@ -142,7 +142,7 @@ class Etcd:
     def __init__(self, connection: EtcdConnection) -> None:
         self.has_forgotten = False
         self._rpc = connection
-        self._revision = 0
+        self._revision, self._losses = 0, 0
         self._leases: set[Lease] = set()
 
     @classmethod
@@ -366,31 +366,43 @@ class Etcd:
 
     async def _load(self, prefix: str) -> tuple[dict[str, Entry], int]:
         request = rpc.RangeRequest(key=prefix.encode(), range_end=_end(prefix))
-        before = self._revision
+        before, losses = self._revision, self._losses
         answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
         revision = answer.header.revision
-        if revision < before:
-            self.has_forgotten = True
-            log.error("etcd at %s lost its data: revision %d after %d", self._rpc.config.where, revision, before)
-            # It may know a lease still, but not the last that was put with it.
-            for lease in self._leases:
-                lease.give_up()
-            self._leases.clear()
-        self._revision = revision if revision < before else max(revision, self._revision)
+        # Other answers may have told of the loss while this one was on its way.
+        if losses == self._losses:
+            if revision < before:
+                self._forget(revision)
+            self._revision = max(revision, self._revision)
         found = (_change(rpc.Event(type=rpc.Event.PUT, kv=kv)) for kv in answer.kvs)
         return {key: entry for key, entry in found if entry is not None}, revision
 
+    def _forget(self, revision: int) -> None:
+        """Note that etcd came back as it was at `revision`."""
+        log.error("etcd at %s lost its data: revision %d after %d", self._rpc.config.where, revision, self._revision)
+        self.has_forgotten = True
+        self._losses += 1
+        self._revision = revision
+        # It may know a lease still, but not the last that was put with it.
+        for lease in self._leases:
+            lease.give_up()
+        self._leases.clear()
+
     async def _watch(self, prefix: str, revision: int) -> AsyncGenerator[Any, None]:
         """Yield the events of each answer from `revision` on, until the server ends the watch or the stream breaks."""
-        member = self._rpc.member
+        member, losses = self._rpc.member, self._losses
         create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_end(prefix), start_revision=revision)
         stream = member.watch.Watch(metadata=self._rpc.metadata)
         try:
             async with asyncio.timeout(self._rpc.timeout_s):
                 await stream.write(rpc.WatchRequest(create_request=create))
                 answer = await stream.read()
+            if answer is not grpc.aio.EOF and answer.header.revision < revision - 1:
+                # It would hide its changes until it has as many; reading again tells whether it is behind or lost them.
+                raise EtcdError(f"etcd at {self._rpc.config.where} watches from {answer.header.revision}")
             while answer is not grpc.aio.EOF and not answer.canceled:
-                self._revision = max(answer.header.revision, self._revision)
+                if losses == self._losses:
+                    self._revision = max(answer.header.revision, self._revision)
                 if answer.events:
                     yield answer.events
                 answer = await stream.read()

@@ -47,15 +47,15 @@ class LeasedKeys:
 
     async def run(self, etcd: Etcd) -> None:
         """Write what changes until cancelled; an outage of etcd only delays it."""
-        written: dict[str, Mapping[str, Any]] = {}
+        written: dict[str, Mapping[str, Any] | None] = {}
         lease: Lease | None = None
         while True:
             await self._view.wait_for(
                 lambda: self._lease is not None and (self._lease is not lease or self._wanted != written)  # noqa: B023
             )
             if self._lease is not lease:
-                # Whatever the lease before this one held has vanished with it.
-                lease, written = self._lease, {}
+                # Whatever the lease before this one held vanishes with it, but maybe not yet.
+                lease, written = self._lease, dict.fromkeys(written)
             assert lease is not None
             try:
                 await self._write(etcd, lease, written)
@@ -66,8 +66,8 @@ class LeasedKeys:
                 log.debug("%s; going on when etcd is back", error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _write(self, etcd: Etcd, lease: Lease, written: dict[str, Mapping[str, Any]]) -> None:
-        """Make etcd as it is wanted; `written` is what it holds, also where this ends early."""
+    async def _write(self, etcd: Etcd, lease: Lease, written: dict[str, Mapping[str, Any] | None]) -> None:
+        """Make etcd as it is wanted; `written` is what it holds with this lease, also where this ends early."""
         for name in written.keys() - self._wanted.keys():
             await etcd.delete(self._prefix + name)
             del written[name]

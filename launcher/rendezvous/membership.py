@@ -69,6 +69,7 @@ class Membership:
         self._ended: View | None = None
         self._job: Entry | None = None
         self._nobody_since_s = math.inf
+        self._is_listed = False
         self._seat_revision = 0
         self._standbys: set[str] = set()
         self._lease_ttl_s = 0.0
@@ -271,6 +272,9 @@ class Membership:
     def _see(self, view: View) -> None:
         now_s = asyncio.get_running_loop().time()
         self._nobody_since_s = math.inf if view.members else min(self._nobody_since_s, now_s)
+        was_listed, self._is_listed = self._is_listed, self._member.host in view.members
+        if was_listed and not self._is_listed and self._lease is not None:
+            self._lease.give_up()  # etcd lost what was put with it, and may know the lease still
         doubt_s = self._doubt_s()
         self._view = view.keeping(self._view) if doubt_s > 0 else view
         if self._view is not view:
