@@ -759,7 +759,10 @@ BENCHMARKS: Final = (
             "benchmarks/at_once_worker.py",
             "benchmarks/workload.py",
         ),
-        results=(Result(name="at-once", minutes=5),),
+        results=(
+            Result(name="at-once", minutes=5),
+            Result(name="at-once-long-queues", arguments="--ranks 6 --rate-mbit 25 100 --queue-kib 2560", minutes=3),
+        ),
     ),
     # GPUs.
     Benchmark(
