@@ -719,6 +719,7 @@ BENCHMARKS: Final = (
         ),
         results=(
             Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=53),
+            Result(name="predicted-in-parts", arguments="--seed 333 --count 15 --others 1", minutes=15),
             Result(
                 name="predicted-models",
                 arguments="--models lstm resnet50 resnet101 vgg16 gpt2 bert_base ugatit --most-mbit 100",
