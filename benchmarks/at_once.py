@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lab_job import lines_of
+from lab_job import PAYLOAD, lines_of
 from report import Summary, parser, table, write_json
 
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("at_once_worker.py"))
-PAYLOAD = 0.956
 AT_ONCE_MS = (2, 4, 8, 16, 32)
 
 

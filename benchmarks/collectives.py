@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lab_job import lines_of
+from lab_job import PAYLOAD, lines_of
 from report import parser, table, write_json
 
 from resilient_run.comm.plan.collective import load, segments
@@ -19,7 +19,6 @@ from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("collectives_worker.py"))
-PAYLOAD = 0.956
 
 
 def predicted_s(routine: Routine, ranks: int, held_bytes: int, *, alpha_s: float, rate_bit_s: int) -> float:

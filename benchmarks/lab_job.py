@@ -9,6 +9,8 @@ from delayed_hosts import DelayedHosts
 from resilient_run.daemon.trust.secret import make_key
 from resilient_run.launcher.netlab import NetLab
 
+PAYLOAD = 0.956
+"""Of the rate of a link, at most: headers take the rest."""
 _END_TIMEOUT_S = 60
 
 

