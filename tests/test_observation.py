@@ -11,7 +11,7 @@ import pytest
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.supervise import Supervisor
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig, EtcdUnavailable
 from resilient_run.daemon.observer import Observer
 from resilient_run.daemon.run.leased import LeasedKeys
 from resilient_run.daemon.run.observation import (
@@ -115,7 +115,7 @@ def test_every_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert observer.describe() == []
 
 
-def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig) -> None:
+def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there while something is wrong, is written again with a new lease, and is gone with the last one."""
 
     async def until(etcd: Etcd, value: Any) -> None:
@@ -124,6 +124,12 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig) -> None:
                 if value is None and entry is None:
                     return
                 await asyncio.sleep(0.01)
+
+    async def unanswered(self: Etcd, *given: Any, **named: Any) -> None:
+        await put(self, *given, **named)
+        raise EtcdUnavailable("it stands still")
+
+    put = Etcd.put
 
     async def scenario() -> None:
         etcd = await Etcd.connect(etcd_config)
@@ -142,6 +148,11 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig) -> None:
             keys.set("obs/a", {"observations": [3]})
             keys.lease = lease = await etcd.lease(5)
             await until(etcd, {"observations": [3]})
+            keys.set("obs/a", None)
+            await until(etcd, None)
+            monkeypatch.setattr(Etcd, "put", unanswered)
+            keys.set("obs/a", {"observations": [4]})
+            await until(etcd, {"observations": [4]})
             keys.set("obs/a", None)
             await until(etcd, None)
         finally:

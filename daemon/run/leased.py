@@ -67,11 +67,12 @@ class LeasedKeys:
                 await asyncio.sleep(_RETRY_S)
 
     async def _write(self, etcd: Etcd, lease: Lease, written: dict[str, Mapping[str, Any] | None]) -> None:
-        """Make etcd as it is wanted; `written` is what it holds with this lease, also where this ends early."""
+        """Make etcd as it is wanted; `written` is what it holds with this lease, None where that is not known."""
         for name in written.keys() - self._wanted.keys():
             await etcd.delete(self._prefix + name)
             del written[name]
         for name, value in list(self._wanted.items()):
             if written.get(name) != value:
+                written[name] = None  # a write without an answer may have been applied
                 await etcd.put(self._prefix + name, value, lease=lease)
                 written[name] = value
