@@ -16,14 +16,15 @@ the network dominates: it sums a model in 0.3 to 0.6 s without compression, grad
 have links of at most `--most-mbit` (above 100 Mbit/s each). What they compress, copy and send is still more than these
 cores can do beside each other. So time is dilated, as in the emulation of networks that are faster than the machine
 (Gupta et al., "To infinity and beyond: time-warped network emulation", NSDI 2006): links pass a part of their rate,
-`--slower`, their queues hold as many bytes as before, and models compute as many times as long; so it is a cluster of
-slower links whose cores are as many times as fast. `busy` is the part of the cores' time that they and the rest of the
-machine took, and `sent_again` counts TCP segments that were sent twice. Compression is by the device that computes;
-options on CPUs are left out, because these cores are both. `algorithm-5.1` plans without decompression only, and is
-left out as well.
+their queues hold as many bytes as before, and models compute as many times as long. So it is a cluster of slower links
+whose cores are as many times as fast. The more workers, the slower, so that each has as many cores as
+`--cores-per-worker` says. `busy` is the part of the cores' time that they and the rest of the machine took, and
+`sent_again` counts TCP segments that were sent twice. Compression is by the device that computes; options on CPUs are
+left out, because these cores are both. `algorithm-5.1` plans without decompression only, and is left out as well.
 """
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -73,11 +74,13 @@ class Sample:
 
     Attributes:
         seed: What they were drawn with, or the name of the model.
+        slower: How many times as long everything takes but what cores do.
     """
 
     seed: int | str
     hosts: int
     per_host: int
+    slower: float
     rate_mbit_s: int
     compressor: dict[str, Any]
     forward_s: float
@@ -91,14 +94,17 @@ class Sample:
         return 8 / (PAYLOAD * self.rate_mbit_s * 1e6)
 
 
-def drawn(seed: int, others: int, most_mbit_s: float, slower: float) -> Sample:
-    """Return the sample of a seed, with so many planners beside those that are recommended.
+def dilation(ranks: int, cores_per_worker: float) -> float:
+    """Return how many times as slow a cluster must be for each worker to have so many of these cores."""
+    return max(1.0, cores_per_worker * ranks / (os.cpu_count() or 1))
 
-    Everything but what the cores do takes `slower` times as long.
-    """
+
+def drawn(seed: int, others: int, most_mbit_s: float, cores_per_worker: float) -> Sample:
+    """Return the sample of a seed, with so many planners beside those that are recommended."""
     draw = random.Random(seed)
     hosts = draw.randint(2, 6)
     per_host = draw.randint(1, MOST_RANKS // hosts)
+    slower = dilation(hosts * per_host, cores_per_worker)
     least, most = RATES_MBIT_S
     most = max(least, min(most, most_mbit_s / (hosts * per_host)))
     rate_mbit_s = round(least * (most / least) ** draw.random() / slower)
@@ -110,6 +116,7 @@ def drawn(seed: int, others: int, most_mbit_s: float, slower: float) -> Sample:
         seed=seed,
         hosts=hosts,
         per_host=per_host,
+        slower=slower,
         rate_mbit_s=rate_mbit_s,
         compressor=draw.choice(({"name": "topk", "density": round(10 ** draw.uniform(-2, -1), 4)}, {"name": "fp16"})),
         forward_s=computing_s / 3,
@@ -127,18 +134,20 @@ def drawn(seed: int, others: int, most_mbit_s: float, slower: float) -> Sample:
     )
 
 
-def of_model(name: str, most_mbit_s: float) -> Sample:
+def of_model(name: str, most_mbit_s: float, cores_per_worker: float) -> Sample:
     """Return a model of the thesis."""
     tensors = [tensor for tensor in read_model(MODELS / f"{name}.json", flops_per_s=1).tensors if tensor.numel]
     numel, operations = sum(tensor.numel for tensor in tensors), sum(tensor.backward_s for tensor in tensors)
     hosts, per_host = (4, 2) if numel < LARGE else (2, 2)
-    rate_mbit_s = round(most_mbit_s / hosts)
+    slower = dilation(hosts * per_host, cores_per_worker)
+    rate_mbit_s = round(most_mbit_s / hosts / slower)
     adapter_bytes = 4 * numel / SCALE * load(Routine.ALL_REDUCE, hosts, per_host).adapter
     computing_s = 8 * adapter_bytes / (PAYLOAD * rate_mbit_s * 1e6)
     return Sample(
         seed=name,
         hosts=hosts,
         per_host=per_host,
+        slower=slower,
         rate_mbit_s=rate_mbit_s,
         compressor={"name": "dgc", "density": 0.01},
         forward_s=computing_s / 3,
@@ -226,11 +235,9 @@ def cores_busy() -> tuple[int, int]:
     return busy, busy + idle + waiting
 
 
-def measure(
-    sample: Sample, *, slower: float, warm_up: int, iterations: int
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measure(sample: Sample, *, warm_up: int, iterations: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what the files know of this machine, and a line for each different plan."""
-    lab = NetLab(sample.hosts, rate=f"{sample.rate_mbit_s}mbit", queue_s=slower * QUEUE_S)
+    lab = NetLab(sample.hosts, rate=f"{sample.rate_mbit_s}mbit", queue_s=sample.slower * QUEUE_S)
     with tempfile.TemporaryDirectory() as name, lab:
         folder = Path(name)
         shared = {
@@ -296,7 +303,7 @@ def main() -> None:
     made.add_argument("--minutes", type=float, default=60.0, metavar="M", help="begin no further sample after this")
     made.add_argument("--others", type=int, default=3, metavar="N", help="planners of each sample that are drawn")
     made.add_argument("--most-mbit", type=float, default=800, metavar="N", help="Mbit/s, of the links of all ranks")
-    made.add_argument("--slower", type=float, default=4, metavar="N", help="times as long as in such a cluster")
+    made.add_argument("--cores-per-worker", type=float, default=3, metavar="N", help="that a worker has, see above")
     made.add_argument("--models", nargs="+", default=[], metavar="NAME", help="in place of what is drawn")
     made.add_argument("--warm-up", type=int, default=1, metavar="N", help="iterations before those that count")
     made.add_argument("--iterations", type=int, default=5, metavar="N", help="of each plan")
@@ -308,10 +315,10 @@ def main() -> None:
         if time.monotonic() > end_s:
             break
         if options.models:
-            sample = of_model(seed, options.most_mbit)
+            sample = of_model(seed, options.most_mbit, options.cores_per_worker)
         else:
-            sample = drawn(seed, options.others, options.most_mbit, options.slower)
-        known, found = measure(sample, slower=options.slower, warm_up=options.warm_up, iterations=options.iterations)
+            sample = drawn(seed, options.others, options.most_mbit, options.cores_per_worker)
+        known, found = measure(sample, warm_up=options.warm_up, iterations=options.iterations)
         samples.append({**asdict(sample), "known": known})
         lines += found
         for line in found:

@@ -35,7 +35,7 @@ def test_command_runs_on_every_host_until_it_is_stopped(tmp_path: Path) -> None:
     started = []
     for home in homes:
         log = home / "run.log"
-        wait_until(lambda log=log: log.exists() and log.read_text(), timeout_s=60, what="the command's output")
+        wait_until(lambda log=log: log.exists() and "\n" in log.read_text(), timeout_s=60, what="the command's output")
         started.append(psutil.Process(int((home / "run.pid").read_text())))
         assert log.read_text() == f"{words}\n"
         assert ((home / "run.key").read_text(), (home / "run.key").stat().st_mode & 0o777) == ("secret\n", 0o600)
