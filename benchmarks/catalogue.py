@@ -293,7 +293,7 @@ BENCHMARKS: Final = (
             ),
             Result(
                 name="zen-rows",
-                arguments="--hosts 4 8 16 --workloads LSTM DeepFM --repeats 5 --schemes dense agsparse "
+                arguments="--hosts 4 8 16 --workloads LSTM DeepFM --schemes dense agsparse "
                 "'agsparse, rows' sparcml 'sparcml, rows' sparse-ps 'sparse-ps, rows' omnireduce zen",
                 minutes=12,
                 figures=("3.13",),

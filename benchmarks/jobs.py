@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,15 +19,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def host(name: str = "bench", *, prefix: str = "resilient-bench-") -> Iterator[dict[str, str]]:
-    """Yield the environment of a host that has no daemon yet; end its daemon and remove its files afterwards.
-
-    Also when this process is told to end: otherwise launchers, and daemons that wait for them, stay behind for minutes.
-    """
+    """Yield the environment of a host that has no daemon yet; end its daemon and remove its files afterwards."""
     # Not everybody who imports this module for its names has it: workers of peers' environments do not.
     from resilient_run.launcher.workers.prctl import adopting_orphans
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _unwind)
     run_dir = Path(tempfile.mkdtemp(prefix=prefix))
     shm_dir = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY))
     with adopting_orphans():
@@ -55,12 +49,6 @@ def _end_daemons(run_dir: Path) -> None:
             if str(run_dir) in child.cmdline():
                 child.terminate()
                 child.wait(60)
-
-
-def _unwind(number: int, _: object) -> None:
-    # Once: what is cleaned up now shall not be cut short by a second signal.
-    signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(128 + number)
 
 
 @contextmanager

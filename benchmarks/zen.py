@@ -1,11 +1,11 @@
 """How much faster than all-reduce are sparse schemes, and how near is Zen to its limit (Zen, Figure 3.13)?
 
 Hosts of a laboratory network (namespaces, links shaped by tbf) with one Gloo rank each; gradients are those of
-`sparse_workload.py`. Each scheme makes two steps that do not count and `--steps` that do; the messages of the last one
-are then repeated, with nothing computed between them, since the hosts share this machine's processors. Ratios are
-between medians of the same run. "Rows" are schemes as their papers have them, but with one index for a row of an
-embedding, or a bitmap, as Zen. The limit of a scheme is its formula's bytes (docs/comm.md) at the rate of the link, of
-which at most 95.6 % are payload.
+`sparse_workload.py`. In each of `--rounds` the schemes take turns: one makes a step that does not count (two in the
+first round) and one that does, whose messages are then repeated with nothing computed between them, since the hosts
+share this machine's processors. Ratios are between medians of the same run. "Rows" are schemes as their papers have
+them, but with one index for a row of an embedding, or a bitmap, as Zen. The limit of a scheme is its formula's bytes
+(docs/comm.md) at the rate of the link, of which at most 95.6 % are payload.
 """
 
 import json
@@ -35,7 +35,7 @@ SCHEMES = (
 
 def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
     """Return what rank 0 measured, one object for each workload and scheme, in a lab of so many hosts."""
-    names = ("elements", "gpus", "workloads", "schemes", "steps", "repeats")
+    names = ("elements", "gpus", "workloads", "schemes", "rounds")
     shared = json.dumps({name: getattr(options, name) for name in names})
     with NetLab(ranks, rate=rate) as lab:
         found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
@@ -143,8 +143,7 @@ def main() -> None:
     arguments.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     arguments.add_argument("--elements", type=int, default=2_000_000, help="of a gradient; ratios hardly depend on it")
     arguments.add_argument("--gpus", type=int, default=8, help="of a host, whose gradients are summed before")
-    arguments.add_argument("--steps", type=int, default=5, help="whole steps that are measured")
-    arguments.add_argument("--repeats", type=int, default=3, help="samples of the messages' time")
+    arguments.add_argument("--rounds", type=int, default=5, help="in which schemes take turns")
     arguments.add_argument("--plot", type=Path, metavar="FILE", help="write a figure here (png, svg)")
     options = arguments.parse_args()
     lines: list[dict[str, Any]] = []

@@ -1,6 +1,5 @@
 """One rank of `zen.py` on a host of the laboratory network. Its options are a JSON object; rank 0 prints lines."""
 
-import gc
 import json
 import sys
 from dataclasses import asdict
@@ -11,13 +10,13 @@ import torch.distributed as dist
 from sparse_workload import WIDTH, WORKLOADS, gradient
 from workload import emit
 
-from resilient_run.comm.measure.timing import RecordingTransport, measure
+from resilient_run.comm.measure.timing import Measurement, RecordingTransport, measure
 from resilient_run.comm.schemes import named
 from resilient_run.comm.zen.formats import ALL
 from resilient_run.comm.zen.zen import Zen
 
-WARM_UP = 2
-"""Steps that allocate memory: Zen's first is profiled, and the next is the first that goes its way."""
+FIRST_WARM_UP, WARM_UP = 2, 1
+"""Steps that do not count: Zen's first is profiled, and the next is the first that goes its way."""
 ROWS: dict[str, Any] = {"row": WIDTH, "formats": ALL}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, rows": (name, ROWS) for name in ("agsparse", "sparcml", "sparse-ps")},
@@ -29,20 +28,25 @@ options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-transport = RecordingTransport(dist.group.WORLD)
+transport = RecordingTransport.over(dist.group.WORLD)
 for workload in options["workloads"]:
     own = gradient(WORKLOADS[workload], rank, elements=options["elements"], gpus=options["gpus"])
+    schemes = {}
     for name in options["schemes"]:
         kind, arguments = OPTIONS.get(name, (name, {}))
-        scheme = named(kind, transport, **arguments)
-        inputs = (own.clone() for _ in range(WARM_UP + options["steps"]))
-        found = measure(
-            scheme, transport, inputs, repeats=options["repeats"], warm_up=WARM_UP, sample_s=0.5, at_most_s=4.0
-        )
-        if rank == 0:
+        schemes[name] = named(kind, transport, **arguments)
+    rounds: dict[str, list[Measurement]] = {name: [] for name in schemes}
+    for number in range(options["rounds"]):
+        for name, scheme in schemes.items():
+            warm_up = FIRST_WARM_UP if number == 0 else WARM_UP
+            inputs = (own.clone() for _ in range(warm_up + 1))
+            rounds[name].append(measure(scheme, transport, inputs, repeats=1, warm_up=warm_up, sample_s=0.5))
+    if rank == 0:
+        for name, found in rounds.items():
+            scheme = schemes[name]
             plan = next(iter(scheme.plans.values())) if isinstance(scheme, Zen) else None
             chosen = None if plan is None else f"{plan.route}, rows of {plan.width}"
-            emit(json.dumps({"workload": workload, "scheme": name, "chosen": chosen, **asdict(found)}))
-        del scheme
-        gc.collect()
+            all_rounds = {kind: [s for each in found for s in getattr(each, kind)] for kind in ("step_s", "messages_s")}
+            line = {"workload": workload, "scheme": name, "chosen": chosen, **asdict(found[-1]), **all_rounds}
+            emit(json.dumps(line))
 dist.destroy_process_group()

@@ -19,7 +19,7 @@ from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, scheme_of
+from .runtime.choice import Choice, check_alike, scheme_of
 
 
 class GradientHook(BucketSum):
@@ -113,8 +113,8 @@ def register(
         The hook; give it to the `Checkpointer` as one of its objects.
 
     Raises:
-        CommError: There is no such scheme, options are given without a name, or the ranks are not a multiple of
-            `ranks_per_host`, or were told of different ones.
+        CommError: There is no such scheme, options are given without a name, the ranks are given different ones, or
+            are not a multiple of `ranks_per_host`.
     """
     hook = make_hook(model, scheme, ranks_per_host=ranks_per_host, least_elements=least_elements, **options)
     model.register_comm_hook(hook, synchronize)
@@ -133,6 +133,7 @@ def make_hook(
     ranks = dist.get_process_group_ranks(model.process_group)
     device = next(model.module.parameters()).device
     world = Transport.among(ranks, device)
+    check_alike(world, scheme=scheme, least_elements=least_elements, **options)
     ranks_per_host = _ranks_per_host(world, ranks_per_host)
     if ranks_per_host == 1:
         made = between = scheme_of(scheme, world, **options)

@@ -23,7 +23,7 @@ from .net.entries import all_finite
 from .net.scheme import Scheme
 from .net.transport import Transport, from_bytes, to_bytes
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
-from .runtime.choice import Choice, scheme_of
+from .runtime.choice import Choice, check_alike, scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class LocalSteps:
         options: Of the scheme, if it is a name.
 
     Raises:
-        CommError: An argument is out of its range, there is no such scheme, or the model has sharded parameters or none
-            to train.
+        CommError: An argument is out of its range or not that of other ranks, there is no such scheme, or the model has
+            sharded parameters or none to train.
 
     Attributes:
         scheme: As given or made; `scheme.transport.traffic` has its bytes.
@@ -122,6 +122,18 @@ class LocalSteps:
         self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
         device = next(iter(self._parameters.values())).device
         ranks = Transport.over(group, device) if group else Transport.among(range(dist.get_world_size()), device)
+        check_alike(
+            ranks,
+            every=every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            mixing=mixing,
+            scheme=scheme,
+            least_elements=least_elements,
+            **options,
+        )
         self._sum = BucketSum(scheme=scheme_of(scheme, ranks, **options), world=ranks, least_elements=least_elements)
         self._done = 0
         with torch.no_grad():

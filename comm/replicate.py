@@ -26,7 +26,7 @@ from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, scheme_of
+from .runtime.choice import Choice, check_alike, scheme_of
 from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
 
@@ -141,7 +141,7 @@ def register_replicated(
     Raises:
         CommError: There is no such scheme, options are given without a name, or the model is not of FSDP2, has no
             replicas, different replicas for different parameters, or a hook already; or gradients that are large on
-            some ranks of a pool only.
+            some ranks of a pool only; or the replicas are given different schemes or options.
     """
     names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     groups = []
@@ -156,7 +156,9 @@ def register_replicated(
             f"no parameter of this {type(model).__name__} is sharded by FSDP2; call fully_shard with a mesh of "
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
-    made = scheme_of(scheme, Transport.over(_replicas(groups), groups[0][0].device), **options)
+    ranks = Transport.over(_replicas(groups), groups[0][0].device)
+    check_alike(ranks, scheme=scheme, least_elements=least_elements, **options)
+    made = scheme_of(scheme, ranks, **options)
     sizes = {name: p.padded_sharded_param_size.numel() for _, found in groups for name, p in found.items()}
     check_pool(made.pool, sizes, least_elements)
     return ReplicateHook(groups, scheme=made, least_elements=least_elements)
@@ -183,7 +185,12 @@ def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport
             raise CommError(
                 f"{name} is to be summed by {option}, but FSDP2 itself sums within hosts; plan with --constraint flat"
             )
-    return lambda ranks: OptionScheme(Fabric(flat=ranks, intra=ranks, inter=ranks), memory, options)
+
+    def made(ranks: Transport) -> Scheme:
+        check_alike(ranks, plan=plan.digest, memory=memory)
+        return OptionScheme(Fabric(flat=ranks, intra=ranks, inter=ranks), memory, options)
+
+    return made
 
 
 def _parameter_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:

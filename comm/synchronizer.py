@@ -26,6 +26,7 @@ from .errors import CommError
 from .net.fabric import make_fabric
 from .net.scheme import Scheme
 from .plan.plan import DENSE, Plan, PlanGroup
+from .runtime.choice import check_alike
 from .runtime.execute import OptionScheme, options_of
 from .runtime.lanes import Lanes
 
@@ -200,8 +201,8 @@ def synchronize_by(
         bucket_bytes: Of what is all-reduced in buckets.
 
     Raises:
-        CommError: The plan names options that do not exist, the ranks are no multiple of `ranks_per_host`, or no
-            parameter is trainable.
+        CommError: The plan names options that do not exist, the ranks are no multiple of `ranks_per_host` or are given
+            different plans or compressors, or no parameter is trainable.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
@@ -213,6 +214,7 @@ def synchronize_by(
     device = next(iter(parameters.values())).device
     ranks = range(dist.get_world_size())
     fabric = make_fabric(ranks, ranks_per_host=ranks_per_host, device=device)
+    check_alike(fabric.flat, plan=plan.digest, compressor=compressor, memory=memory, bucket_bytes=bucket_bytes)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor, 0)

@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from launchers import run_python, run_trainers, start_python
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, NOTHING, OWN, Way, advice, recommended, ways
+from resilient_run.comm.trial.trial import Trial
 from resilient_run.launcher.netlab import NetLab
 
 SCRIPT = str(Path(__file__).with_name("advised.py"))
 PROGRAM = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
 ADVISE = ("-c", PROGRAM, "advise", "--json", "--seconds", "1")
 
-KNOWN = {way.name: way for way in ways(1)}
+KNOWN = {way.name: way for way in ways(None)}
 EXACT = frozenset({BASE, NOTHING, "zen"})
 
 
@@ -81,6 +83,18 @@ def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch, arguments: list[s
     result = CliRunner().invoke(resilient_comm, ["advise", *arguments])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_a_pause_in_the_first_turn_leaves_nothing_out_that_the_advice_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(seconds=1, ranks_per_host=None)
+    monkeypatch.setattr(trial, "_modules", [SimpleNamespace(has_own=False)])
+    monkeypatch.setattr(trial, "_agree", lambda *values: values)
+    for way, _, steps in trial._schedule():
+        paused = len(trial.taken.get(way, [1])) == 0 and way in (NOTHING, "bf16")
+        trial._began_s, trial._ended_s = 0.0, steps * (9.0 if paused else 1.0)
+    assert trial.left_out.keys() == {"zen", "bf16"}
+    assert trial.finished
+    assert advice(trial.taken, {name: trial.way(name) for name in trial.taken}).startswith("Nothing pays.")
 
 
 def test_outside_of_a_job_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,29 @@ def test_every_path_gives_the_sum(hosts: int, per_host: int) -> None:
             assert torch.equal(found[index], ranks[0][index]), option
 
 
+def test_no_rank_is_the_root_of_all_where_replicas_have_no_hosts() -> None:
+    """As under FSDP2, which sums within hosts itself."""
+    option = next(option for option in COMPRESSED if option.flat and not rootless(option))
+
+    def work(fabric: Fabric) -> list[int]:
+        ranks = fabric.flat
+        scheme = OptionScheme(
+            Fabric(flat=ranks, intra=ranks, inter=ranks),
+            ErrorFeedback(named("topk", density=0.1)),
+            {str(key): option for key in range(20)},
+        )
+        sent = []
+        for key in range(20):
+            ranks.traffic.reset()
+            scheme.reduce(str(key), gradient(ranks.rank))
+            sent.append(ranks.traffic.sent_bytes)
+        return sent
+
+    shares = set(zip(*run_hosts(1, 3, work), strict=True))
+    assert len(shares) == 3, "of each rank that is a root"
+    assert all(sum(share) == sum(next(iter(shares))) for share in shares)
+
+
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (1, 2), (2, 1)])
 def test_stages_are_those_of_the_timeline(hosts: int, per_host: int) -> None:
     """A collective of one rank costs nothing, and does not keep the device's work from where predictions have it."""

@@ -236,7 +236,7 @@ def test_index_free_refuses_other_zeros() -> None:
         run_ranks(1, work)
 
 
-@pytest.mark.parametrize("shape", [(37, 20), (13,), (3, 4, 5)])
+@pytest.mark.parametrize("shape", [(37, 20), (13,), (3, 4, 5), (1, 41), (5, 1), (1,)])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_two_levels_sum_over_all_ranks(shape: tuple[int, ...], sparse: bool) -> None:
     """Three hosts of two ranks."""
@@ -258,6 +258,28 @@ def test_two_levels_sum_over_all_ranks(shape: tuple[int, ...], sparse: bool) -> 
 
     for result in run_ranks(6, work):
         torch.testing.assert_close(result, in_order(given), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 6000), (5, 1200), (6000, 1), (100, 60)])
+def test_hosts_send_each_other_no_more_of_a_gradient_than_there_is(shape: tuple[int, ...]) -> None:
+    """Also of one that has fewer rows than a host has ranks."""
+
+    def work(fabric: Fabric) -> int:
+        TwoLevel(fabric.intra, named("dense", fabric.inter)).reduce("weight", torch.ones(shape))
+        return fabric.inter.traffic.sent_bytes
+
+    assert sum(run_hosts(2, 4, work)[:4]) <= 1.125 * 4 * 6000
+
+
+def test_low_rank_between_hosts_takes_two_all_reduces_a_bucket() -> None:
+    def work(fabric: Fabric) -> int:
+        scheme = TwoLevel(fabric.intra, named("powersgd", fabric.inter))
+        sums = scheme.reduce_together([(key, torch.ones(64, 48)) for key in "abc"])
+        for total in sums:
+            torch.testing.assert_close(total, torch.full((64, 48), 4.0))
+        return fabric.inter.traffic.rounds
+
+    assert run_hosts(2, 2, work) == [2] * 4
 
 
 @pytest.mark.parametrize("sparse_share", [0, 1])

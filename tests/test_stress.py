@@ -32,6 +32,7 @@ from resilient_run.daemon.base.crowd import Crowd
 from resilient_run.daemon.base.logs import RepeatFilter
 from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.launcher.netlab import unavailable
 
 pytestmark = pytest.mark.jobs
 
@@ -385,18 +386,30 @@ def test_a_flood_of_messages_becomes_a_number(caplog: pytest.LogCaptureFixture) 
         caplog.handler.removeFilter(repeats)
 
 
+CAPTURE_STALL = ("capture_stall.py", "--mb", "16", "--rounds", "10000", "--contender", "resilient-run, 2 hosts")
+COLLECTIVES = ("collectives.py", "--ranks", "2", "--repeats", "100000")
+
+
 @pytest.mark.parametrize(
-    ("number", "daemons", "workers"),
+    ("arguments", "number", "daemons", "workers"),
     [
-        pytest.param(signal.SIGTERM, 2, 4, id="while it trains"),
-        pytest.param(signal.SIGHUP, 1, 0, id="while its first daemon starts"),
+        pytest.param(CAPTURE_STALL, signal.SIGTERM, 2, 4, id="while it trains"),
+        pytest.param(CAPTURE_STALL, signal.SIGHUP, 1, 0, id="while its first daemon starts"),
+        pytest.param(
+            COLLECTIVES,
+            signal.SIGTERM,
+            0,
+            2,
+            id="in a lab",
+            marks=[pytest.mark.lab, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))],
+        ),
     ],
 )
 def test_a_benchmark_that_is_stopped_leaves_no_process(
-    tmp_path: Path, number: signal.Signals, daemons: int, workers: int
+    tmp_path: Path, arguments: tuple[str, ...], number: signal.Signals, daemons: int, workers: int
 ) -> None:
-    script = Path(__file__).parent.parent / "benchmarks" / "capture_stall.py"
-    command = [sys.executable, str(script), "--mb", "16", "--rounds", "10000", "--contender", "resilient-run, 2 hosts"]
+    script = Path(__file__).parent.parent / "benchmarks" / arguments[0]
+    command = [sys.executable, str(script), *arguments[1:]]
     with (tmp_path / "output").open("wb") as output:
         benchmark = psutil.Popen(command, stdout=output, stderr=output)
     started: dict[int, psutil.Process] = {}
@@ -409,7 +422,7 @@ def test_a_benchmark_that_is_stopped_leaves_no_process(
             lines = [" ".join(process.cmdline()) for process in started.values() if process.is_running()]
             return (
                 sum("resilient_run.daemon" in line for line in lines) >= daemons
-                and sum("--worker" in line for line in lines) >= workers
+                and sum("--worker" in line or "_worker.py" in line for line in lines) >= workers
             )
         return False
 

@@ -14,7 +14,7 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.espresso.cost import Holding, held_after
 from resilient_run.comm.net.fabric import Fabric
-from resilient_run.comm.plan.collective import blocks, rounds, segments
+from resilient_run.comm.plan.collective import MOST_AT_ONCE_BYTES, blocks, rounds, segments
 from resilient_run.comm.plan.constraints import gpu_only
 from resilient_run.comm.plan.tree import Comm, Comp, Option, Phase, all_options
 from resilient_run.comm.runtime.execute import OptionScheme
@@ -115,8 +115,13 @@ def covering() -> list[Option]:
     return chosen
 
 
-def compare(lab: NetLab, per_host: int, options: Sequence[Option]) -> None:
-    """Carry out options on a laboratory network, and hold rounds and counters against those of the interfaces."""
+def compare(
+    lab: NetLab, per_host: int, options: Sequence[Option], *, at_once_bytes: float = MOST_AT_ONCE_BYTES
+) -> None:
+    """Carry out options on a laboratory network, and hold rounds and counters against those of the interfaces.
+
+    Less than `MOST_AT_ONCE_BYTES` cuts messages into parts, as on a slow link.
+    """
     hosts = len(lab.hosts)
     meeting = Barrier(hosts * per_host)
     again: set[Option] = set()
@@ -142,6 +147,8 @@ def compare(lab: NetLab, per_host: int, options: Sequence[Option]) -> None:
         raise AssertionError(f"TCP has sent something twice in each of {_ATTEMPTS} attempts")
 
     def work(fabric: Fabric) -> list[tuple[HostBytes, float]]:
+        for transport in (fabric.flat, fabric.intra, fabric.inter):
+            transport.at_once_bytes = at_once_bytes
         scheme = OptionScheme(fabric, ErrorFeedback(named("fp16")), {str(option): option for option in options})
         return [measure(fabric, scheme, option) for option in options]
 
@@ -163,6 +170,10 @@ def compare(lab: NetLab, per_host: int, options: Sequence[Option]) -> None:
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (3, 2), (2, 4)])
 def test_every_collective_sends_what_it_costs(netlab: Callable[..., NetLab], hosts: int, per_host: int) -> None:
     compare(netlab(hosts, rate="40gbit"), per_host, covering())
+
+
+def test_messages_in_parts_send_no_more(netlab: Callable[..., NetLab]) -> None:
+    compare(netlab(3, rate="40gbit"), 2, covering(), at_once_bytes=48 << 10)
 
 
 @pytest.mark.nightly

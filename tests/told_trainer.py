@@ -7,7 +7,9 @@ It prints name → the size of the group that was summed dense first. Hosts that
 
 import json
 import os
+import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,24 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import register
 from resilient_run.comm.net.fabric import make_fabric
 from resilient_run.comm.net.two_level import TwoLevel
+from resilient_run.comm.zen.zen import Zen
 
 REFUSED = {(1, 1, 2, 2): "1, 1, 2, 2", (2, None, 2, 2): "2, none, 2, 2", (True, 2, 2.0, -3): "0, 2, 0, 0"}
 """What ranks give as their number of ranks per host, and what is told of it."""
+
+DIFFERENT: list[tuple[list[dict[str, Any]], str]] = [
+    (
+        [{"scheme": "topk", "density": 0.01}, {"scheme": "topk", "density": 0.02}],
+        "density is 0.01 on rank 0 and 0.02 on rank 1",
+    ),
+    ([{"scheme": "zen"}, {"scheme": "zen", "seed": 1}], "seed is not given on rank 0 and 1 on rank 1"),
+    ([{"scheme": "zen"}] * 3 + [{"scheme": "no such"}], "scheme is 'zen' on rank 0 and 'no such' on rank 3"),
+    (
+        [{"scheme": lambda ranks: Zen(ranks)}, {"scheme": Zen}],
+        "scheme is <lambda> on rank 0 and Zen on rank 1",
+    ),
+]
+"""What ranks are given in turn, and what is said of it."""
 
 
 def main() -> None:
@@ -47,6 +64,9 @@ def main() -> None:
         ):
             with pytest.raises(CommError, match=f"given {told} ranks per host"):
                 make(given[rank])
+    for given, said in DIFFERENT:
+        with pytest.raises(CommError, match=f"^{re.escape(said)}; give all ranks the same$"):
+            register(model, **given[rank % len(given)])
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)

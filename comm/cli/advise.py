@@ -24,7 +24,7 @@ from .job import from_environment
     "--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="How long to measure, about."
 )
 @click.option(
-    "--ranks-per-host", type=click.IntRange(1), help="Consecutive ranks of a host; LOCAL_WORLD_SIZE if not given."
+    "--ranks-per-host", type=click.IntRange(1), help="Consecutive ranks of a host; as `register` finds it if not given."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("script")
@@ -43,13 +43,9 @@ def advise(
         raise click.UsageError("advise runs on the ranks of a job: resilient-run … --no-python resilient-comm advise …")
     if not module and not Path(script).is_file():
         raise click.BadParameter(f"{script}: there is no such file; name the training script", param_hint="SCRIPT")
-    ranks = from_environment("WORLD_SIZE", minimum=1)
-    per_host = ranks_per_host or from_environment("LOCAL_WORLD_SIZE", minimum=1, default=1)
-    if ranks % per_host or ranks == per_host:
-        per_host = 1
     first = from_environment("RANK") == 0
     os.environ.pop("RESILIENT_SOCKET", None)
-    trial = Trial(seconds=seconds, ranks_per_host=per_host)
+    trial = Trial(seconds=seconds, ranks_per_host=ranks_per_host)
     try:
         with trial.watching():
             _run(script, args, module=module)

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -106,8 +107,20 @@ class Transport:
         """Find out how much may come from all other ranks at once (`overruns`); all ranks call it together."""
         if self.device.type != "cpu" or self.size <= 2:
             return
-        traffic, self.traffic = self.traffic, Traffic()
         self.at_once_bytes = MOST_AT_ONCE_BYTES
+        with self.uncounted():
+            self.at_once_bytes = at_once_bytes(*self._startup_and_byte_s())
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out of `traffic` what is sent in the block, which belongs to no step."""
+        traffic, self.traffic = self.traffic, Traffic()
+        try:
+            yield
+        finally:
+            self.traffic = traffic
+
+    def _startup_and_byte_s(self) -> tuple[float, float]:
         # Not with neighbours: ranks of a host stand next to each other.
         ahead, behind = ((self.rank + way * (self.size // 2)) % self.size for way in (1, -1))
 
@@ -125,9 +138,7 @@ class Transport:
         # One that stands still for a moment makes one swap of two others long, or its own short.
         usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
         probe_s, startup_s = float(usual[0].median()), float(usual[1].min())
-        byte_s = max(0.0, probe_s - startup_s) / _PROBE_BYTES
-        self.at_once_bytes = at_once_bytes(startup_s, byte_s)
-        self.traffic = traffic
+        return startup_s, max(0.0, probe_s - startup_s) / _PROBE_BYTES
 
     @property
     def rank(self) -> int:

@@ -1,6 +1,7 @@
 """Several ranks on a host: dense among them, a scheme for sparse gradients between hosts."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -8,6 +9,8 @@ from torch.nn import functional as F
 from .collectives import gather_shares, reduce_scatter
 from .scheme import Scheme
 from .transport import Transport
+
+_MOST_PADDING: Final = 1 / 8
 
 
 class TwoLevel(Scheme):
@@ -33,15 +36,15 @@ class TwoLevel(Scheme):
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks of all hosts."""
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        # Cut between rows, so that a share is as sparse by rows as the whole.
-        rows = dense.reshape(dense.shape[0] if dense.dim() else 1, -1)
-        missing = -rows.shape[0] % self.within.size
-        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-        share = reduce_scatter(self.within, padded.reshape(-1))
-        share = self.between.reduce(key, share.view(-1, rows.shape[1]))
-        whole = gather_shares(self.within, share.reshape(-1))[: dense.numel()].view(dense.shape)
-        return whole.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else whole
+        (total,) = self.reduce_together([(key, gradient)])
+        return total
+
+    def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Return what `reduce` returns for each; between hosts they go together."""
+        cuts = [_Cut(gradient, self.within.size) for _, gradient in gradients]
+        shares = [cut.share(reduce_scatter(self.within, cut.parts())) for cut in cuts]
+        sums = self.between.reduce_together([(key, share) for (key, _), share in zip(gradients, shares, strict=True)])
+        return [cut.whole(gather_shares(self.within, total.reshape(-1))) for cut, total in zip(cuts, sums, strict=True)]
 
     def fuses(self, key: str) -> bool:
         """Return what the scheme between hosts does."""
@@ -54,3 +57,45 @@ class TwoLevel(Scheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the scheme between hosts a saved state."""
         self.between.load_state_dict(state)
+
+
+class _Cut:
+    """How a gradient becomes a share for each rank of a host, of two dimensions and of one size.
+
+    It is cut between rows, so that a share is as sparse by rows as the whole; between columns where there are so few
+    rows that filling them up would cost more.
+
+    Args:
+        gradient: Dense or sparse.
+        ranks: Of the host.
+    """
+
+    def __init__(self, gradient: Tensor, ranks: int) -> None:
+        self._gradient, self._ranks = gradient, ranks
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self._shape = dense.shape
+        self._rows = dense.reshape(dense.shape[0] if dense.dim() else 1, -1)
+        rows, columns = self._rows.shape
+        self._missing_rows, self._missing_columns = -rows % ranks, -columns % ranks
+        padding = self._missing_rows * columns
+        self._by_columns = _MOST_PADDING * dense.numel() < padding > rows * self._missing_columns
+
+    def parts(self) -> Tensor:
+        """Return the shares of all ranks one after the other, in one dimension."""
+        if self._by_columns:
+            padded = F.pad(self._rows, (0, self._missing_columns))
+            return padded.view(len(padded), self._ranks, -1).transpose(0, 1).reshape(-1)
+        padded = F.pad(self._rows, (0, 0, 0, self._missing_rows)) if self._missing_rows else self._rows
+        return padded.reshape(-1)
+
+    def share(self, flat: Tensor) -> Tensor:
+        """Return a share in its two dimensions."""
+        return flat.view(len(self._rows), -1) if self._by_columns else flat.view(-1, self._rows.shape[1])
+
+    def whole(self, parts: Tensor) -> Tensor:
+        """Return what `parts` came from, as the gradient was."""
+        rows, columns = self._rows.shape
+        if self._by_columns:
+            parts = parts.view(self._ranks, rows, -1).transpose(0, 1).reshape(rows, -1)[:, :columns]
+        whole = parts.reshape(-1)[: self._rows.numel()].view(self._shape)
+        return whole.to_sparse(self._gradient.sparse_dim()) if self._gradient.is_sparse else whole

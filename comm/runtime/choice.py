@@ -1,7 +1,10 @@
 """The scheme that a hook is asked for: by its name, by that of a compressor, or by what makes it."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from ..compress.compressed import Compressed
 from ..compress.compressors import NAMES
@@ -40,3 +43,37 @@ def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
     if options and not hasattr(compressor, "density"):
         raise CommError(f"{choice} sends something of every element and has no density; leave it out")
     return Compressed(transport, ErrorFeedback(compressor))
+
+
+def check_alike(ranks: Transport, /, **given: object) -> None:
+    """Raise CommError, on all ranks alike, unless all of them are given the same.
+
+    Messages of other sizes than a rank expects would let it wait for ever, or be taken for something else.
+
+    Args:
+        ranks: All that sum together.
+        given: Name → plain data, or an object, of which its type and its public attributes of plain data count.
+    """
+    own = {name: _as_text(value) for name, value in given.items()}
+    message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    with ranks.uncounted():
+        told = [json.loads(bytes(each.cpu().numpy())) for each in ranks.send_to_all(message.to(ranks.device))]
+    for rank, other in enumerate(told):
+        for name in told[0] | other:
+            first, own_ = (each.get(name, "not given") for each in (told[0], other))
+            if first != own_:
+                raise CommError(f"{name} is {first} on rank 0 and {own_} on rank {rank}; give all ranks the same")
+
+
+def _as_text(value: object) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_as_text, value))})"
+    if isinstance(value, Mapping):
+        return _as_text([f"{key}: {_as_text(each)}" for key, each in value.items()])
+    if hasattr(value, "__qualname__"):
+        return f"{value.__qualname__}"
+    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    plain = {name: each for name, each in public.items() if isinstance(each, (bool, int, float, str))}
+    return f"{type(value).__qualname__}({', '.join(f'{name}={each!r}' for name, each in plain.items())})"

@@ -274,7 +274,8 @@ class _Run(Reduction):
     def _root(self, phase: Phase) -> int:
         # Spread by name, so that not one rank aggregates all tensors. Counted from the first rank of a host, as costs
         # are: else the ranks that are each other's neighbours in rounds would not be those of a host.
-        step = self._fabric.intra.size if phase is Phase.FLAT and self._fabric.inter.size > 1 else 1
+        flat, intra = self._fabric.flat.size, self._fabric.intra.size
+        step = intra if phase is Phase.FLAT and intra < flat else 1
         return zlib.crc32(self._key.encode()) * step % self._fabric.of(phase).size
 
     def _idle(self, phase: Phase) -> bool:

@@ -34,9 +34,9 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def ways(ranks_per_host: int) -> list[Way]:
-    """Return the ways that are tried besides all-reduce, those that lose nothing first."""
-    hosts = f", ranks_per_host={ranks_per_host}" if ranks_per_host > 1 else ""
+def ways(ranks_per_host: int | None) -> list[Way]:
+    """Return the ways that are tried besides all-reduce, those that lose nothing first; the number as of `register`."""
+    hosts = "" if ranks_per_host is None else f", ranks_per_host={ranks_per_host}"
 
     def ours(scheme: str, *, exact: bool = False, **options: Any) -> Way:
         given = "".join(f", {name}={value!r}" for name, value in options.items())

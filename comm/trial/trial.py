@@ -42,10 +42,10 @@ class Trial:
 
     Args:
         seconds: How long to measure, about; some rounds are always measured.
-        ranks_per_host: Sums of ours are dense among so many consecutive ranks first.
+        ranks_per_host: As of `hook.register`.
     """
 
-    def __init__(self, *, seconds: float, ranks_per_host: int) -> None:
+    def __init__(self, *, seconds: float, ranks_per_host: int | None) -> None:
         self.taken: dict[str, list[float]] = {}
         """Name of a way → seconds of a step in each of its turns."""
         self.left_out: dict[str, str] = {}
@@ -169,7 +169,7 @@ class Trial:
             yield from self._round(active if number % 2 == 0 else active[::-1], steps, first=number == 0)
             if number == 0:
                 limit_s = _HOPELESS * self.taken[base][0]
-                for name in [name for name in active if self.taken[name][0] > limit_s and name not in (base, BASE)]:
+                for name in [name for name in active if name in self._ways and self.taken[name][0] > limit_s]:
                     active.remove(name)
                     self.left_out[name] = f"its steps took {self.taken.pop(name)[0]:.3g} s in the first round"
             (elapsed_s,) = self._agree(time.monotonic() - started_s)
@@ -206,7 +206,7 @@ class Enough(BaseException):
 class _Module:
     """One DDP module, and each way made for it."""
 
-    def __init__(self, module: DistributedDataParallel, tried: Iterable[Way], ranks_per_host: int) -> None:
+    def __init__(self, module: DistributedDataParallel, tried: Iterable[Way], ranks_per_host: int | None) -> None:
         self.device = next(module.module.parameters()).device
         self.group = module.process_group
         self._own: tuple[Any, Callable[[Any, GradBucket], Future[Tensor]]] | None = None
