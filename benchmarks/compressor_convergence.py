@@ -13,15 +13,14 @@ Deep Gradient Compression (`dgc`) is compared with uncompressed SGD of the same 
 import json
 import math
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import torch
-from convergence import plot
+from convergence import plot, training_pool
 from convergence_examples import EXAMPLES, Example
 from report import Summary, parser, table, write_json
 from torch import Tensor
@@ -186,7 +185,7 @@ def train_all(
     if runs is not None and runs.exists():
         known = {json.dumps(run): losses for run, losses in map(json.loads, runs.read_text().splitlines())}
     curves: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with training_pool(processes) as pool:
         started = {}
         for seed in seeds:
             for label in labels:

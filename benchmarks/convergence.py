@@ -1,9 +1,24 @@
-"""The figure of convergence benchmarks: losses by steps."""
+"""What convergence benchmarks share: processes for their trainings, and the figure of losses by steps."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from math import isfinite
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
+
+
+@contextmanager
+def training_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield new processes; if the block fails, or the script is told to end, what they do ends at once."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for child in active_children():
+                child.kill()
+            raise
 
 
 def plot(

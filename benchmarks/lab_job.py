@@ -36,26 +36,22 @@ def lines_of(
     Raises:
         RuntimeError: A worker failed.
     """
-    workers = [
-        host.popen(
-            command,
-            env={
-                "RANK": str(place * per_host + local),
-                "WORLD_SIZE": str(len(lab.hosts) * per_host),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(per_host),
-                "MASTER_ADDR": lab.hosts[0].address,
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(Path(__file__).parent),
-            },
-            stdout=subprocess.PIPE if place == local == 0 else subprocess.DEVNULL,
-            text=True,
-        )
-        for place, host in enumerate(lab.hosts)
-        for local in range(per_host)
-    ]
+    workers: list[subprocess.Popen[str]] = []
     try:
+        for place, host in enumerate(lab.hosts):
+            for local in range(per_host):
+                env = {
+                    "RANK": str(place * per_host + local),
+                    "WORLD_SIZE": str(len(lab.hosts) * per_host),
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(per_host),
+                    "MASTER_ADDR": lab.hosts[0].address,
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(Path(__file__).parent),
+                }
+                printed = subprocess.DEVNULL if workers else subprocess.PIPE
+                workers.append(host.popen(command, env=env, stdout=printed, text=True))
         assert workers[0].stdout is not None
         yield from workers[0].stdout
         codes = [worker.wait(_END_TIMEOUT_S) for worker in workers]

@@ -6,10 +6,10 @@ person would write: of the links between hosts the rate, of which at most 95.6 %
 4 bytes: an all-reduce for the library's, an all-gather for the run-time's own, and one of messages of the compressor;
 what a compressor takes at two sizes, all workers at once. No other collective is measured, and none of a size that is
 planned. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
-`espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once. Goal: within
-10 %. With `--models`, those of the thesis (benchmarks/models) in place of random ones, with all their tensors, but a
-sixteenth of their elements: on 4 hosts with 2 ranks or, if they are large, on 2 with 2. Computation takes as long as
-the network without compression.
+`espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once, and DDP as it is
+after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of the thesis
+(benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4 hosts with
+2 ranks or, if they are large, on 2 with 2. Computation takes as long as the network without compression.
 
 Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
 the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together
@@ -24,6 +24,7 @@ left out, because these cores are both. `algorithm-5.1` plans without decompress
 """
 
 import json
+import math
 import os
 import random
 import sys
@@ -62,6 +63,7 @@ NETWORK_S, COMPUTING_S = (0.3, 0.6), (0.1, 0.4)
 QUEUE_S = 0.02
 MODELS = Path(__file__).parent / "models"
 SCALE = 16
+DDP, BUCKET_MIB = "ddp", 25
 LARGE = 60_000_000
 """Elements of a model that gets four workers."""
 
@@ -75,6 +77,7 @@ class Sample:
     Attributes:
         seed: What they were drawn with, or the name of the model.
         slower: How many times as long everything takes but what cores do.
+        scale: How many times as many elements the model has in truth, and DDP's buckets.
     """
 
     seed: int | str
@@ -86,6 +89,7 @@ class Sample:
     forward_s: float
     steps: tuple[Step, ...]
     system_file: bool
+    scale: int
     planners: tuple[str, ...]
 
     @property
@@ -130,6 +134,7 @@ def drawn(seed: int, others: int, most_mbit_s: float, cores_per_worker: float) -
             for index, (share, taken) in enumerate(zip(shares, times, strict=True))
         ),
         system_file=draw.random() < 0.5,
+        scale=1,
         planners=(*RECOMMENDED, *draw.sample(OTHERS, others)),
     )
 
@@ -161,6 +166,7 @@ def of_model(name: str, most_mbit_s: float, cores_per_worker: float) -> Sample:
             for tensor in tensors
         ),
         system_file=False,
+        scale=SCALE,
         planners=RECOMMENDED,
     )
 
@@ -247,6 +253,8 @@ def measure(sample: Sample, *, warm_up: int, iterations: int) -> tuple[dict[str,
             "folder": name,
             "warm_up": warm_up,
             "iterations": iterations,
+            "ddp": DDP,
+            "bucket_mib": BUCKET_MIB / sample.scale,
         }
         lines = lines_of(lab, [sys.executable, "-P", WORKER, json.dumps(shared)], per_host=sample.per_host)
         known = json.loads(next(lines))
@@ -255,18 +263,20 @@ def measure(sample: Sample, *, warm_up: int, iterations: int) -> tuple[dict[str,
         found, busy = [], cores_busy()
         for line in map(json.loads, lines):
             now = cores_busy()
-            summary, made = Summary.of(line["seconds"]), planned[line["plan"]]
+            summary, made = Summary.of(line["seconds"]), planned.get(line["plan"])
             found.append(
                 {
                     "seed": sample.seed,
-                    **made,
+                    **(made or {"planners": [DDP]}),
                     "iteration_s": summary,
-                    "measured_over_predicted": summary.median / made["predicted_s"],
+                    "measured_over_predicted": made and summary.median / made["predicted_s"],
                     "sent_again": line["sent_again"],
                     "busy": (now[0] - busy[0]) / (now[1] - busy[1]),
                 }
             )
             busy = now
+    for line in found:
+        line["over_ddp"] = line["iteration_s"].median / found[-1]["iteration_s"].median
     return known, found
 
 
@@ -278,10 +288,11 @@ def show(lines: list[dict[str, Any]]) -> None:
         spread = f"{Summary.of(ratios):.3f}"
         return name, str(len(ratios)), spread, f"{min(ratios):.3f}", f"{max(ratios):.3f}", f"{close / len(ratios):.0%}"
 
+    ddp = {line["seed"]: line["iteration_s"] for line in lines if DDP in line["planners"]}
+    lines = [line for line in lines if DDP not in line["planners"]]
     names = dict.fromkeys(planner for line in lines for planner in line["planners"])
-    rows = [
-        row(name, [line["measured_over_predicted"] for line in lines if name in line["planners"]]) for name in names
-    ]
+    of_planners = {name: [line for line in lines if name in line["planners"]] for name in names}
+    rows = [row(name, [line["measured_over_predicted"] for line in found]) for name, found in of_planners.items()]
     kinds = {
         "different plans": lines,
         f"cores below {FREE_CORES:.0%} busy": [line for line in lines if line["busy"] < FREE_CORES],
@@ -293,14 +304,25 @@ def show(lines: list[dict[str, Any]]) -> None:
         ("planner", "runs", "median (p10..p90)", "least", "most", "within 10 %"),
         rows,
     )
+    table(
+        "measured / DDP",
+        ("planner", "runs", "median (p10..p90)", "least", "most", "slower beyond the spread"),
+        [
+            (
+                *row(name, [line["over_ddp"] for line in found])[:-1],
+                str(sum(line["iteration_s"].p10 > ddp[line["seed"]].p90 for line in found)),
+            )
+            for name, found in of_planners.items()
+        ],
+    )
 
 
 def main() -> None:
     """Draw, plan, run, print and write."""
     made = parser(__doc__)
-    made.add_argument("--seed", type=int, default=1, metavar="N", help="of the first sample; the next ones follow")
-    made.add_argument("--count", type=int, default=50, metavar="N", help="samples")
-    made.add_argument("--minutes", type=float, default=60.0, metavar="M", help="begin no further sample after this")
+    made.add_argument("--seed", type=int, nargs="+", default=[1], metavar="N", help="of samples that others follow")
+    made.add_argument("--count", type=int, default=50, metavar="N", help="samples from each seed on")
+    made.add_argument("--minutes", type=float, default=150.0, metavar="M", help="begin no further sample after this")
     made.add_argument("--others", type=int, default=3, metavar="N", help="planners of each sample that are drawn")
     made.add_argument("--most-mbit", type=float, default=800, metavar="N", help="Mbit/s, of the links of all ranks")
     made.add_argument("--cores-per-worker", type=float, default=3, metavar="N", help="that a worker has, see above")
@@ -311,7 +333,7 @@ def main() -> None:
     end_s = time.monotonic() + 60 * options.minutes
     lines: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
-    for seed in options.models or range(options.seed, options.seed + options.count):
+    for seed in options.models or [first + index for first in options.seed for index in range(options.count)]:
         if time.monotonic() > end_s:
             break
         if options.models:
@@ -323,9 +345,10 @@ def main() -> None:
         lines += found
         for line in found:
             print(
-                f"{seed:>4} {line['measured_over_predicted']:.3f} of {line['predicted_s'] * 1e3:6.1f} ms  "
+                f"{seed:>4} {line['measured_over_predicted'] or math.nan:.3f} of what was predicted, "
+                f"{line['over_ddp']:.3f} of DDP's  "
                 f"{line['iteration_s']:.3f} s, {line['busy']:.0%} busy, {line['sent_again']} sent again  "
-                f"{', '.join(line['planners'])}: {' | '.join(line['options'])}",
+                f"{', '.join(line['planners'])}: {' | '.join(line.get('options', []))}",
                 file=sys.stderr,
                 flush=True,
             )

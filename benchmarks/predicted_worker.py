@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from timed_model import Device, Step, TimedModel, planned, slowest_s
+from timed_model import Device, Step, TimedModel, planned, slowest_s, unplanned
 from workload import emit
 
 from resilient_run.comm.compress.compressors import named
@@ -71,14 +72,26 @@ folder = Path(options["folder"])
 while not (folder / "planned").exists():
     time.sleep(0.05)
 steps = [Step(**step) for step in options["steps"]]
-for path in sorted(folder.glob("plan-*.json")):
-    model = TimedModel(steps, forward_s=options["forward_s"], device=device, rank=dist.get_rank())
-    averaging, iteration = planned(Plan.read(path), model, named(**options["compressor"]))
+
+
+def measure(name: str, iteration: Callable[[], None]) -> None:
+    """Print what iterations take."""
     before = sent_again()
     seconds = slowest_s(iteration, warm_up=options["warm_up"], count=options["iterations"])
     again = sent_again() - before
-    averaging.close()
     if dist.get_rank() == 0:
-        emit(json.dumps({"plan": path.name, "seconds": seconds, "sent_again": again}))
+        emit(json.dumps({"plan": name, "seconds": seconds, "sent_again": again}))
+
+
+def made() -> TimedModel:
+    """Return the model as it is at first."""
+    return TimedModel(steps, forward_s=options["forward_s"], device=device, rank=dist.get_rank())
+
+
+for path in sorted(folder.glob("plan-*.json")):
+    averaging, iteration = planned(Plan.read(path), made(), named(**options["compressor"]))
+    measure(path.name, iteration)
+    averaging.close()
+measure(options["ddp"], unplanned(made(), bucket_mib=options["bucket_mib"]))
 dist.barrier()
 os._exit(0)  # groups end with the process

@@ -83,7 +83,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     When it is told to end, it unwinds as at Ctrl-C: what it started would stay behind otherwise.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _unwind)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+            signal.signal(number, _unwind)
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results here as well")
     return made

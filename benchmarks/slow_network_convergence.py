@@ -12,15 +12,14 @@ seeds of all-reduce say. How long a step takes is no question of this.
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import torch
-from convergence import plot
+from convergence import plot, training_pool
 from convergence_examples import EXAMPLES, Example
 from report import Summary, parser, table, write_json
 from torch import Tensor
@@ -166,7 +165,7 @@ def main() -> None:
     wanted = {*options.variants, *(VARIANTS[label].reference for label in options.variants)}
     curves: dict[str, dict[int, list[float]]] = {label: {} for label in VARIANTS if label in wanted}
     shape = {"example": options.example, "ranks": options.ranks, "steps": options.steps, "every": options.every}
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+    with training_pool(options.processes) as pool:
         started = {
             pool.submit(train, VARIANTS[label], **shape, seed=seed): (label, seed)
             for seed in options.seeds

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.compress.compressor import Compressor
 from resilient_run.comm.compress.feedback import ErrorFeedback
@@ -173,6 +174,18 @@ def planned(plan: Plan, model: TimedModel, compressor: Compressor) -> tuple[Grad
         averaging.synchronize()
 
     return averaging, iteration
+
+
+def unplanned(model: TimedModel, *, bucket_mib: float) -> Callable[[], None]:
+    """Return what trains one iteration with DDP as it is, but for the size of its buckets."""
+    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
+
+    def iteration() -> None:
+        parallel.zero_grad()
+        with model.device.iteration():
+            parallel().backward()
+
+    return iteration
 
 
 def slowest_s(iteration: Callable[[], None], *, warm_up: int, count: int) -> list[float]:

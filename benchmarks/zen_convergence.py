@@ -10,14 +10,13 @@ indices at one place is lost, always the same one. Each run is compared with all
 import math
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from convergence import plot
+from convergence import plot, training_pool
 from convergence_examples import LstmExample
 from report import Summary, parser, table, write_json
 from slow_network_convergence import LEAST_ELEMENTS, average
@@ -86,7 +85,7 @@ def main() -> None:
     curves: dict[str, dict[int, list[float]]] = {variant: {} for variant in VARIANTS}
     lost: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     shape = {"ranks": options.ranks, "steps": options.steps, "every": options.every}
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+    with training_pool(options.processes) as pool:
         started = {
             pool.submit(train, variant, **shape, seed=seed): (variant, seed)
             for seed in options.seeds

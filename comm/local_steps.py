@@ -23,7 +23,7 @@ from .net.entries import all_finite
 from .net.scheme import Scheme
 from .net.transport import Transport, from_bytes, to_bytes
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
-from .runtime.choice import Choice, check_alike, scheme_of
+from .runtime.choice import Choice, agreed_scheme, check_alike
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +98,27 @@ class LocalSteps:
         least_elements: int = LEAST_ELEMENTS,
         **options: Any,
     ) -> None:
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+        if not self._parameters or any(isinstance(each, DTensor) for each in self._parameters.values()):
+            raise CommError("local steps need trainable parameters, whole on each rank: give a module without sharding")
+        device = next(iter(self._parameters.values())).device
+        ranks = Transport.over(group, device) if group else Transport.among(range(dist.get_world_size()), device)
+        check_alike(
+            ranks,
+            every=every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            mixing=mixing,
+            least_elements=least_elements,
+        )
         if every < 1 or not outer_lr > 0 or not 0 <= outer_momentum < 1:
             raise CommError(
                 f"every {every}, outer_lr {outer_lr}, outer_momentum {outer_momentum}: give at least one step, a "
                 f"positive learning rate, and a momentum in [0, 1)"
             )
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
-        if not self._parameters or any(isinstance(each, DTensor) for each in self._parameters.values()):
-            raise CommError("local steps need trainable parameters, whole on each rank: give a module without sharding")
         longest = every // fragments if fragments > 1 else every - 1
         if not 1 <= fragments <= min(every, len(self._parameters)) or not 0 <= delay <= longest:
             raise CommError(
@@ -120,21 +132,9 @@ class LocalSteps:
         self._fragments, self._delay = _cut(self._parameters, fragments), delay
         # Step within a round → fragment whose own round ends with it.
         self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
-        device = next(iter(self._parameters.values())).device
-        ranks = Transport.over(group, device) if group else Transport.among(range(dist.get_world_size()), device)
-        check_alike(
-            ranks,
-            every=every,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            fragments=fragments,
-            delay=delay,
-            mixing=mixing,
-            scheme=scheme,
-            least_elements=least_elements,
-            **options,
+        self._sum = BucketSum(
+            scheme=agreed_scheme(scheme, ranks, ranks, **options), world=ranks, least_elements=least_elements
         )
-        self._sum = BucketSum(scheme=scheme_of(scheme, ranks, **options), world=ranks, least_elements=least_elements)
         self._done = 0
         with torch.no_grad():
             for tensor in (*self._model.parameters(), *self._model.buffers()):

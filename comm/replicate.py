@@ -26,7 +26,7 @@ from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, check_alike, scheme_of
+from .runtime.choice import Choice, agreed_scheme, check_alike
 from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
 
@@ -157,8 +157,8 @@ def register_replicated(
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
     ranks = Transport.over(_replicas(groups), groups[0][0].device)
-    check_alike(ranks, scheme=scheme, least_elements=least_elements, **options)
-    made = scheme_of(scheme, ranks, **options)
+    check_alike(ranks, least_elements=least_elements)
+    made = agreed_scheme(scheme, ranks, ranks, **options)
     sizes = {name: p.padded_sharded_param_size.numel() for _, found in groups for name, p in found.items()}
     check_pool(made.pool, sizes, least_elements)
     return ReplicateHook(groups, scheme=made, least_elements=least_elements)
@@ -185,12 +185,7 @@ def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport
             raise CommError(
                 f"{name} is to be summed by {option}, but FSDP2 itself sums within hosts; plan with --constraint flat"
             )
-
-    def made(ranks: Transport) -> Scheme:
-        check_alike(ranks, plan=plan.digest, memory=memory)
-        return OptionScheme(Fabric(flat=ranks, intra=ranks, inter=ranks), memory, options)
-
-    return made
+    return lambda ranks: OptionScheme(Fabric(flat=ranks, intra=ranks, inter=ranks), memory, options)
 
 
 def _parameter_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:

@@ -214,7 +214,7 @@ def synchronize_by(
     device = next(iter(parameters.values())).device
     ranks = range(dist.get_world_size())
     fabric = make_fabric(ranks, ranks_per_host=ranks_per_host, device=device)
-    check_alike(fabric.flat, plan=plan.digest, compressor=compressor, memory=memory, bucket_bytes=bucket_bytes)
+    check_alike(fabric.flat, groups=groups, compressor=compressor, memory=memory)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor, 0)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.hook import register
+from resilient_run.comm.hook import make_hook, register
+from resilient_run.comm.local_steps import LocalSteps
 from resilient_run.comm.net.fabric import make_fabric
 from resilient_run.comm.net.two_level import TwoLevel
+from resilient_run.comm.runtime.choice import scheme_of
 from resilient_run.comm.zen.zen import Zen
 
 REFUSED = {(1, 1, 2, 2): "1, 1, 2, 2", (2, None, 2, 2): "2, none, 2, 2", (True, 2, 2.0, -3): "0, 2, 0, 0"}
@@ -35,10 +38,25 @@ DIFFERENT: list[tuple[list[dict[str, Any]], str]] = [
     ([{"scheme": "zen"}] * 3 + [{"scheme": "no such"}], "scheme is 'zen' on rank 0 and 'no such' on rank 3"),
     (
         [{"scheme": lambda ranks: Zen(ranks)}, {"scheme": Zen}],
-        "scheme is <lambda> on rank 0 and Zen on rank 1",
+        "scheme is __main__.<lambda> on rank 0 and resilient_run.comm.zen.zen.Zen on rank 1",
+    ),
+    (
+        [{"scheme": partial(Zen, seed=1)}, {"scheme": partial(Zen, seed=2)}],
+        "scheme.keywords['seed'] is 1 on rank 0 and 2 on rank 1",
+    ),
+    (
+        [{"scheme": lambda ranks: scheme_of("fp16", ranks)}, {"scheme": lambda ranks: scheme_of("bf16", ranks)}],
+        "scheme.memory.compressor.dtype is torch.float16 on rank 0 and torch.bfloat16 on rank 1",
     ),
 ]
 """What ranks are given in turn, and what is said of it."""
+
+ALIKE: list[list[dict[str, Any]]] = [
+    [{"scheme": "topk", "density": 1}, {"scheme": "topk", "density": 1.0}],
+    [{"scheme": lambda ranks: scheme_of("int8", ranks, rounding="stochastic")}],
+    [{"scheme": "zen", "rows": (16, 64)}, {"scheme": "zen", "rows": [16, 64]}],
+]
+"""What ranks are given in turn that is the same."""
 
 
 def main() -> None:
@@ -67,6 +85,10 @@ def main() -> None:
     for given, said in DIFFERENT:
         with pytest.raises(CommError, match=f"^{re.escape(said)}; give all ranks the same$"):
             register(model, **given[rank % len(given)])
+    for given in ALIKE:
+        make_hook(model, **given[rank % len(given)]).close()
+    with pytest.raises(CommError, match=r"^every is 4 on rank 0 and 0 on rank 1"):
+        LocalSteps(nn.Linear(3, 3), every=(4, 0)[rank % 2])
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)

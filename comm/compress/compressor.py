@@ -26,6 +26,9 @@ class Compressor(ABC):
     name: ClassVar[str]
     """How users, plans and benchmarks call it."""
 
+    differs: ClassVar[frozenset[str]] = frozenset()
+    """Attributes in which ranks differ."""
+
     @abstractmethod
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the message of a tensor; `seed`, of 32 bits, is the same on all ranks."""

@@ -35,6 +35,7 @@ class EightBits(Compressor):
     """
 
     name = "eight bits"
+    differs = frozenset({"_rank"})
 
     def __init__(self, kind: Format, *, block: int = BLOCK, rounding: Rounding = "nearest", rank: int = 0) -> None:
         if rounding not in get_args(Rounding) or block < 1:

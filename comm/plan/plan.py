@@ -1,7 +1,6 @@
 """A plan for the gradients of a model: what happens to each, predicted times, and the file that keeps both."""
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,11 +96,6 @@ class Plan:
     def plain(self) -> bool:
         """Whether everything is only all-reduced, by all ranks at once."""
         return all(group.option == DENSE for group in self.groups)
-
-    @property
-    def digest(self) -> str:
-        """What tells plans apart by which ranks would do different things."""
-        return f"of {len(self.groups)} groups ({zlib.crc32(repr(self.groups).encode()):08x})"
 
     @property
     def gap(self) -> float:

@@ -1,8 +1,13 @@
 """The scheme that a hook is asked for: by its name, by that of a compressor, or by what makes it."""
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from hashlib import sha256
+from numbers import Integral, Real
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +22,9 @@ from ..schemes import SCHEMES, named
 
 Choice = str | Callable[[Transport], Scheme]
 """A name of `schemes.SCHEMES` or else of `compressors.NAMES`, or what makes a scheme for these ranks."""
+
+_PACKAGE: Final = __name__.partition(".")[0] + "."
+_DEEPEST: Final = 8
 
 
 def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
@@ -45,35 +53,79 @@ def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
     return Compressed(transport, ErrorFeedback(compressor))
 
 
+def agreed_scheme(choice: Choice, transport: Transport, among: Transport, /, **options: Any) -> Scheme:
+    """Return what `scheme_of` returns, the same on all ranks of `among`, which call this together.
+
+    Raises:
+        CommError: As `scheme_of` and `check_alike`.
+    """
+    check_alike(among, scheme=choice, **options)
+    made = scheme_of(choice, transport, **options)
+    if not isinstance(choice, str):
+        check_alike(among, scheme=made)
+    return made
+
+
 def check_alike(ranks: Transport, /, **given: object) -> None:
     """Raise CommError, on all ranks alike, unless all of them are given the same.
 
-    Messages of other sizes than a rank expects would let it wait for ever, or be taken for something else.
+    Otherwise messages may have other sizes than a rank expects, or another meaning. Of an object of this package all
+    its plain attributes count, and theirs; of others only the type does.
 
     Args:
         ranks: All that sum together.
-        given: Name → plain data, or an object, of which its type and its public attributes of plain data count.
+        given: Name → value.
     """
-    own = {name: _as_text(value) for name, value in given.items()}
-    message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    own = json.dumps(dict(told for name, value in given.items() for told in _told(name, value)), sort_keys=True)
     with ranks.uncounted():
-        told = [json.loads(bytes(each.cpu().numpy())) for each in ranks.send_to_all(message.to(ranks.device))]
+        if len(set(_tell(ranks, sha256(own.encode()).digest()))) == 1:
+            return
+        told = [json.loads(each) for each in _tell(ranks, own.encode())]
     for rank, other in enumerate(told):
         for name in told[0] | other:
-            first, own_ = (each.get(name, "not given") for each in (told[0], other))
-            if first != own_:
-                raise CommError(f"{name} is {first} on rank 0 and {own_} on rank {rank}; give all ranks the same")
+            first, its = (each.get(name, "not given") for each in (told[0], other))
+            if first != its:
+                raise CommError(f"{name} is {first} on rank 0 and {its} on rank {rank}; give all ranks the same")
 
 
-def _as_text(value: object) -> str:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_as_text, value))})"
+def _tell(ranks: Transport, text: bytes) -> list[bytes]:
+    """Return what each rank tells."""
+    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(ranks.device)
+    return [bytes(each.cpu().numpy()) for each in ranks.send_to_all(message)]
+
+
+def _told(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a value, by name, as texts that are equal where ranks do the same."""
+    text, parts = _text_and_parts(value)
+    yield name, text
+    if depth < _DEEPEST:
+        for part, each in parts.items():
+            yield from _told(f"{name}{part}", each, depth + 1)
+
+
+def _text_and_parts(value: object) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, Integral):
+        return str(int(value)), {}
+    if isinstance(value, Real):
+        number = float(value)
+        return str(int(number)) if number.is_integer() else repr(number), {}
+    if value is None or isinstance(value, str | bytes | range | torch.dtype | Enum):
+        return repr(value), {}
+    if isinstance(value, list | tuple):
+        return f"{len(value)} items", {f"[{index}]": each for index, each in enumerate(value)}
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, value))), {}
     if isinstance(value, Mapping):
-        return _as_text([f"{key}: {_as_text(each)}" for key, each in value.items()])
+        return f"{len(value)} items", {f"[{key!r}]": value[key] for key in sorted(value, key=repr)}
+    if isinstance(value, partial):
+        return "partial", {f".{part}": getattr(value, part) for part in ("func", "args", "keywords")}
+    if isinstance(value, Transport):
+        return "ranks", {}
     if hasattr(value, "__qualname__"):
-        return f"{value.__qualname__}"
-    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-    plain = {name: each for name, each in public.items() if isinstance(each, (bool, int, float, str))}
-    return f"{type(value).__qualname__}({', '.join(f'{name}={each!r}' for name, each in plain.items())})"
+        return f"{value.__module__}.{value.__qualname__}", {}
+    kind = type(value)
+    attributes: dict[str, Any] = {}
+    if kind.__module__.startswith(_PACKAGE):
+        own = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", ())
+        attributes = {f".{each}": getattr(value, each) for each in own if each not in getattr(value, "differs", ())}
+    return kind.__qualname__, attributes
