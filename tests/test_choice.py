@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ranks import run_ranks
 
 from resilient_run.comm.compress.compressors import named
@@ -30,6 +31,13 @@ class Own:
 
 def group(option: str) -> tuple[PlanGroup, ...]:
     return (PlanGroup(tensors=("weight",), option=option),)
+
+
+def used_by_a_root(rank: int) -> ErrorFeedback:
+    memory = ErrorFeedback(named("topk"))
+    if rank == 0:
+        memory.compress("weight", torch.ones(100))
+    return memory
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,7 @@ def test_what_differs_is_refused_on_all_ranks(given: list[Any], said: str) -> No
     [
         lambda rank: Own(rank),
         lambda rank: EightBits("int8", rounding="stochastic", rank=rank),
+        used_by_a_root,
         lambda rank: (1, 1.0, True)[rank],
         lambda rank: (np.float64(0.1), 0.1, np.float64(0.1))[rank],
         lambda rank: ([1, 2], (1, 2), [1, 2])[rank],

@@ -31,6 +31,9 @@ class Memory(ABC):
     kind: ClassVar[str]
     """What states are of."""
 
+    differs: ClassVar[frozenset[str]] = frozenset({"_steps", "_kept", "_before"})
+    """Attributes in which ranks differ: the root of a sum remembers more than the others."""
+
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self._steps: dict[str, int] = {}
