@@ -19,7 +19,7 @@ from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, agreed_scheme, check_alike
+from .runtime.choice import Choice, agreed_scheme
 
 
 class GradientHook(BucketSum):
@@ -133,14 +133,14 @@ def make_hook(
     ranks = dist.get_process_group_ranks(model.process_group)
     device = next(model.module.parameters()).device
     world = Transport.among(ranks, device)
-    check_alike(world, least_elements=least_elements)
     ranks_per_host = _ranks_per_host(world, ranks_per_host)
     if ranks_per_host == 1:
-        made = between = agreed_scheme(scheme, world, world, **options)
+        made = between = agreed_scheme(scheme, world, world, options, least_elements=least_elements)
     else:
         host, place = divmod(world.rank, ranks_per_host)
         within = Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device)
-        between = agreed_scheme(scheme, Transport.among(ranks[place::ranks_per_host], device), world, **options)
+        across = Transport.among(ranks[place::ranks_per_host], device)
+        between = agreed_scheme(scheme, across, world, options, least_elements=least_elements)
         made = TwoLevel(within, between)
     sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
     check_pool(between.pool, sizes, least_elements)

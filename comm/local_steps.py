@@ -23,7 +23,7 @@ from .net.entries import all_finite
 from .net.scheme import Scheme
 from .net.transport import Transport, from_bytes, to_bytes
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
-from .runtime.choice import Choice, agreed_scheme, check_alike
+from .runtime.choice import Choice, agreed_scheme
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,11 @@ class LocalSteps:
             raise CommError("local steps need trainable parameters, whole on each rank: give a module without sharding")
         device = next(iter(self._parameters.values())).device
         ranks = Transport.over(group, device) if group else Transport.among(range(dist.get_world_size()), device)
-        check_alike(
+        made = agreed_scheme(
+            scheme,
             ranks,
+            ranks,
+            options,
             every=every,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
@@ -132,9 +135,7 @@ class LocalSteps:
         self._fragments, self._delay = _cut(self._parameters, fragments), delay
         # Step within a round → fragment whose own round ends with it.
         self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
-        self._sum = BucketSum(
-            scheme=agreed_scheme(scheme, ranks, ranks, **options), world=ranks, least_elements=least_elements
-        )
+        self._sum = BucketSum(scheme=made, world=ranks, least_elements=least_elements)
         self._done = 0
         with torch.no_grad():
             for tensor in (*self._model.parameters(), *self._model.buffers()):

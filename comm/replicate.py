@@ -26,7 +26,7 @@ from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, agreed_scheme, check_alike
+from .runtime.choice import Choice, agreed_scheme
 from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
 
@@ -157,8 +157,7 @@ def register_replicated(
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
     ranks = Transport.over(_replicas(groups), groups[0][0].device)
-    check_alike(ranks, least_elements=least_elements)
-    made = agreed_scheme(scheme, ranks, ranks, **options)
+    made = agreed_scheme(scheme, ranks, ranks, options, least_elements=least_elements)
     sizes = {name: p.padded_sharded_param_size.numel() for _, found in groups for name, p in found.items()}
     check_pool(made.pool, sizes, least_elements)
     return ReplicateHook(groups, scheme=made, least_elements=least_elements)

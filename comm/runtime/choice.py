@@ -53,13 +53,22 @@ def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
     return Compressed(transport, ErrorFeedback(compressor))
 
 
-def agreed_scheme(choice: Choice, transport: Transport, among: Transport, /, **options: Any) -> Scheme:
+def agreed_scheme(
+    choice: Choice, transport: Transport, among: Transport, options: Mapping[str, Any], **given: object
+) -> Scheme:
     """Return what `scheme_of` returns, the same on all ranks of `among`, which call this together.
+
+    Args:
+        choice: As of `scheme_of`.
+        transport: The ranks of the scheme.
+        among: All that must be given the same.
+        options: As of `scheme_of`.
+        given: What else must be the same.
 
     Raises:
         CommError: As `scheme_of` and `check_alike`.
     """
-    check_alike(among, scheme=choice, **options)
+    check_alike(among, scheme=choice, **options, **given)
     made = scheme_of(choice, transport, **options)
     if not isinstance(choice, str):
         check_alike(among, scheme=made)
