@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Proxy:
-    """Forwards TCP connections until it is closed.
+    """Forwards TCP connections until it is cut or closed.
 
     Attributes:
         hold_from: Of all bytes that the target sends: those from this one on wait for `release`.
@@ -25,30 +25,46 @@ class Proxy:
         self._target = target
         self._passed = 0
         self._counting = threading.Lock()
-        self._listener = socket.create_server(address)
-        self.port: int = self._listener.getsockname()[1]
-        self._socks = [self._listener]
+        self._host = address[0]
+        self._holder = socket.socket()  # keeps the port from all others while nobody listens
+        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._holder.bind(address)
+        self.port: int = self._holder.getsockname()[1]
+        self._socks: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._spawn(self._accept)
+        self.mend()
 
     def release(self) -> None:
         """Let everything pass from now on."""
         self._released.set()
 
-    def close(self) -> None:
+    def mend(self) -> None:
+        """Accept connections, again after `cut`."""
+        listener = socket.create_server((self._host, self.port))
+        self._socks.append(listener)
+        self._spawn(self._accept, listener)
+
+    def cut(self) -> None:
+        """End all connections, and refuse new ones."""
         self.release()
-        for sock in self._socks:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
+        for thread in self._threads:  # the first accepts: what it accepted last is shut down before the next is awaited
+            for sock in self._socks:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
             thread.join()
         for sock in self._socks:
             sock.close()
+        self._socks.clear()
+        self._threads.clear()
 
-    def _accept(self) -> None:
+    def close(self) -> None:
+        self.cut()
+        self._holder.close()
+
+    def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the listener is shut down
             while True:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
                 server = socket.create_connection(self._target)
                 self._socks += [client, server]
                 self._spawn(self._serve, client, server)

@@ -332,7 +332,7 @@ def test_an_etcd_that_is_full_or_will_be(patient: Patient, tmp_path: Path, monke
         etcd.fill()
         full = patient.doctor("--etcd-endpoint", etcd.endpoint)
         full.says("etcd-space", "fail", found="has no space left", remedy="--auto-compaction-retention=5m")
-        monkeypatch.setattr(doctor_etcd, "_LONG", 10)
+        monkeypatch.setattr(doctor_etcd, "_LONG", 3)
 
         def found() -> Finding:
             return doctor_etcd._space(asyncio.run(doctor_etcd._ask_all(EtcdConfig(endpoints=(etcd.endpoint,)))))

@@ -299,6 +299,17 @@ def test_changes_are_what_differs_also_after_a_lost_watch(
     with_etcd(etcd_config, scenario)
 
 
+def test_a_client_that_was_closed_says_so(etcd_config: EtcdConfig, prefix: str) -> None:
+    """As a launcher's may be, which leaves while another of its threads waits for the others."""
+
+    async def scenario(etcd: Etcd) -> None:
+        await etcd.close()
+        with pytest.raises(EtcdUnavailable, match="was closed"):
+            await etcd.get(f"{prefix}x")
+
+    with_etcd(etcd_config, scenario)
+
+
 def test_an_etcd_that_came_back_with_less_is_read_again(server: EtcdProcess, prefix: str) -> None:
     """Also where its loss shows first in a watch, which would be silent until as much has changed as before."""
     config = EtcdConfig(endpoints=(server.endpoint,))

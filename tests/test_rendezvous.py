@@ -706,7 +706,7 @@ def with_standby_cut_off(launchers: Launchers, proxy: Proxy) -> tuple[EtcdRendez
     launchers.make("b", (1, 1), lease_ttl="2")
     launchers.endpoint = direct
     waiting = launchers.join("b")["b"]
-    proxy.close()
+    proxy.cut()
     wait_until(lambda: launchers.members() == {"a"})
     return running, waiting
 
@@ -717,8 +717,7 @@ def test_standby_that_is_cut_off_ends_with_the_run(
 ) -> None:
     """Also if another run has begun under its id, with terms that it did not agree to."""
     launchers = Launchers(etcd.endpoint, f"standby-{anew}", monkeypatch)
-    here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
-    proxy = Proxy(here, there)
+    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
     try:
         running, waiting = with_standby_cut_off(launchers, proxy)
         running.close("all ranks succeeded", failed=False)
@@ -727,7 +726,7 @@ def test_standby_that_is_cut_off_ends_with_the_run(
         if anew:
             launchers.make("c", (2, 2), join_timeout="5")
             other = launchers.join("c")["c"]
-        proxy = Proxy((here[0], proxy.port), there)
+        proxy.mend()
         with pytest.raises(RendezvousClosedError, match="anew while" if anew else "ended it while"):
             waiting.result(WAIT_S)
         if anew:
@@ -743,15 +742,14 @@ def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
 ) -> None:
     """What such a run left behind is for a new start; the key that says that it is over has expired."""
     launchers = Launchers(etcd.endpoint, "standby-failed", monkeypatch)
-    here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
-    proxy = Proxy(here, there)
+    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
     try:
         running, waiting = with_standby_cut_off(launchers, proxy)
         put_watermark(launchers, 1, 41)
         running.close("rank 0 failed for good", failed=True)
         assert running.leave()
         launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/closed"))
-        proxy = Proxy((here[0], proxy.port), there)
+        proxy.mend()
         with pytest.raises(RendezvousClosedError, match="ended it while"):
             waiting.result(WAIT_S)
         assert set(launchers.keys()) >= {"rdzv/job", "rdzv/round", "ckpt/watermark"}
@@ -766,20 +764,19 @@ def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
 
 def test_other_terms_take_over_no_run_that_is_only_cut_off(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = Launchers(etcd.endpoint, "cut-off", monkeypatch)
-    here, there = ("127.0.0.1", 0), ("127.0.0.1", etcd.port)
-    proxy = Proxy(here, there)
+    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
     try:
         launchers.endpoint = f"127.0.0.1:{proxy.port}"
         for host in "ab":
             launchers.make(host, (2, 2), lease_ttl="2")
         launchers.joined("ab")
         launchers.endpoint = etcd.endpoint
-        proxy.close()
+        proxy.cut()
         wait_until(lambda: launchers.members() == set())
         other = launchers._threads.submit(launchers.make("c", (1, 1), lease_ttl="2").next_rendezvous)
         time.sleep(1)
         assert not other.done()
-        proxy = Proxy((here[0], proxy.port), there)
+        proxy.mend()
         with pytest.raises(RendezvousStateError, match="nnodes=2:2, but this launcher has --nnodes=1:1"):
             other.result(WAIT_S)
         wait_until(lambda: launchers.members() == {"a", "b"})

@@ -141,6 +141,8 @@ class EtcdConnection:
                 attempts -= 1
                 if attempts == 0 or not isinstance(failure, EtcdUnavailable):
                     raise failure from error
+            except grpc.aio.UsageError as error:
+                raise EtcdUnavailable(f"the connection to etcd at {self.config.where} was closed") from error
 
     async def login(self) -> None:
         """Exchange user and password, if there are any, for a token.
