@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from delayed_hosts import DelayedHosts
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 from sparse_workload import WORKLOADS, gradient
@@ -31,15 +32,25 @@ SCHEMES = (
     "zen",
     "index-free",
 )
+BY_TIME = "zen, by time"
+WORD_S = 32e-9
+"""At 1 Gbit/s."""
 
 
-def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
-    """Return what rank 0 measured, one object for each workload and scheme, in a lab of so many hosts."""
+def run(*, ranks: int, rate: str | None, options: Any) -> list[dict[str, Any]]:
+    """Return what rank 0 measured, one object for each workload and scheme.
+
+    Args:
+        ranks: Hosts of the lab.
+        rate: Of their links; None where these have a delay only.
+        options: Of the command.
+    """
     names = ("elements", "gpus", "workloads", "schemes", "rounds")
-    shared = json.dumps({name: getattr(options, name) for name in names})
-    with NetLab(ranks, rate=rate) as lab:
+    network = {"alpha_s": 2e-3 * options.delay_ms, "beta_s": WORD_S}
+    shared = json.dumps({"network": network, **{name: getattr(options, name) for name in names}})
+    lab = DelayedHosts(ranks, delay_s=options.delay_ms / 1e3) if rate is None else NetLab(ranks, rate=rate)
+    with lab:
         found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
-        rate_bit_s = lab.rate_bit_s
     for workload in options.workloads:
         sparse = survey(workload, ranks=ranks, options=options)
         lines = [line for line in found if line["workload"] == workload]
@@ -48,7 +59,8 @@ def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
             line |= {"ranks": ranks, "rate": rate, "densities": sparse.densities, "skew": sparse.skew}
             line["messages_s"], line["step_s"] = Summary.of(line["messages_s"]), Summary.of(line["step_s"])
             line["speedup"] = None if dense_s is None else dense_s / line["messages_s"].median
-            line["over_limit"] = line["messages_s"].median / limit_s(line["scheme"], sparse, rate_bit_s)
+            if isinstance(lab, NetLab):
+                line["over_limit"] = line["messages_s"].median / limit_s(line["scheme"], sparse, lab.rate_bit_s)
     return found
 
 
@@ -68,16 +80,16 @@ def survey(workload: str, *, ranks: int, options: Any) -> Sparsity:
 def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
     """Return the time of the scheme's own formula; where there is none that without indices, as for rows."""
     kind = scheme.removesuffix(", rows")
-    name = {"zen, elements": "zen", "zen": "index-free"}.get(kind, kind)
+    name = {"zen, elements": "zen", "zen": "index-free", BY_TIME: "index-free"}.get(kind, kind)
     limit_bytes = RECEIVED_BYTES.get(name, RECEIVED_BYTES["index-free"])(sparse)
     # The formulas of coordinates count an index for each value.
     return 8 * limit_bytes / rate_bit_s / (1 if kind == scheme else 2)
 
 
-def show(lines: list[dict[str, Any]], *, ranks: int, rate: str) -> None:
+def show(lines: list[dict[str, Any]], *, where: str) -> None:
     """Print one table for a lab."""
     table(
-        f"{ranks} hosts at {rate}: messages of one step",
+        f"{where}: messages of one step",
         (
             "workload, scheme",
             "ms",
@@ -92,7 +104,7 @@ def show(lines: list[dict[str, Any]], *, ranks: int, rate: str) -> None:
                 f"{line['workload']} {line['scheme']}",
                 f"{line['messages_s'].median * 1e3:.1f}",
                 "" if line["speedup"] is None else f"{line['speedup']:.2f}",
-                f"{line['over_limit']:.2f}",
+                f"{line['over_limit']:.2f}" if "over_limit" in line else "",
                 f"{line['received_bytes'] / 1e6:.2f}",
                 f"{line['step_s'].median * 1e3:.0f}",
                 line["chosen"] or "",
@@ -139,8 +151,9 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--hosts", type=int, nargs="+", default=[4, 8])
     arguments.add_argument("--rates", nargs="+", default=["100mbit"])
+    arguments.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="of each packet, one way")
     arguments.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    arguments.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    arguments.add_argument("--schemes", nargs="+", choices=(*SCHEMES, BY_TIME), default=list(SCHEMES))
     arguments.add_argument("--elements", type=int, default=2_000_000, help="of a gradient; ratios hardly depend on it")
     arguments.add_argument("--gpus", type=int, default=8, help="of a host, whose gradients are summed before")
     arguments.add_argument("--rounds", type=int, default=5, help="in which schemes take turns")
@@ -148,9 +161,9 @@ def main() -> None:
     options = arguments.parse_args()
     lines: list[dict[str, Any]] = []
     for ranks in options.hosts:
-        for rate in options.rates:
+        for rate in [None] if options.delay_ms else options.rates:
             found = run(ranks=ranks, rate=rate, options=options)
-            show(found, ranks=ranks, rate=rate)
+            show(found, where=f"{ranks} hosts, " + (f"{options.delay_ms:g} ms one way" if rate is None else rate))
             sys.stdout.flush()
             lines += found
     parameters = {name: value for name, value in vars(options).items() if name not in {"json", "plot"}}

@@ -18,13 +18,14 @@ from resilient_run.comm.zen.zen import Zen
 FIRST_WARM_UP, WARM_UP = 2, 1
 """Steps that do not count: Zen's first is profiled, and the next is the first that goes its way."""
 ROWS: dict[str, Any] = {"row": WIDTH, "formats": ALL}
+options = json.loads(sys.argv[1])
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, rows": (name, ROWS) for name in ("agsparse", "sparcml", "sparse-ps")},
     "zen": ("zen", {"profile_steps": 1}),
+    "zen, by time": ("zen", {"profile_steps": 1, **options["network"]}),
     "zen, elements": ("zen", {"route": "parallel", "rows": ()}),
 }
 
-options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()

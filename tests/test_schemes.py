@@ -1,6 +1,7 @@
 """Every scheme sums what dense all-reduce sums, on any number of ranks, with the bytes its formula says."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_baselines_send_rows_and_bitmaps_where_they_are_told(name: str, ranks: i
             torch.testing.assert_close(result, in_order(given[case]), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("route", ["parallel", "hierarchical"])
+@pytest.mark.parametrize("route", ["parallel", "hierarchical", "gather"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_like_a_sum_in_float32(dtype: torch.dtype, route: str, ranks: int) -> None:
@@ -334,6 +335,42 @@ def test_ranks_with_other_seeds_or_shapes_are_told() -> None:
         run_ranks(2, lambda transport: Zen(transport, seed=transport.rank).reduce("weight", torch.ones(4)))
     with pytest.raises(MessageError, match="same model and options"):
         run_ranks(2, lambda transport: Zen(transport).reduce("weight", torch.ones(4 + transport.rank)))
+
+
+def test_ranks_of_other_networks_are_told() -> None:
+    def work(transport: Transport) -> None:
+        Zen(transport, alpha_s=1e-3, beta_s=(1 + transport.rank) * 1e-8).reduce("weight", torch.ones(4))
+
+    with pytest.raises(MessageError, match="weight: rank 1 has other alpha_s and beta_s"):
+        run_ranks(2, work)
+
+
+def test_zen_told_of_long_latencies_gathers() -> None:
+    """Of the same counts as before; what was chosen is the state's."""
+    given = gradients(4, (5000,), density=0.01)
+
+    def work(transport: Transport) -> list[tuple[str, Tensor]]:
+        found = []
+        networks: list[dict[str, Any]] = [{}, {"alpha_s": 0.05, "beta_s": 1e-8}]
+        for network in networks:
+            scheme = Zen(transport, profile_steps=1, rows=(), **network)
+            total = [scheme.reduce("weight", given[transport.rank].clone()) for _ in range(2)][-1]
+            again = Zen(transport, rows=())
+            again.load_state_dict(scheme.state_dict())
+            assert torch.equal(again.reduce("weight", given[transport.rank].clone()), total)
+            found.append((scheme.plans["weight"].route, total))
+        return found
+
+    for found in run_ranks(4, work):
+        assert [route for route, _ in found] == ["hierarchical", "gather"]
+        for _, total in found:
+            torch.testing.assert_close(total, in_order(given))
+
+
+@pytest.mark.parametrize("option", [{"route": "ring"}, {"partition": "even"}, {"alpha_s": 1e-4}])
+def test_options_that_zen_does_not_have_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(CommError, match=r"zen knows no|needs both, alpha_s and beta_s"):
+        run_ranks(1, lambda transport: Zen(transport, **option))
 
 
 def test_zen_plans_anew_as_densities_drift() -> None:

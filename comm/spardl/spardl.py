@@ -1,7 +1,6 @@
 """SparDL: sparse all-reduce for any number of ranks, with all that is discarded kept for later steps."""
 
 import logging
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import Entries, copied, joined, kept_of, size_bytes, write_dense
+from ..net.scheme import Network
 from ..net.transport import Transport
 from . import bruck
 from .cost import choose_teams
@@ -100,15 +100,10 @@ class SparDL(SparseScheme):
             raise CommError(f"teams cannot gather {gather!r}; choose one of {get_args(Gather)}")
         if residuals not in get_args(Residuals):
             raise CommError(f"residuals {residuals!r} are not known; choose one of {get_args(Residuals)}")
-        if (alpha_s is None) != (beta_s is None):
-            raise CommError("the cost model needs both, alpha_s and beta_s; give the other one, too")
-        for name, seconds in (("alpha_s", alpha_s), ("beta_s", beta_s)):
-            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-                raise CommError(f"{name} is {seconds}; give seconds, 0 or more")
         self._teams = teams
         self._gather = gather
         self._residual_kind = residuals
-        self._alpha_s, self._beta_s = alpha_s, beta_s
+        self._network = Network.told(alpha_s, beta_s)
         self._ways: dict[str, _Way] = {}
         self._told = False
 
@@ -168,8 +163,9 @@ class SparDL(SparseScheme):
 
     def _given_or_chosen(self, kept: int) -> _Way:
         ranks, teams = self.transport.size, self._teams
-        if teams is None and self._alpha_s is not None and self._beta_s is not None:
-            choice = choose_teams(ranks, kept, alpha_s=self._alpha_s, beta_s=self._beta_s, gather=self._gather)
+        if teams is None and self._network is not None:
+            alpha_s, beta_s = self._network.alpha_s, self._network.beta_s
+            choice = choose_teams(ranks, kept, alpha_s=alpha_s, beta_s=beta_s, gather=self._gather)
             return _Way(ranks=ranks, teams=choice.teams, gather=choice.gather)
         teams = teams or (1 if ranks % 2 else 2)
         return _Way(ranks=ranks, teams=teams, gather=self._gather or default_gather(teams))

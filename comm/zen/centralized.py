@@ -36,9 +36,7 @@ class AGsparse(RowScheme):
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, added in the order of ranks."""
         own = self._rows(gradient)
-        messages = self.transport.send_to_all(*encode([own], self._formats))
-        parts = decode(messages, [own.length] * len(messages), width=own.width, dtype=gradient.dtype)
-        return expand(merge(parts), gradient)
+        return expand(sum_by_gathering(self.transport, own, formats=self._formats), gradient)
 
 
 class RecursiveDoubling(RowScheme):
@@ -53,6 +51,12 @@ class RecursiveDoubling(RowScheme):
         """Return the sum over all ranks."""
         own = self._rows(gradient)
         return expand(sum_by_doubling(self.transport, own, formats=self._formats)[0], gradient)
+
+
+def sum_by_gathering(transport: Transport, own: Sparse, *, formats: Sequence[Format] = ALL) -> Sparse:
+    """Return the sum over all ranks, added in the order of ranks."""
+    messages = transport.send_to_all(*encode([own], formats))
+    return merge(decode(messages, [own.length] * len(messages), width=own.width, dtype=own.values.dtype))
 
 
 def sum_by_doubling(

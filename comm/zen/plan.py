@@ -1,15 +1,19 @@
 """Which way a gradient takes, decided from the sparsity that was seen, with the bytes of the formats really sent."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from ..net.scheme import Network
 from .formats import ALL, cheapest, payload_bytes
 
-Route = Literal["dense", "parallel", "hierarchical"]
+Route = Literal["dense", "parallel", "hierarchical", "gather"]
 
 _WORTH = 0.9
+_EXCHANGE_ROUNDS = 2
+"""The sizes of messages are announced before they are sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,7 @@ class ZenPlan:
     """How a gradient is summed from now on.
 
     Attributes:
-        route: The library's all-reduce; push to a server per part and pull; or recursive doubling.
+        route: The library's all-reduce; push to a server per part and pull; recursive doubling; or all-gather.
         width: Elements per row.
         received_bytes: What each rank is expected to receive.
         reason: Why, in words.
@@ -46,42 +50,73 @@ class ZenPlan:
     reason: str
 
 
-def decide(profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int) -> ZenPlan:
-    """Return the plan with the fewest bytes received per rank; equal on all ranks for equal profiles.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """One way to sum: what each rank receives, in messages of which so many wait for each other."""
 
-    All-reduce stays unless a tenth of its bytes is saved: it costs no computation.
+    route: Route
+    width: int
+    received_bytes: float
+    rounds: int
+
+    def cost(self, network: Network | None) -> float:
+        return self.received_bytes if network is None else network.seconds(self.rounds, self.received_bytes)
+
+
+def decide(
+    profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int, network: Network | None = None
+) -> ZenPlan:
+    """Return the plan that takes the least time on `network`; equal on all ranks for equal profiles.
+
+    All-reduce stays unless a tenth of its time is saved: it costs no computation.
 
     Args:
         profile: One entry for each width that is possible.
         ranks: n.
         numel: Elements of the gradient.
         item_bytes: Of one element.
+        network: What a message costs; None for the fewest bytes received per rank.
     """
+    cost = partial(_Way.cost, network=network)
     dense_bytes = 2 * (ranks - 1) / ranks * numel * item_bytes
-    found: list[tuple[float, Route, int]] = []
-    for rows in profile:
-        length, row_bytes = -(-numel // rows.width), rows.width * item_bytes
-        found.append((_parallel_bytes(rows, ranks, length, row_bytes), "parallel", rows.width))
-        if rows.sent:
-            doubled = sum(_message_bytes(count, length, row_bytes) for count in rows.sent)
-            # With n no power of two some ranks take part in the fold: what they receive before and after.
-            if ranks & (ranks - 1):
-                doubled += _message_bytes(rows.own, length, row_bytes) + _message_bytes(rows.summed, length, row_bytes)
-            found.append((doubled, "hierarchical", rows.width))
-    found.sort(key=lambda each: each[0])
-    found.insert(0 if not found or found[0][0] > _WORTH * dense_bytes else len(found), (dense_bytes, "dense", 1))
-    best, route, width = found[0]
-    others = ", ".join(
-        f"{next(size for size, name, _ in found if name == other) / 1e6:.3f} MB {other}"
-        for other in dict.fromkeys(name for _, name, _ in found)
-        if other != route
-    )
+    dense = _Way(route="dense", width=1, received_bytes=dense_bytes, rounds=2 * (ranks - 1))
+    sparse = [way for rows in profile for way in _ways(rows, ranks, -(-numel // rows.width), rows.width * item_bytes)]
+    sparse.sort(key=cost)
+    best = sparse[0] if sparse and cost(sparse[0]) <= _WORTH * cost(dense) else dense
+    others: dict[Route, _Way] = {}
+    for way in (*sparse, dense):
+        if way.route != best.route:
+            others.setdefault(way.route, way)
+
+    def told(way: _Way) -> str:
+        return f"{way.received_bytes / 1e6:.3f} MB" + ("" if network is None else f" in {1e3 * cost(way):.3f} ms")
+
+    against = ", ".join(f"{told(way)} {route}" for route, way in others.items())
     return ZenPlan(
-        route=route,
-        width=width,
-        received_bytes=round(best),
-        reason=f"{best / 1e6:.3f} MB per rank in rows of {width}" + (f", against {others}" if others else ""),
+        route=best.route,
+        width=best.width,
+        received_bytes=round(best.received_bytes),
+        reason=f"{told(best)} per rank in rows of {best.width}" + (f", against {against}" if against else ""),
     )
+
+
+def _ways(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Way]:
+    """Yield the ways to sum `length` rows that are not all-reduce."""
+
+    def way(route: Route, received_bytes: float, exchanges: int) -> _Way:
+        return _Way(route=route, width=rows.width, received_bytes=received_bytes, rounds=_EXCHANGE_ROUNDS * exchanges)
+
+    own_bytes = _message_bytes(rows.own, length, row_bytes)
+    yield way("parallel", _parallel_bytes(rows, ranks, length, row_bytes), 2)
+    if rows.sent:
+        doubled = sum(_message_bytes(count, length, row_bytes) for count in rows.sent)
+        exchanges = len(rows.sent)
+        # With n no power of two some ranks take part in the fold: what they receive before and after.
+        if ranks & (ranks - 1):
+            doubled += own_bytes + _message_bytes(rows.summed, length, row_bytes)
+            exchanges += 2
+        yield way("hierarchical", doubled, exchanges)
+    yield way("gather", (ranks - 1) * own_bytes, 1)
 
 
 def imbalance(rows: float, parts: int) -> float:

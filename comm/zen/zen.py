@@ -1,17 +1,17 @@
-"""Zen: sparse gradients over balanced parallelism, or along a hypercube where they hardly overlap (thesis 3.3)."""
+"""Zen: sparse gradients over balanced parallelism, or in one piece where they hardly overlap (thesis 3.3)."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import MessageError
-from ..net.scheme import Dense, Scheme
+from ..errors import CommError, MessageError
+from ..net.scheme import Dense, Network, Scheme
 from ..net.transport import Transport, from_bytes, to_bytes
-from .centralized import sum_by_doubling
+from .centralized import sum_by_doubling, sum_by_gathering
 from .parallel import push_and_pull
 from .partition import Balanced
 from .plan import Route, Rows, ZenPlan, decide
@@ -33,8 +33,10 @@ class Zen(Scheme):
     """Sums sparse gradients with about the fewest bytes there can be, whatever their skew, and loses nothing.
 
     The first steps of each key are summed by recursive doubling (dense, where more than a quarter is not zero) and
-    counted. Then all ranks choose as one, by bytes, between Push and Pull, recursive doubling and dense all-reduce, and
-    between single elements and rows. In Push and Pull each message is in the format that is smallest for it.
+    counted. Then all ranks choose as one between Push and Pull, recursive doubling, all-gather and dense all-reduce,
+    and between single elements and rows: by bytes, or, where `alpha_s` and `beta_s` are given, by the time that bytes
+    and rounds take. Counts are the same in each run of a script, and so is the choice, and the sums to the last bit.
+    In Push and Pull each message is in the format that is smallest for it.
 
     Args:
         transport: The ranks; with several ranks on a host use `TwoLevel` around this one.
@@ -47,6 +49,11 @@ class Zen(Scheme):
         route: Choose this one without counting.
         partition: Find each rank's rows exactly, or by the hierarchical hash of the thesis; the result is the same.
         seed: Of the hash that shares rows among ranks; the same on all ranks.
+        alpha_s: Latency of one message, seconds; None to choose by bytes.
+        beta_s: Time of one word of 4 bytes on a link, seconds; given together with `alpha_s`.
+
+    Raises:
+        CommError: An option has no such value, or one of the last two is given alone.
     """
 
     name = "zen"
@@ -61,8 +68,17 @@ class Zen(Scheme):
         route: Route | None = None,
         partition: Literal["exact", "hash"] = "exact",
         seed: int = 0,
+        alpha_s: float | None = None,
+        beta_s: float | None = None,
     ) -> None:
         super().__init__(transport)
+        for option, chosen, known in (
+            ("route", route, (None, *get_args(Route))),
+            ("partition", partition, ("exact", "hash")),
+        ):
+            if chosen not in known:
+                raise CommError(f"zen knows no {option} {chosen!r}; choose one of {known}")
+        self._network = Network.told(alpha_s, beta_s)
         self._rows = tuple(rows)
         self._profile_steps = profile_steps
         self._replan_steps = replan_steps
@@ -100,6 +116,8 @@ class Zen(Scheme):
         own = compress(gradient, seen.plan.width)
         if seen.plan.route == "hierarchical":
             return expand(sum_by_doubling(self.transport, own)[0], gradient)
+        if seen.plan.route == "gather":
+            return expand(sum_by_gathering(self.transport, own), gradient)
         cut = Balanced(length=own.length, servers=self.transport.size, seed=self._seed, how=self._partition)
         return expand(push_and_pull(self.transport, own, cut), gradient)
 
@@ -171,7 +189,13 @@ class Zen(Scheme):
                 Rows(width=width, own=own_rows, sent=tuple(rounds), summed=summed)
                 for width, (own_rows, summed, *rounds) in zip(widths, by_width, strict=True)
             ]
-            seen.plan = decide(profile, ranks=self.transport.size, numel=numel, item_bytes=gradient.itemsize)
+            seen.plan = decide(
+                profile,
+                ranks=self.transport.size,
+                numel=numel,
+                item_bytes=gradient.itemsize,
+                network=self._network,
+            )
         return result
 
     def _agree(self, key: str, gradient: Tensor, counts: list[int]) -> list[int]:
@@ -186,18 +210,24 @@ class Zen(Scheme):
         return counts
 
     def _greatest(self, key: str, gradient: Tensor, counts: list[int], transport: Transport) -> list[int]:
-        own = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
-        message = to_bytes(torch.cat([own, torch.tensor(counts, dtype=torch.int64)])).to(transport.device)
+        # As bits, so that all of it is one tensor, and read at once.
+        network = torch.tensor(astuple(self._network) if self._network else (-1.0, -1.0), dtype=torch.float64)
+        numbers = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
+        own = torch.cat([numbers, network.view(torch.int64)])
+        message = to_bytes(own, torch.tensor(counts, dtype=torch.int64)).to(transport.device)
         messages = [from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in transport.send_to_all(message)]
-        numbers = iter(torch.cat(messages).tolist())
-        heard = [list(islice(numbers, each.numel())) for each in messages]
+        read = iter(torch.cat(messages).tolist())
+        heard = [list(islice(read, each.numel())) for each in messages]
+        said = own.tolist()
         for rank, other in enumerate(heard):
-            if other[:4] != own.tolist():
+            if other[:4] != said[:4]:
                 raise MessageError(
-                    f"{key}: (seed, elements, bytes of one, counts) are {own.tolist()} here and {other[:4]} on rank "
+                    f"{key}: (seed, elements, bytes of one, counts) are {said[:4]} here and {other[:4]} on rank "
                     f"{rank}; give all ranks the same model and options"
                 )
-        return [max(column) for column in zip(*(other[4:] for other in heard), strict=True)]
+            if other[4:6] != said[4:6]:
+                raise MessageError(f"{key}: rank {rank} has other alpha_s and beta_s; give all ranks the same options")
+        return [max(column) for column in zip(*(other[6:] for other in heard), strict=True)]
 
 
 def _rows(indices: Tensor, width: int) -> int:
