@@ -84,6 +84,8 @@ def main() -> None:
     options = arguments.parse_args()
     curves: dict[str, dict[int, list[float]]] = {variant: {} for variant in VARIANTS}
     lost: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    if options.steps < options.every:
+        arguments.error(f"--steps {options.steps} is less than --every {options.every}: nothing would be measured")
     shape = {"ranks": options.ranks, "steps": options.steps, "every": options.every}
     with training_pool(options.processes) as pool:
         started = {

@@ -1,5 +1,6 @@
 """Deep Gradient Compression before a scheme for sparse gradients."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -67,12 +68,21 @@ class Dgc(Scheme):
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks of what each has selected."""
+        return self.reduce_together([(key, gradient)])[0]
+
+    def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Return what `reduce` returns for each; they go together through the scheme that sums."""
+        sums = self.between.reduce_together([(key, self._chosen(key, gradient)) for key, gradient in gradients])
+        for (key, _), total in zip(gradients, sums, strict=True):
+            self.memory.settle([key], total)
+        pairs = zip(gradients, sums, strict=True)
+        return [total.to_sparse(each.sparse_dim()) if each.is_sparse else total for (_, each), total in pairs]
+
+    def _chosen(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the gradient with zeros for what stays."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         message, seed = self.memory.compress(key, flat)
-        chosen = self.memory.compressor.decompress(message, flat.numel(), flat.dtype, seed=seed)
-        total = self.between.reduce(key, chosen.view(gradient.shape))
-        self.memory.settle([key], total)
-        return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
+        return self.memory.compressor.decompress(message, flat.numel(), flat.dtype, seed=seed).view(gradient.shape)
 
     def state_dict(self) -> dict[str, Any]:
         """Return residuals, momentum, and the state of the scheme that sums."""

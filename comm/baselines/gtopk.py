@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import Entries, added, copied, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
+from ..net.rounds import Round, Rounds
 from ..net.transport import Transport
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
 
@@ -30,17 +31,18 @@ class GTopk(SparseScheme):
         if transport.size & (transport.size - 1):
             raise CommError(f"gtopk needs a power of two of ranks, not {transport.size}; use spardl, which takes any")
 
-    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
         kept = kept_of(accumulated.numel(), self.density)
         work = copied(accumulated, total)
         mine = take(work, top_k(work, kept), dtype)
-        final = self._broadcast(self._reduce_tree(mine, kept, accumulated.dtype), kept, dtype)
+        root = yield from self._reduce_tree(mine, kept, accumulated.dtype)
+        final = yield from self._broadcast(root, kept, dtype)
         settle(accumulated, work, mine, final)
         write_dense(final, total)
         return Synchronized(values=final.values, residual=accumulated)
 
-    def _reduce_tree(self, mine: Entries, kept: int, exact: torch.dtype) -> Entries:
+    def _reduce_tree(self, mine: Entries, kept: int, exact: torch.dtype) -> Rounds[Entries]:
         """Return the root's list on rank 0, and on others what they sent last."""
         dtype, rank = mine.values.dtype, self.transport.rank
         distance = 1
@@ -48,18 +50,18 @@ class GTopk(SparseScheme):
             phase = rank % (2 * distance)
             if phase == 0:
                 source, size = rank + distance, size_bytes(kept, dtype)
-                message = self.transport.exchange({}, [source], sizes_bytes={source: size})[source]
-                other = Entries.from_message(message, dtype)
+                received = yield Round(outgoing={}, sources=[source], sizes_bytes={source: size})
+                other = Entries.from_message(received[source], dtype)
                 summed = added([mine, other], exact)
                 best = top_k(summed.values, kept)
                 mine = Entries(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
             else:
                 outgoing = {rank - distance: mine.to_message()} if phase == distance else {}
-                self.transport.exchange(outgoing, [], sizes_bytes={})
+                yield Round(outgoing=outgoing, sources=[], sizes_bytes={})
             distance *= 2
         return mine
 
-    def _broadcast(self, mine: Entries, kept: int, dtype: torch.dtype) -> Entries:
+    def _broadcast(self, mine: Entries, kept: int, dtype: torch.dtype) -> Rounds[Entries]:
         rank, message = self.transport.rank, mine.to_message()
         distance = self.transport.size // 2
         while distance:
@@ -67,7 +69,7 @@ class GTopk(SparseScheme):
             outgoing = {rank + distance: message} if phase == 0 else {}
             sources = [rank - distance] if phase == distance else []
             known = {source: size_bytes(kept, dtype) for source in sources}
-            received = self.transport.exchange(outgoing, sources, sizes_bytes=known)
+            received = yield Round(outgoing=outgoing, sources=sources, sizes_bytes=known)
             message = next(iter(received.values()), message)
             distance //= 2
         return Entries.from_message(message, dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..net.entries import Entries, copied, joined, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
+from ..net.rounds import Rounds, all_to_all
 from ..net.transport import Transport
 from ..spardl import bruck
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
@@ -46,15 +47,16 @@ class OkTopk(SparseScheme):
 
     name = "ok-topk"
 
-    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
         kept = kept_of(accumulated.numel(), self.density)
         work = copied(accumulated, total)
         estimate, chosen = self._select(key, accumulated, kept)
         mine = take(work, chosen, dtype)
-        region = self._reduce_regions(mine, estimate, accumulated.dtype)
-        estimate, best = self._select_sums(region, estimate, kept)
-        final = self._gather(Entries(indices=region.indices[best], values=rounded(region.values[best], dtype)), dtype)
+        region = yield from self._reduce_regions(mine, estimate, accumulated.dtype)
+        estimate, best = yield from self._select_sums(region, estimate, kept)
+        best_sums = Entries(indices=region.indices[best], values=rounded(region.values[best], dtype))
+        final = yield from self._gather(best_sums, dtype)
         if not kept / _TOLERANCE <= final.count <= kept * _TOLERANCE:
             estimate = replace(estimate, total=None)
 
@@ -82,14 +84,14 @@ class OkTopk(SparseScheme):
             estimate = replace(estimate, ends=_balanced_ends(self.transport, chosen, accumulated.numel()))
         return estimate, chosen
 
-    def _reduce_regions(self, mine: Entries, estimate: Estimate, exact: torch.dtype) -> Entries:
+    def _reduce_regions(self, mine: Entries, estimate: Estimate, exact: torch.dtype) -> Rounds[Entries]:
         """Return the sums of all that any rank selected in this rank's region."""
         rank, dtype = self.transport.rank, mine.values.dtype
         inner = torch.tensor(estimate.ends[:-1], dtype=torch.int32, device=mine.indices.device)
         cuts = torch.searchsorted(mine.indices, inner).cpu()
         parts = zip(mine.indices.tensor_split(cuts), mine.values.tensor_split(cuts), strict=True)
-        received = self.transport.all_to_all(
-            [Entries(indices=indices, values=values).to_message() for indices, values in parts]
+        received = yield from all_to_all(
+            rank, [Entries(indices=indices, values=values).to_message() for indices, values in parts]
         )
         start, end = (0, *estimate.ends)[rank], estimate.ends[rank]
         sums = torch.zeros(end - start, dtype=exact, device=mine.values.device)
@@ -102,30 +104,31 @@ class OkTopk(SparseScheme):
         places = touched.nonzero().view(-1)
         return Entries(indices=(places + start).to(torch.int32), values=sums[places])
 
-    def _select_sums(self, region: Entries, estimate: Estimate, kept: int) -> tuple[Estimate, Tensor]:
+    def _select_sums(self, region: Entries, estimate: Estimate, kept: int) -> Rounds[tuple[Estimate, Tensor]]:
         """Return which sums of `region` exceed the threshold of all ranks, evaluated again when it is time."""
         magnitudes = region.values.abs()
         total = estimate.total
         if total is None or estimate.step % _THRESHOLD_PERIOD == 0:
             candidates = magnitudes[top_k(magnitudes, kept)].to(torch.float32)
-            messages = bruck.bruck_gather(self.transport, range(self.transport.size), candidates.view(torch.uint8))
+            rank, ranks = self.transport.rank, range(self.transport.size)
+            messages = yield from bruck.bruck_gather(rank, ranks, candidates.view(torch.uint8))
             every = torch.cat([message.clone().view(torch.float32) for message in messages])
             total = float(every[top_k(every, kept)].min())
         return replace(estimate, total=total), (~(magnitudes < total)).nonzero().view(-1)
 
-    def _gather(self, mine: Entries, dtype: torch.dtype) -> Entries:
+    def _gather(self, mine: Entries, dtype: torch.dtype) -> Rounds[Entries]:
         """Return the kept sums of all regions, moved between ranks first if some have far more than the others."""
         ranks, rank = self.transport.size, self.transport.rank
         count = torch.tensor([mine.count], device=mine.indices.device).view(torch.uint8)
         sizes = [count.numel()] * ranks
-        every = bruck.bruck_gather(self.transport, range(ranks), count, sizes_bytes=sizes)
+        every = yield from bruck.bruck_gather(rank, range(ranks), count, sizes_bytes=sizes)
         counts: list[int] = torch.cat(every).view(torch.int64).tolist()
         if max(counts) * ranks > _UNBALANCED * sum(counts):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
-            mine = _moved(self.transport, mine, list(accumulate(counts)), ends, dtype)
+            mine = yield from _moved(rank, mine, list(accumulate(counts)), ends, dtype)
             counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        messages = bruck.bruck_gather(
-            self.transport,
+        messages = yield from bruck.bruck_gather(
+            rank,
             range(ranks),
             mine.to_message(),
             sizes_bytes=[size_bytes(number, dtype) for number in counts],
@@ -146,9 +149,9 @@ def _balanced_ends(transport: Transport, chosen: Tensor, numel: int) -> list[int
     return [*ends[:-1], numel]
 
 
-def _moved(transport: Transport, mine: Entries, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype) -> Entries:
+def _moved(rank: int, mine: Entries, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype) -> Rounds[Entries]:
     """Return this rank's part of all elements in the order of ranks, where `had` and `ends` are the parts' ends."""
-    rank = transport.rank
+    ranks = range(len(ends))
     began, begins = [0, *had[:-1]], [0, *ends[:-1]]
 
     def overlap(holder: int, taker: int) -> tuple[int, int]:
@@ -159,9 +162,10 @@ def _moved(transport: Transport, mine: Entries, had: Sequence[int], ends: Sequen
         start, end = overlap(rank, taker)
         return Entries(indices=mine.indices[start:end], values=mine.values[start:end]).to_message()
 
-    spans = [overlap(holder, rank) for holder in range(transport.size)]
-    received = transport.all_to_all(
-        [part(taker) for taker in range(transport.size)],
+    spans = [overlap(holder, rank) for holder in ranks]
+    received = yield from all_to_all(
+        rank,
+        [part(taker) for taker in ranks],
         sizes_bytes=[size_bytes(end - start, dtype) for start, end in spans],
     )
     return joined([Entries.from_message(message, dtype) for message in received])

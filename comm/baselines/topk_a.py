@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..net.entries import Entries, add_to, kept_of, size_bytes, take, top_k
+from ..net.rounds import Rounds
 from ..spardl import bruck
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
 
@@ -16,13 +17,13 @@ class TopkA(SparseScheme):
 
     name = "topk-a"
 
-    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
         kept = kept_of(accumulated.numel(), self.density)
         mine = take(accumulated, top_k(accumulated, kept), dtype)
         ranks = range(self.transport.size)
         sizes = [size_bytes(kept, dtype)] * len(ranks)
-        messages = bruck.bruck_gather(self.transport, ranks, mine.to_message(), sizes_bytes=sizes)
+        messages = yield from bruck.bruck_gather(self.transport.rank, ranks, mine.to_message(), sizes_bytes=sizes)
         sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
         lists = [Entries.from_message(message, dtype) for message in messages]
         add_to(sums, *lists)

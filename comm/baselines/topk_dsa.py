@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..net.entries import Entries, kept_of, size_bytes, take, top_k
+from ..net.rounds import Rounds, all_to_all
 from ..spardl import bruck
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
 from ..spardl.srs import TeamBlocks
@@ -18,20 +19,20 @@ class TopkDSA(SparseScheme):
 
     name = "topk-dsa"
 
-    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
-        transport, ranks = self.transport, self.transport.size
+        rank, ranks = self.transport.rank, self.transport.size
         blocks = TeamBlocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
         mine = take(accumulated, top_k(accumulated, blocks.kept), dtype)
         bounds = [blocks.span(block)[1] for block in range(ranks - 1)]
         inner = torch.tensor(bounds, dtype=torch.int32, device=mine.indices.device)
         cuts = torch.searchsorted(mine.indices, inner).cpu()
         parts = zip(mine.indices.tensor_split(cuts), mine.values.tensor_split(cuts), strict=True)
-        received = transport.all_to_all(
-            [Entries(indices=indices, values=values).to_message() for indices, values in parts]
+        received = yield from all_to_all(
+            rank, [Entries(indices=indices, values=values).to_message() for indices, values in parts]
         )
 
-        start, end = blocks.span(transport.rank)
+        start, end = blocks.span(rank)
         block_sum = torch.zeros(end - start, dtype=accumulated.dtype, device=accumulated.device)
         touched = torch.zeros(end - start, dtype=torch.bool, device=accumulated.device)
         for message in received:
@@ -41,10 +42,10 @@ class TopkDSA(SparseScheme):
             touched[places] = True
         total.zero_()
         total[start:end] = block_sum.to(dtype)
-        self._gather(total, touched, blocks)
+        yield from self._gather(total, touched, blocks)
         return Synchronized(values=total, residual=accumulated)
 
-    def _gather(self, total: Tensor, touched: Tensor, blocks: TeamBlocks) -> None:
+    def _gather(self, total: Tensor, touched: Tensor, blocks: TeamBlocks) -> Rounds[None]:
         """Fill the other ranks' blocks of `total`; a message with the size of the dense block is the dense block."""
         start, end = blocks.span(self.transport.rank)
         own = total[start:end]
@@ -53,7 +54,8 @@ class TopkDSA(SparseScheme):
             message = Entries(indices=(places + start).to(torch.int32), values=own[places]).to_message()
         else:
             message = own.view(torch.uint8)
-        for block, received in enumerate(bruck.bruck_gather(self.transport, range(blocks.count), message)):
+        messages = yield from bruck.bruck_gather(self.transport.rank, range(blocks.count), message)
+        for block, received in enumerate(messages):
             start, end = blocks.span(block)
             if received.numel() == (end - start) * total.itemsize:
                 total[start:end].view(torch.uint8).copy_(received)

@@ -41,10 +41,11 @@ class TwoLevel(Scheme):
 
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return what `reduce` returns for each; between hosts they go together."""
-        cuts = [_Cut(gradient, self.within.size) for _, gradient in gradients]
-        shares = [cut.share(reduce_scatter(self.within, cut.parts())) for cut in cuts]
-        sums = self.between.reduce_together([(key, share) for (key, _), share in zip(gradients, shares, strict=True)])
-        return [cut.whole(gather_shares(self.within, total.reshape(-1))) for cut, total in zip(cuts, sums, strict=True)]
+        cuts = {key: _Cut(gradient, self.within.size) for key, gradient in gradients if gradient.numel()}
+        shares = [(key, cut.share(reduce_scatter(self.within, cut.parts()))) for key, cut in cuts.items()]
+        sums = dict(zip(cuts, self.between.reduce_together(shares), strict=True))
+        wholes = {key: cut.whole(gather_shares(self.within, sums[key].reshape(-1))) for key, cut in cuts.items()}
+        return [wholes.get(key, gradient) for key, gradient in gradients]
 
     def fuses(self, key: str) -> bool:
         """Return what the scheme between hosts does."""

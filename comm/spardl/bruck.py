@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from ..errors import MessageError
-from ..net.transport import Transport, to_bytes
+from ..net.rounds import Rounds, swap
+from ..net.transport import to_bytes
 
 
 def bruck_gather(
-    transport: Transport, members: Sequence[int], message: Tensor, *, sizes_bytes: Sequence[int] | None = None
-) -> list[Tensor]:
+    rank: int, members: Sequence[int], message: Tensor, *, sizes_bytes: Sequence[int] | None = None
+) -> Rounds[list[Tensor]]:
     """Return the messages of all `members`, in their order; each rank receives every other's once.
 
     Args:
-        transport: Of this rank, which is a member.
+        rank: This one, which is a member.
         members: Ranks, the same on all of them.
         message: This rank's.
         sizes_bytes: Of each member's message, where all know them; None sends 8 bytes with each.
@@ -23,19 +24,19 @@ def bruck_gather(
     Raises:
         MessageError: What a member sent is not what it announced.
     """
-    count, own = len(members), members.index(transport.rank)
+    count, own = len(members), members.index(rank)
     held = [message]
     distance = 1
     while distance < count:
         number = min(distance, count - distance)
         to, source = members[(own - distance) % count], members[(own + distance) % count]
         if sizes_bytes is None:
-            received = transport.swap(_with_sizes(held[:number]), to=to, source=source)
+            received = yield from swap(_with_sizes(held[:number]), to=to, source=source)
             held += _split_by_sizes(received, number)
         else:
             expected = [sizes_bytes[(own + distance + offset) % count] for offset in range(number)]
             outgoing = to_bytes(*held[:number])
-            received = transport.swap(outgoing, to=to, source=source, size_bytes=sum(expected))
+            received = yield from swap(outgoing, to=to, source=source, size_bytes=sum(expected))
             held += torch.split(received, expected)
         distance *= 2
     return [held[(place - own) % count] for place in range(count)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import Entries, copied, joined, kept_of, size_bytes, write_dense
+from ..net.rounds import Rounds
 from ..net.scheme import Network
 from ..net.transport import Transport
 from . import bruck
@@ -117,15 +118,16 @@ class SparDL(SparseScheme):
         self._ways.clear()
         self._told = False
 
-    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         numel, dtype = accumulated.numel(), total.dtype
         kept = kept_of(numel, self.density)
         known = self._ways.get(key)
         way = known or self._decided(key, kept)
-        teams = Teams.of(self.transport.rank, ranks=way.ranks, count=way.teams)
+        rank = self.transport.rank
+        teams = Teams.of(rank, ranks=way.ranks, count=way.teams)
         members, peers = teams.members, teams.peers
         blocks = TeamBlocks(numel=numel, count=len(members), kept=kept)
-        own = members.index(self.transport.rank)
+        own = members.index(rank)
         quota = blocks.quota(own)
         width = None if way.gather == "recursive" else self._width(key, way, quota)
         sent = quota if width is None else min(quota, round(width.h))
@@ -134,15 +136,15 @@ class SparDL(SparseScheme):
             self._ways[key] = way
 
         work = copied(accumulated, total)  # what this rank has of each element: at last, what it discarded
-        selected = spar_reduce_scatter(self.transport, members, work, blocks, dtype)
+        selected = yield from spar_reduce_scatter(rank, members, work, blocks, dtype)
         mine = blocks.take(work, own, dtype, count=sent)
         selected.append(mine)
         if width is None:
-            mine = gather_recursive(self.transport, peers, mine, quota, work)
+            mine = yield from gather_recursive(rank, peers, mine, quota, work)
         else:
-            mine, union = gather_bruck(self.transport, peers, mine, quota, work)
+            mine, union = yield from gather_bruck(rank, peers, mine, quota, work)
             width = width.after(union, quota, len(peers))
-        final = self._gather_blocks(mine, blocks, members, way.gather, dtype)
+        final = yield from self._gather_blocks(mine, blocks, members, way.gather, dtype)
 
         residual = self._residual(accumulated, work, selected, final)
         write_dense(final, total)
@@ -196,12 +198,12 @@ class SparDL(SparseScheme):
 
     def _gather_blocks(
         self, mine: Entries, blocks: TeamBlocks, members: range, gather: Gather, dtype: torch.dtype
-    ) -> Entries:
+    ) -> Rounds[Entries]:
         """Return the elements of all blocks; after B-SAG only their owners know how many a block has."""
         sizes = None
         if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
-        messages = bruck.bruck_gather(self.transport, members, mine.to_message(), sizes_bytes=sizes)
+        messages = yield from bruck.bruck_gather(self.transport.rank, members, mine.to_message(), sizes_bytes=sizes)
         return joined([Entries.from_message(message, dtype) for message in messages])
 
     def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Entries], final: Entries) -> Tensor:

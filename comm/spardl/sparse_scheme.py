@@ -1,6 +1,7 @@
 """What all schemes that send a part of the gradient share: density, residuals, and steps that must not be kept."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
+from ..net.entries import all_finite
+from ..net.rounds import Rounds, carry_out
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 
@@ -55,31 +58,42 @@ class SparseScheme(Scheme):
 
         A contiguous gradient is overwritten with it.
         """
-        if gradient.is_sparse:
-            return self.reduce(key, gradient.to_dense()).to_sparse(gradient.sparse_dim())
-        if gradient.numel() == 0:
-            return gradient
-        exact = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        flat = gradient.detach().reshape(-1).contiguous()
+        return self.reduce_together([(key, gradient)])[0]
+
+    def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Return what `reduce` returns for each, in as many rounds as the gradient has that needs most."""
+        dense = {key: each.to_dense() if each.is_sparse else each for key, each in gradients}
+        flat = {key: each.detach().reshape(-1).contiguous() for key, each in dense.items() if each.numel()}
+        runs = [self._synchronize(key, self._accumulated(key, each), each) for key, each in flat.items()]
+        done = carry_out(self.transport, runs)
+        # All at once: the CPU waits for a GPU whenever it reads.
+        finite = torch.stack([all_finite(each.values) for each in done]).tolist() if done else []
+        for key, each, is_kept in zip(flat, done, finite, strict=True):
+            if is_kept:
+                self._residuals[key] = each.residual
+                if each.memory is not None:
+                    self._memories[key] = each.memory
+        totals = []
+        for key, gradient in gradients:
+            total = dense[key] if dense[key].is_contiguous() else flat[key].view(gradient.shape)
+            totals.append(total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total)
+        return totals
+
+    def _accumulated(self, key: str, flat: Tensor) -> Tensor:
+        """Return gradient and residual together, in memory of its own."""
+        exact = torch.float64 if flat.dtype == torch.float64 else torch.float32
         residual = self._residuals.get(key)
         if residual is None:
-            accumulated = flat.to(exact, copy=True)
-        elif residual.numel() == gradient.numel() and residual.dtype == exact:
-            accumulated = flat + residual
-        else:
-            raise CommError(
-                f"{self.name}: {key} has {gradient.numel()} elements of {exact}, its residual {residual.numel()} of "
-                f"{residual.dtype}; load the state of the same model"
-            )
-        done = self._synchronize(key, accumulated, flat)
-        if bool(done.values.isfinite().all()):
-            self._residuals[key] = done.residual
-            if done.memory is not None:
-                self._memories[key] = done.memory
-        return gradient if gradient.is_contiguous() else flat.view(gradient.shape)
+            return flat.to(exact, copy=True)
+        if residual.numel() == flat.numel() and residual.dtype == exact:
+            return flat + residual
+        raise CommError(
+            f"{self.name}: {key} has {flat.numel()} elements of {exact}, its residual {residual.numel()} of "
+            f"{residual.dtype}; load the state of the same model"
+        )
 
     @abstractmethod
-    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Synchronized:
+    def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         """Sum over all ranks.
 
         Args:

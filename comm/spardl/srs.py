@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..net.entries import Entries, add_to, joined, size_bytes, take, top_k
-from ..net.transport import Transport
+from ..net.rounds import Rounds, swap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +56,15 @@ def sending_bags(own: int, count: int) -> list[list[int]]:
 
 
 def spar_reduce_scatter(
-    transport: Transport, members: Sequence[int], work: Tensor, blocks: TeamBlocks, dtype: torch.dtype
-) -> list[Entries]:
+    rank: int, members: Sequence[int], work: Tensor, blocks: TeamBlocks, dtype: torch.dtype
+) -> Rounds[list[Entries]]:
     """Sum `work` over the members so that each gets, of the block of its place, what was not discarded on the way.
 
     A block is sparsified once, by the rank that sends it next, with all that it has received by then (the optimized
     order of Section 3.1). ⌈log2 n⌉ rounds, in which each rank receives 2·k·(n-1)/n words.
 
     Args:
-        transport: Of this rank, which is a member.
+        rank: This one, which is a member.
         members: Ranks, the same on all of them.
         work: Flat. Afterwards the own block holds its sum, and every other one what this rank discarded of it.
         blocks: As many as members.
@@ -73,7 +73,7 @@ def spar_reduce_scatter(
     Returns:
         What this rank sent.
     """
-    count, own = len(members), members.index(transport.rank)
+    count, own = len(members), members.index(rank)
     sent: list[Entries] = []
     for bag in sending_bags(own, count):
         distance = (bag[0] - own) % count
@@ -82,7 +82,8 @@ def spar_reduce_scatter(
         outgoing = joined(lists)
         # The source's bag begins with the own block and ends before what is held (Theorem 3.1).
         expected = sum(blocks.quota((block - distance) % count) for block in bag)
-        message = transport.swap(outgoing.to_message(), to=to, source=source, size_bytes=size_bytes(expected, dtype))
+        expected_bytes = size_bytes(expected, dtype)
+        message = yield from swap(outgoing.to_message(), to=to, source=source, size_bytes=expected_bytes)
         add_to(work, Entries.from_message(message, dtype))
         sent.append(outgoing)
     return sent

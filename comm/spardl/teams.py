@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import Entries, add_to, added, rounded, size_bytes, top_k
-from ..net.transport import Transport
+from ..net.rounds import Rounds, swap
 from . import bruck
 
 Gather = Literal["recursive", "bruck"]
@@ -88,7 +88,7 @@ class Width:
         )
 
 
-def gather_recursive(transport: Transport, peers: Sequence[int], mine: Entries, quota: int, work: Tensor) -> Entries:
+def gather_recursive(rank: int, peers: Sequence[int], mine: Entries, quota: int, work: Tensor) -> Rounds[Entries]:
     """R-SAG: add up the lists of all peers by recursive doubling, keeping `quota` elements after each round.
 
     log2 d rounds, in which each rank receives 2·(d·k/P)·log2 d words. After round t all 2^(t+1) ranks that took part
@@ -96,7 +96,7 @@ def gather_recursive(transport: Transport, peers: Sequence[int], mine: Entries, 
     twice from d = 8 on).
 
     Args:
-        transport: Of this rank, which is a peer.
+        rank: This one, which is a peer.
         peers: Ranks, a power of two of them.
         mine: `quota` elements of one block; its values have the dtype that travels.
         quota: The same on all peers.
@@ -105,11 +105,12 @@ def gather_recursive(transport: Transport, peers: Sequence[int], mine: Entries, 
     Returns:
         The elements kept, the same on all peers.
     """
-    own, dtype = peers.index(transport.rank), mine.values.dtype
+    own, dtype = peers.index(rank), mine.values.dtype
     distance = 1
     while distance < len(peers):
         partner = peers[own ^ distance]
-        message = transport.swap(mine.to_message(), to=partner, source=partner, size_bytes=size_bytes(quota, dtype))
+        quota_bytes = size_bytes(quota, dtype)
+        message = yield from swap(mine.to_message(), to=partner, source=partner, size_bytes=quota_bytes)
         distance *= 2
         received = Entries.from_message(message, dtype)
         mine = _keep(added([mine, received], work.dtype), quota, dtype, work, share=1 / distance)
@@ -117,15 +118,15 @@ def gather_recursive(transport: Transport, peers: Sequence[int], mine: Entries, 
 
 
 def gather_bruck(
-    transport: Transport, peers: Sequence[int], mine: Entries, quota: int, work: Tensor
-) -> tuple[Entries, int]:
+    rank: int, peers: Sequence[int], mine: Entries, quota: int, work: Tensor
+) -> Rounds[tuple[Entries, int]]:
     """B-SAG: gather the lists of all peers, add them up in the order of peers and keep `quota` elements.
 
     ⌈log2 d⌉ rounds, in which each rank receives 2·h·(d-1) words. What is discarded at the end is not in the result, so
     each rank still has its own part of it (adding a share as in the paper would count it twice).
 
     Args:
-        transport: Of this rank, which is a peer.
+        rank: This one, which is a peer.
         peers: Ranks.
         mine: h elements of one block; its values have the dtype that travels.
         quota: The same on all peers.
@@ -136,7 +137,7 @@ def gather_bruck(
     """
     dtype = mine.values.dtype
     sizes = [mine.to_message().numel()] * len(peers)
-    messages = bruck.bruck_gather(transport, peers, mine.to_message(), sizes_bytes=sizes)
+    messages = yield from bruck.bruck_gather(rank, peers, mine.to_message(), sizes_bytes=sizes)
     union = added([Entries.from_message(message, dtype) for message in messages], work.dtype)
     return _keep(union, quota, dtype, work, share=1 / len(peers)), union.count
 

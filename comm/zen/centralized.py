@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..net.scheme import Scheme
+from ..net.rounds import Round, Rounds, RoundScheme, all_to_all, idle, swap
 from ..net.transport import Transport
 from .formats import ALL, Format, decode, encode
 from .sparse import Sparse, compress, expand, merge, row_width
 
 
-class RowScheme(Scheme):
+class RowScheme(RoundScheme):
     """A scheme of the thesis' comparison that sends the rows which have a non-zero.
 
     Args:
@@ -33,10 +33,11 @@ class AGsparse(RowScheme):
 
     name = "agsparse"
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks, added in the order of ranks."""
-        own = self._rows(gradient)
-        return expand(sum_by_gathering(self.transport, own, formats=self._formats), gradient)
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Sum over all ranks, in the order of ranks."""
+        transport = self.transport
+        total = yield from sum_by_gathering(transport.rank, transport.size, self._rows(gradient), formats=self._formats)
+        return expand(total, gradient)
 
 
 class RecursiveDoubling(RowScheme):
@@ -47,44 +48,60 @@ class RecursiveDoubling(RowScheme):
 
     name = "sparcml"
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
-        own = self._rows(gradient)
-        return expand(sum_by_doubling(self.transport, own, formats=self._formats)[0], gradient)
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Sum over all ranks."""
+        transport = self.transport
+        total, _ = yield from sum_by_doubling(
+            transport.rank, transport.size, self._rows(gradient), formats=self._formats
+        )
+        return expand(total, gradient)
 
 
-def sum_by_gathering(transport: Transport, own: Sparse, *, formats: Sequence[Format] = ALL) -> Sparse:
-    """Return the sum over all ranks, added in the order of ranks."""
-    messages = transport.send_to_all(*encode([own], formats))
-    return merge(decode(messages, [own.length] * len(messages), width=own.width, dtype=own.values.dtype))
+def sum_by_gathering(rank: int, ranks: int, own: Sparse, *, formats: Sequence[Format] = ALL) -> Rounds[Sparse]:
+    """Return the sum over all `ranks`, of which `rank` is this one, added in the order of ranks."""
+    messages = yield from all_to_all(rank, encode([own], formats) * ranks)
+    return merge(decode(messages, [own.length] * ranks, width=own.width, dtype=own.values.dtype))
 
 
 def sum_by_doubling(
-    transport: Transport, own: Sparse, *, formats: Sequence[Format] = ALL
-) -> tuple[Sparse, list[Tensor]]:
-    """Return the sum over all ranks, and the indices that this rank has sent in each of the ⌊log2 n⌋ rounds."""
-    rank, power = transport.rank, 1 << (transport.size.bit_length() - 1)
-    extra = transport.size - power
+    rank: int, ranks: int, own: Sparse, *, formats: Sequence[Format] = ALL
+) -> Rounds[tuple[Sparse, list[Tensor]]]:
+    """Return the sum over all `ranks`, of which `rank` is this one, and the indices that this one has sent in each of
+    the ⌊log2 n⌋ rounds."""
+    levels = ranks.bit_length() - 1
+    power = 1 << levels
+    extra = ranks - power
 
     def read(message: Tensor) -> Sparse:
         return decode([message], [own.length], width=own.width, dtype=own.values.dtype)[0]
 
-    def write() -> Tensor:
-        return encode([own], formats)[0]
+    def send(to: int) -> Rounds[None]:
+        yield Round(outgoing={to: encode([own], formats)[0]}, sources=[], sizes_bytes=None)
+
+    def receive(source: int) -> Rounds[Sparse]:
+        received = yield Round(outgoing={}, sources=[source], sizes_bytes=None)
+        return read(received[source])
 
     if rank >= power:
         host = rank - power
-        transport.exchange({host: write()}, [])
-        return read(transport.exchange({}, [host])[host]), []
+        yield from send(host)
+        yield from idle(levels)
+        total = yield from receive(host)
+        return total, []
     if rank < extra:
-        own = merge([own, read(transport.exchange({}, [rank + power])[rank + power])])
-    sent, distance = list[Tensor](), 1
-    while distance < power:
-        partner = rank ^ distance
+        folded = yield from receive(rank + power)
+        own = merge([own, folded])
+    elif extra:
+        yield from idle(1)
+    sent = list[Tensor]()
+    for level in range(levels):
+        partner = rank ^ (1 << level)
         sent.append(own.indices)
+        message = yield from swap(encode([own], formats)[0], to=partner, source=partner)
         # Both partners add the same two numbers, and a + b is b + a to the last bit: all ranks end equal.
-        own = merge([own, read(transport.swap(write(), to=partner, source=partner))])
-        distance *= 2
+        own = merge([own, read(message)])
     if rank < extra:
-        transport.exchange({rank + power: write()}, [])
+        yield from send(rank + power)
+    elif extra:
+        yield from idle(1)
     return own, sent

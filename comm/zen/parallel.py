@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
+from ..net.rounds import Rounds, all_to_all
 from ..net.scheme import Scheme
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.block import BLOCK
@@ -17,13 +18,15 @@ from .partition import Balanced, Even, Partition, join
 from .sparse import Sparse, compress, expand, merge
 
 
-def push_and_pull(transport: Transport, own: Sparse, cut: Partition, *, formats: Sequence[Format] = ALL) -> Sparse:
-    """Return the sum over all ranks of the group; each server adds in the order of ranks."""
+def push_and_pull(
+    rank: int, ranks: int, own: Sparse, cut: Partition, *, formats: Sequence[Format] = ALL
+) -> Rounds[Sparse]:
+    """Return the sum over all `ranks`, of which `rank` is this one; each server adds in the order of ranks."""
     width, dtype = own.width, own.values.dtype
-    lengths = [cut.size(server) for server in range(transport.size)]
-    pushed = transport.all_to_all(encode(cut.split(own), formats))
-    share = merge(decode(pushed, [lengths[transport.rank]] * transport.size, width=width, dtype=dtype))
-    pulled = transport.send_to_all(*encode([share], formats))
+    lengths = [cut.size(server) for server in range(ranks)]
+    pushed = yield from all_to_all(rank, encode(cut.split(own), formats))
+    share = merge(decode(pushed, [lengths[rank]] * ranks, width=width, dtype=dtype))
+    pulled = yield from all_to_all(rank, encode([share], formats) * ranks)
     return join(cut, decode(pulled, lengths, width=width, dtype=dtype), own.length)
 
 
@@ -32,12 +35,13 @@ class SparsePS(RowScheme):
 
     name = "sparse-ps"
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks, added in the order of ranks."""
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Sum over all ranks, in the order of ranks."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        own = self._rows(dense)
-        cut = Even(length=own.length, servers=self.transport.size)
-        total = expand(push_and_pull(self.transport, own, cut, formats=self._formats), dense)
+        own, ranks = self._rows(dense), self.transport.size
+        cut = Even(length=own.length, servers=ranks)
+        summed = yield from push_and_pull(self.transport.rank, ranks, own, cut, formats=self._formats)
+        total = expand(summed, dense)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
 
 

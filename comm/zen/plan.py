@@ -51,7 +51,7 @@ class ZenPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
+class _Candidate:
     """One way to sum: what each rank receives, in messages of which so many wait for each other."""
 
     route: Route
@@ -77,18 +77,18 @@ def decide(
         item_bytes: Of one element.
         network: What a message costs; None for the fewest bytes received per rank.
     """
-    cost = partial(_Way.cost, network=network)
+    cost = partial(_Candidate.cost, network=network)
     dense_bytes = 2 * (ranks - 1) / ranks * numel * item_bytes
-    dense = _Way(route="dense", width=1, received_bytes=dense_bytes, rounds=2 * (ranks - 1))
+    dense = _Candidate(route="dense", width=1, received_bytes=dense_bytes, rounds=2 * (ranks - 1))
     sparse = [way for rows in profile for way in _ways(rows, ranks, -(-numel // rows.width), rows.width * item_bytes)]
     sparse.sort(key=cost)
     best = sparse[0] if sparse and cost(sparse[0]) <= _WORTH * cost(dense) else dense
-    others: dict[Route, _Way] = {}
+    others: dict[Route, _Candidate] = {}
     for way in (*sparse, dense):
         if way.route != best.route:
             others.setdefault(way.route, way)
 
-    def told(way: _Way) -> str:
+    def told(way: _Candidate) -> str:
         return f"{way.received_bytes / 1e6:.3f} MB" + ("" if network is None else f" in {1e3 * cost(way):.3f} ms")
 
     against = ", ".join(f"{told(way)} {route}" for route, way in others.items())
@@ -100,11 +100,13 @@ def decide(
     )
 
 
-def _ways(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Way]:
+def _ways(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Candidate]:
     """Yield the ways to sum `length` rows that are not all-reduce."""
 
-    def way(route: Route, received_bytes: float, exchanges: int) -> _Way:
-        return _Way(route=route, width=rows.width, received_bytes=received_bytes, rounds=_EXCHANGE_ROUNDS * exchanges)
+    def way(route: Route, received_bytes: float, exchanges: int) -> _Candidate:
+        return _Candidate(
+            route=route, width=rows.width, received_bytes=received_bytes, rounds=_EXCHANGE_ROUNDS * exchanges
+        )
 
     own_bytes = _message_bytes(rows.own, length, row_bytes)
     yield way("parallel", _parallel_bytes(rows, ranks, length, row_bytes), 2)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
-from ..net.scheme import Dense, Network, Scheme
+from ..net.rounds import Rounds, RoundScheme
+from ..net.scheme import Dense, Network
 from ..net.transport import Transport, from_bytes, to_bytes
 from .centralized import sum_by_doubling, sum_by_gathering
 from .parallel import push_and_pull
@@ -29,7 +30,7 @@ class _Seen:
     plan: ZenPlan | None = None
 
 
-class Zen(Scheme):
+class Zen(RoundScheme):
     """Sums sparse gradients with about the fewest bytes there can be, whatever their skew, and loses nothing.
 
     The first steps of each key are summed by recursive doubling (dense, where more than a quarter is not zero) and
@@ -93,8 +94,8 @@ class Zen(Scheme):
         """Key → how it is summed, for keys that are counted."""
         return {key: seen.plan for key, seen in self._seen.items() if seen.plan is not None}
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks; the order in which an element is added depends on the plan.
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Sum over all ranks; the order in which an element is added depends on the plan.
 
         Raises:
             MessageError: The ranks' seeds, options or shapes differ (found at the first step of a key).
@@ -109,17 +110,20 @@ class Zen(Scheme):
             self._agree(key, gradient, [])
             seen.plan = ZenPlan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
         if seen.plan is None:
-            return self._profile(key, gradient, seen)
+            return (yield from self._profile(key, gradient, seen))
         seen.steps += 1
         if seen.plan.route == "dense":
             return self._dense.reduce(key, gradient)
         own = compress(gradient, seen.plan.width)
+        rank, ranks = self.transport.rank, self.transport.size
         if seen.plan.route == "hierarchical":
-            return expand(sum_by_doubling(self.transport, own)[0], gradient)
-        if seen.plan.route == "gather":
-            return expand(sum_by_gathering(self.transport, own), gradient)
-        cut = Balanced(length=own.length, servers=self.transport.size, seed=self._seed, how=self._partition)
-        return expand(push_and_pull(self.transport, own, cut), gradient)
+            total, _ = yield from sum_by_doubling(rank, ranks, own)
+        elif seen.plan.route == "gather":
+            total = yield from sum_by_gathering(rank, ranks, own)
+        else:
+            cut = Balanced(length=own.length, servers=ranks, seed=self._seed, how=self._partition)
+            total = yield from push_and_pull(rank, ranks, own, cut)
+        return expand(total, gradient)
 
     def fuses(self, key: str) -> bool:
         """Tell whether the plan for this gradient is plain all-reduce."""
@@ -162,12 +166,12 @@ class Zen(Scheme):
     def _widths(self, gradient: Tensor) -> list[int]:
         return sorted({1, *(row_width(gradient.shape, rows) for rows in self._rows)})
 
-    def _profile(self, key: str, gradient: Tensor, seen: _Seen) -> Tensor:
+    def _profile(self, key: str, gradient: Tensor, seen: _Seen) -> Rounds[Tensor]:
         """Sum this step in a way that shows the densities, and plan when enough of them are known."""
         own, widths, numel = compress(gradient), self._widths(gradient), gradient.numel()
         counts = self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
         if counts[0] <= _HOPELESS * numel:
-            total, sent = sum_by_doubling(self.transport, own)
+            total, sent = yield from sum_by_doubling(self.transport.rank, self.transport.size, own)
             result = expand(total, gradient)
             rounds = [[_rows(indices, width) for width in widths] for indices in sent]
             # A rank that only takes part in the fold sends in no round.

@@ -1,0 +1,195 @@
+"""Sums as generators of the rounds in which ranks exchange messages, so that those of several gradients go together."""
+
+from abc import abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import MessageError
+from .scheme import Scheme
+from .transport import Transport, to_bytes
+
+T = TypeVar("T")
+_ALIGNED_BYTES = 8
+"""Where a part of a message begins: a multiple of the size of any type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Round:
+    """What a rank sends and receives in one round.
+
+    Attributes:
+        outgoing: Other rank → message.
+        sources: Other ranks that send a message here.
+        sizes_bytes: Source → size of its message; None, then on all ranks, where sizes have to be announced.
+        by_all: All ranks send to all others.
+    """
+
+    outgoing: Mapping[int, Tensor]
+    sources: Sequence[int]
+    sizes_bytes: Mapping[int, int] | None
+    by_all: bool = False
+
+
+Rounds = Generator[Round, dict[int, Tensor], T]
+"""Yields what is sent and received, is sent source → message, and returns a result.
+
+For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one.
+"""
+
+
+def idle(count: int) -> Rounds[None]:
+    """Let others go through `count` rounds, in which sizes are announced."""
+    for _ in range(count):
+        yield Round(outgoing={}, sources=[], sizes_bytes=None)
+
+
+def swap(message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Rounds[Tensor]:
+    """Send `message` to rank `to` and return that of rank `source`."""
+    known = None if size_bytes is None else {source: size_bytes}
+    received = yield Round(outgoing={to: message}, sources=[source], sizes_bytes=known)
+    return received[source]
+
+
+def all_to_all(
+    rank: int, messages: Sequence[Tensor], *, sizes_bytes: Sequence[int] | None = None
+) -> Rounds[list[Tensor]]:
+    """Send `messages[r]` to rank r, and return what each sent to `rank`, this one; as `Transport.all_to_all`."""
+    others = [other for other in range(len(messages)) if other != rank]
+    known = None if sizes_bytes is None else {other: sizes_bytes[other] for other in others}
+    received = yield Round(
+        outgoing={other: messages[other] for other in others}, sources=others, sizes_bytes=known, by_all=True
+    )
+    return [messages[rank] if place == rank else received[place] for place in range(len(messages))]
+
+
+def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
+    """Return the results; in each round the messages of all `runs` for one rank go as one.
+
+    All ranks call this together, with as many runs in the same order.
+
+    Raises:
+        MessageError: A message is not what its sender had to send.
+    """
+    results: dict[int, T] = {}
+    answers: dict[int, dict[int, Tensor] | None] = dict.fromkeys(range(len(runs)))
+    while answers:
+        asked: dict[int, Round] = {}
+        for index, answer in answers.items():
+            try:
+                asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
+            except StopIteration as ended:
+                results[index] = ended.value
+        answers = dict(zip(asked, _exchange(transport, list(asked.values())), strict=True))
+    return [results[index] for index in range(len(runs))]
+
+
+class RoundScheme(Scheme):
+    """A scheme whose sums are rounds, in which gradients that come together send what they have to send together."""
+
+    @abstractmethod
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Yield the rounds of `reduce`, and return what it returns."""
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks."""
+        return self.reduce_together([(key, gradient)])[0]
+
+    def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Return the sums, in as many rounds as the gradient has that needs most; each is what it would be alone."""
+        return carry_out(self.transport, [self.rounds(key, gradient) for key, gradient in gradients])
+
+
+def _exchange(transport: Transport, asked: Sequence[Round]) -> list[dict[int, Tensor]]:
+    """Return for each exchange source → message."""
+    if not asked:
+        return []
+    if len(asked) == 1:
+        return [_pass(transport, asked[0])]
+    outgoing: dict[int, list[Tensor]] = {}
+    senders: dict[int, list[int]] = {}
+    for distance in range(1, transport.size):  # ranks are asked in the order in which they send
+        ahead, behind = ((transport.rank + way * distance) % transport.size for way in (1, -1))
+        outgoing[ahead] = [each.outgoing[ahead] for each in asked if ahead in each.outgoing]
+        senders[behind] = [index for index, each in enumerate(asked) if behind in each.sources]
+    senders = {source: indices for source, indices in senders.items() if indices}
+    sizes = _known_sizes(asked, senders)
+    received = _pass(
+        transport,
+        Round(
+            outgoing={rank: _joined(parts, told=sizes is None) for rank, parts in outgoing.items() if parts},
+            sources=list(senders),
+            sizes_bytes=None if sizes is None else {source: sum(map(_room, each)) for source, each in sizes.items()},
+            by_all=any(each.by_all for each in asked),
+        ),
+    )
+    if sizes is None:
+        sizes = _told_sizes(received, {source: len(indices) for source, indices in senders.items()})
+    found: list[dict[int, Tensor]] = [{} for _ in asked]
+    for source, indices in senders.items():
+        end = received[source].numel()
+        begin = end - sum(map(_room, sizes[source]))
+        for index, size_bytes in zip(indices, sizes[source], strict=True):
+            found[index][source] = received[source][begin : begin + size_bytes]
+            begin += _room(size_bytes)
+    return found
+
+
+def _pass(transport: Transport, asked: Round) -> dict[int, Tensor]:
+    outgoing, sizes_bytes = asked.outgoing, asked.sizes_bytes
+    if not asked.by_all:
+        return transport.exchange(outgoing, asked.sources, sizes_bytes=sizes_bytes)
+    nothing = torch.empty(0, dtype=torch.uint8, device=transport.device)
+    received = transport.all_to_all(
+        [outgoing.get(rank, nothing) for rank in range(transport.size)],
+        sizes_bytes=None if sizes_bytes is None else [sizes_bytes.get(rank, 0) for rank in range(transport.size)],
+    )
+    return {source: received[source] for source in asked.sources}
+
+
+def _known_sizes(asked: Sequence[Round], senders: Mapping[int, Sequence[int]]) -> dict[int, list[int]] | None:
+    """Return source → sizes of the messages that it sends, None where sizes are announced."""
+    known = [each.sizes_bytes for each in asked]
+    sizes = {}
+    for source, indices in senders.items():
+        sizes[source] = [each[source] for index in indices if (each := known[index]) is not None]
+    return None if None in known else sizes
+
+
+def _room(size_bytes: int) -> int:
+    """Return what a message takes among others."""
+    return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _joined(parts: Sequence[Tensor], *, told: bool) -> Tensor:
+    """Return messages as one; where their sizes are told, these come first."""
+    device = parts[0].device
+    sizes = [torch.tensor([part.numel() for part in parts], device=device)] if told else []
+    padding = torch.zeros(_ALIGNED_BYTES, dtype=torch.uint8, device=device)
+    return to_bytes(*sizes, *(each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])))
+
+
+def _told_sizes(messages: Mapping[int, Tensor], counts: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return source → sizes of the messages that it has joined, as many as are given.
+
+    Raises:
+        MessageError: It has joined others.
+    """
+    header_bytes = {source: torch.int64.itemsize * count for source, count in counts.items()}
+    headers = [messages[source][:size_bytes] for source, size_bytes in header_bytes.items()]
+    whole = all(messages[source].numel() >= size_bytes for source, size_bytes in header_bytes.items())
+    # All at once: the CPU waits for a GPU whenever it reads.
+    numbers = iter(torch.cat(headers).view(torch.int64).tolist() if whole and headers else [])
+    sizes = {source: list(islice(numbers, count)) for source, count in counts.items()}
+    for source, each in sizes.items():
+        expected_bytes = header_bytes[source] + sum(map(_room, each))
+        if min(each, default=-1) < 0 or messages[source].numel() != expected_bytes:
+            raise MessageError(
+                f"rank {source} sent {messages[source].numel()} bytes that are not {counts[source]} messages with "
+                f"their sizes; run the same version with the same options on all ranks"
+            )
+    return sizes
