@@ -279,6 +279,7 @@ BENCHMARKS: Final = (
             *SUMS,
             *LAB,
             "comm/sparsity.py",
+            "benchmarks/delayed_hosts.py",
             "benchmarks/sparse_workload.py",
             "benchmarks/workload.py",
             "benchmarks/zen_worker.py",
@@ -297,6 +298,12 @@ BENCHMARKS: Final = (
                 "'agsparse, rows' sparcml 'sparcml, rows' sparse-ps 'sparse-ps, rows' omnireduce zen",
                 minutes=12,
                 figures=("3.13",),
+            ),
+            Result(
+                name="zen-delay",
+                arguments="--hosts 3 4 6 8 --delay-ms 20 --elements 200000 --workloads LSTM BERT --schemes dense "
+                "'agsparse, rows' 'sparcml, rows' 'sparse-ps, rows' zen 'zen, by time'",
+                minutes=10,
             ),
             Result(
                 name="zen-400-1000",

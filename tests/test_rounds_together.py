@@ -11,7 +11,7 @@ from torch import Tensor
 
 from resilient_run.comm.errors import MessageError
 from resilient_run.comm.net.fabric import Fabric
-from resilient_run.comm.net.rounds import Round, Rounds, all_to_all, carry_out, swap
+from resilient_run.comm.net.rounds import Messages, Rounds, all_to_all, carry_out, swap
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.net.two_level import TwoLevel
@@ -194,7 +194,9 @@ def test_messages_that_do_not_fit_their_sizes_are_refused(forge: Callable[[Tenso
 
     def one(rank: int) -> Rounds[Tensor]:
         other = 1 - rank
-        received = yield Round(outgoing={other: torch.arange(9, dtype=torch.uint8)}, sources=[other], sizes_bytes=None)
+        received = yield Messages(
+            outgoing={other: torch.arange(9, dtype=torch.uint8)}, sources=[other], sizes_bytes=None
+        )
         return received[other]
 
     def work(transport: Transport) -> str:

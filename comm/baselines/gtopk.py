@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import Entries, added, copied, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
-from ..net.rounds import Round, Rounds
+from ..net.rounds import Messages, Rounds
 from ..net.transport import Transport
 from ..spardl.sparse_scheme import SparseScheme, Synchronized
 
@@ -50,14 +50,14 @@ class GTopk(SparseScheme):
             phase = rank % (2 * distance)
             if phase == 0:
                 source, size = rank + distance, size_bytes(kept, dtype)
-                received = yield Round(outgoing={}, sources=[source], sizes_bytes={source: size})
+                received = yield Messages(outgoing={}, sources=[source], sizes_bytes={source: size})
                 other = Entries.from_message(received[source], dtype)
                 summed = added([mine, other], exact)
                 best = top_k(summed.values, kept)
                 mine = Entries(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
             else:
                 outgoing = {rank - distance: mine.to_message()} if phase == distance else {}
-                yield Round(outgoing=outgoing, sources=[], sizes_bytes={})
+                yield Messages(outgoing=outgoing, sources=[], sizes_bytes={})
             distance *= 2
         return mine
 
@@ -69,7 +69,7 @@ class GTopk(SparseScheme):
             outgoing = {rank + distance: message} if phase == 0 else {}
             sources = [rank - distance] if phase == distance else []
             known = {source: size_bytes(kept, dtype) for source in sources}
-            received = yield Round(outgoing=outgoing, sources=sources, sizes_bytes=known)
+            received = yield Messages(outgoing=outgoing, sources=sources, sizes_bytes=known)
             message = next(iter(received.values()), message)
             distance //= 2
         return Entries.from_message(message, dtype)

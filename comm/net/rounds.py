@@ -19,7 +19,7 @@ _ALIGNED_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Round:
+class Messages:
     """What a rank sends and receives in one round.
 
     Attributes:
@@ -35,7 +35,7 @@ class Round:
     by_all: bool = False
 
 
-Rounds = Generator[Round, dict[int, Tensor], T]
+Rounds = Generator[Messages, dict[int, Tensor], T]
 """Yields what is sent and received, is sent source → message, and returns a result.
 
 For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one.
@@ -45,13 +45,13 @@ For one gradient all ranks go through as many rounds; a rank that has nothing to
 def idle(count: int) -> Rounds[None]:
     """Let others go through `count` rounds, in which sizes are announced."""
     for _ in range(count):
-        yield Round(outgoing={}, sources=[], sizes_bytes=None)
+        yield Messages(outgoing={}, sources=[], sizes_bytes=None)
 
 
 def swap(message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Rounds[Tensor]:
     """Send `message` to rank `to` and return that of rank `source`."""
     known = None if size_bytes is None else {source: size_bytes}
-    received = yield Round(outgoing={to: message}, sources=[source], sizes_bytes=known)
+    received = yield Messages(outgoing={to: message}, sources=[source], sizes_bytes=known)
     return received[source]
 
 
@@ -61,7 +61,7 @@ def all_to_all(
     """Send `messages[r]` to rank r, and return what each sent to `rank`, this one; as `Transport.all_to_all`."""
     others = [other for other in range(len(messages)) if other != rank]
     known = None if sizes_bytes is None else {other: sizes_bytes[other] for other in others}
-    received = yield Round(
+    received = yield Messages(
         outgoing={other: messages[other] for other in others}, sources=others, sizes_bytes=known, by_all=True
     )
     return [messages[rank] if place == rank else received[place] for place in range(len(messages))]
@@ -78,7 +78,7 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
     results: dict[int, T] = {}
     answers: dict[int, dict[int, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
-        asked: dict[int, Round] = {}
+        asked: dict[int, Messages] = {}
         for index, answer in answers.items():
             try:
                 asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
@@ -104,7 +104,7 @@ class RoundScheme(Scheme):
         return carry_out(self.transport, [self.rounds(key, gradient) for key, gradient in gradients])
 
 
-def _exchange(transport: Transport, asked: Sequence[Round]) -> list[dict[int, Tensor]]:
+def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int, Tensor]]:
     """Return for each exchange source → message."""
     if not asked:
         return []
@@ -120,7 +120,7 @@ def _exchange(transport: Transport, asked: Sequence[Round]) -> list[dict[int, Te
     sizes = _known_sizes(asked, senders)
     received = _pass(
         transport,
-        Round(
+        Messages(
             outgoing={rank: _joined(parts, told=sizes is None) for rank, parts in outgoing.items() if parts},
             sources=list(senders),
             sizes_bytes=None if sizes is None else {source: sum(map(_room, each)) for source, each in sizes.items()},
@@ -139,7 +139,7 @@ def _exchange(transport: Transport, asked: Sequence[Round]) -> list[dict[int, Te
     return found
 
 
-def _pass(transport: Transport, asked: Round) -> dict[int, Tensor]:
+def _pass(transport: Transport, asked: Messages) -> dict[int, Tensor]:
     outgoing, sizes_bytes = asked.outgoing, asked.sizes_bytes
     if not asked.by_all:
         return transport.exchange(outgoing, asked.sources, sizes_bytes=sizes_bytes)
@@ -151,7 +151,7 @@ def _pass(transport: Transport, asked: Round) -> dict[int, Tensor]:
     return {source: received[source] for source in asked.sources}
 
 
-def _known_sizes(asked: Sequence[Round], senders: Mapping[int, Sequence[int]]) -> dict[int, list[int]] | None:
+def _known_sizes(asked: Sequence[Messages], senders: Mapping[int, Sequence[int]]) -> dict[int, list[int]] | None:
     """Return source → sizes of the messages that it sends, None where sizes are announced."""
     known = [each.sizes_bytes for each in asked]
     sizes = {}

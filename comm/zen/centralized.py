@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..net.rounds import Round, Rounds, RoundScheme, all_to_all, idle, swap
+from ..net.rounds import Messages, Rounds, RoundScheme, all_to_all, idle, swap
 from ..net.transport import Transport
 from .formats import ALL, Format, decode, encode
 from .sparse import Sparse, compress, expand, merge, row_width
@@ -76,10 +76,10 @@ def sum_by_doubling(
         return decode([message], [own.length], width=own.width, dtype=own.values.dtype)[0]
 
     def send(to: int) -> Rounds[None]:
-        yield Round(outgoing={to: encode([own], formats)[0]}, sources=[], sizes_bytes=None)
+        yield Messages(outgoing={to: encode([own], formats)[0]}, sources=[], sizes_bytes=None)
 
     def receive(source: int) -> Rounds[Sparse]:
-        received = yield Round(outgoing={}, sources=[source], sizes_bytes=None)
+        received = yield Messages(outgoing={}, sources=[source], sizes_bytes=None)
         return read(received[source])
 
     if rank >= power:
