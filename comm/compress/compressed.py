@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..net.collectives import relay_gather
-from ..net.scheme import Scheme
+from ..net.rounds import Rounds, RoundScheme, gather
 from ..net.transport import Transport
 from .feedback import Memory
 
 
-class Compressed(Scheme):
+class Compressed(RoundScheme):
     """Sums what the ranks' messages decode to; what compression leaves out stays with each rank.
 
     Messages that can be summed are all-reduced, others all-gathered.
@@ -27,8 +26,8 @@ class Compressed(Scheme):
         super().__init__(transport)
         self.memory = memory
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum of what was sent, equal on all ranks; a sparse gradient is dense on the way."""
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Sum what was sent, equal on all ranks; a sparse gradient is dense on the way."""
         if gradient.numel() == 0:
             return gradient
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
@@ -43,7 +42,7 @@ class Compressed(Scheme):
             sizes_bytes = [message.numel()] * self.transport.size if alike else None
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
-            messages = relay_gather(self.transport, message, sizes_bytes=sizes_bytes)
+            messages = yield from gather(message, sizes_bytes=sizes_bytes)
             compressor.add_all((received, total, seed) for received in messages)
         self.memory.settle([key], total)
         total = total.view(gradient.shape)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.collectives import relay_gather
-from ..net.scheme import Scheme
+from ..net.rounds import Rounds, RoundScheme, all_to_all, gather
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.quantize import BLOCK, DTYPES, Format, dequantize, quantize, scale_count
 from ..ops.spread import murmur
@@ -75,7 +74,7 @@ class EightBits(Compressor):
         return scales, codes
 
 
-class TwoStep(Scheme):
+class TwoStep(RoundScheme):
     """All-reduce in 8 bits, as gradients are summed by ZeRO++ (Wang et al., 2023, section 4.3, qgZ).
 
     Each rank sends every other one its share of the gradient, adds up in float32 what it gets, and all gather the sums.
@@ -99,10 +98,11 @@ class TwoStep(Scheme):
         self._own = ErrorFeedback(self._compressor)
         self._sums = ErrorFeedback(self._compressor)
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum of what was sent, equal on all ranks; a sparse gradient is dense on the way."""
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
+        """Sum what was sent, equal on all ranks; a sparse gradient is dense on the way."""
         if gradient.is_sparse:
-            return self.reduce(key, gradient.to_dense()).to_sparse(gradient.sparse_dim())
+            dense = yield from self.rounds(key, gradient.to_dense())
+            return dense.to_sparse(gradient.sparse_dim())
         if gradient.numel() == 0:
             return gradient
         flat, rank, size = gradient.reshape(-1), self.transport.rank, self.transport.size
@@ -113,15 +113,15 @@ class TwoStep(Scheme):
         sizes_bytes = [self._compressor.message_bytes(share, dtype) for share in numels]
 
         message, seed = self._own.compress(key, flat)
-        shares = self.transport.all_to_all(
-            self._compressor.split(message, bounds), sizes_bytes=[sizes_bytes[rank]] * size
+        shares = yield from all_to_all(
+            rank, self._compressor.split(message, bounds), sizes_bytes=[sizes_bytes[rank]] * size
         )
         exact = torch.promote_types(dtype, torch.float32)
         share = torch.zeros(numels[rank], dtype=exact, device=flat.device)
         for received in shares:  # in the order of ranks
             share += self._compressor.decompress(received, share.numel(), dtype, seed=seed)
         message, seed = self._sums.compress(key, share, dtype=dtype)
-        sums = relay_gather(self.transport, message, sizes_bytes=sizes_bytes)
+        sums = yield from gather(message, sizes_bytes=sizes_bytes)
         total = torch.cat(
             [
                 self._compressor.decompress(received, count, dtype, seed=seed)

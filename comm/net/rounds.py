@@ -3,13 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MessageError
+from .collectives import relay_gather
 from .scheme import Scheme
 from .transport import Transport, to_bytes
 
@@ -35,8 +37,21 @@ class Messages:
     by_all: bool = False
 
 
-Rounds = Generator[Messages, dict[int, Tensor], T]
-"""Yields what is sent and received, is sent source → message, and returns a result.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Gathering:
+    """An all-gather in which ranks pass on what others sent (`relay_gather`).
+
+    Attributes:
+        message: This rank's.
+        sizes_bytes: Of each rank's message; None, then on all ranks, where sizes have to be announced.
+    """
+
+    message: Tensor
+    sizes_bytes: Sequence[int] | None
+
+
+Rounds = Generator[Messages | Gathering, Mapping[int, Tensor], T]
+"""Yields what ranks do together, is sent source → message, and returns a result.
 
 For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one.
 """
@@ -67,6 +82,12 @@ def all_to_all(
     return [messages[rank] if place == rank else received[place] for place in range(len(messages))]
 
 
+def gather(message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> Rounds[list[Tensor]]:
+    """Return the messages of all ranks, in their order; as `relay_gather`."""
+    held = yield Gathering(message=message, sizes_bytes=sizes_bytes)
+    return [held[rank] for rank in range(len(held))]
+
+
 def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
     """Return the results; in each round the messages of all `runs` for one rank go as one.
 
@@ -76,15 +97,22 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
         MessageError: A message is not what its sender had to send.
     """
     results: dict[int, T] = {}
-    answers: dict[int, dict[int, Tensor] | None] = dict.fromkeys(range(len(runs)))
+    answers: dict[int, Mapping[int, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
-        asked: dict[int, Messages] = {}
-        for index, answer in answers.items():
+        messages: dict[int, Messages] = {}
+        gatherings: dict[int, Gathering] = {}
+        for index, answer in sorted(answers.items(), key=itemgetter(0)):
             try:
-                asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
+                asked = next(runs[index]) if answer is None else runs[index].send(answer)
             except StopIteration as ended:
                 results[index] = ended.value
-        answers = dict(zip(asked, _exchange(transport, list(asked.values())), strict=True))
+                continue
+            if isinstance(asked, Messages):
+                messages[index] = asked
+            else:
+                gatherings[index] = asked
+        answers = dict(zip(messages, _exchange(transport, list(messages.values())), strict=True))
+        answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
     return [results[index] for index in range(len(runs))]
 
 
@@ -131,12 +159,29 @@ def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int,
         sizes = _told_sizes(received, {source: len(indices) for source, indices in senders.items()})
     found: list[dict[int, Tensor]] = [{} for _ in asked]
     for source, indices in senders.items():
-        end = received[source].numel()
-        begin = end - sum(map(_room, sizes[source]))
-        for index, size_bytes in zip(indices, sizes[source], strict=True):
-            found[index][source] = received[source][begin : begin + size_bytes]
-            begin += _room(size_bytes)
+        for index, part in zip(indices, _parts(received[source], sizes[source]), strict=True):
+            found[index][source] = part
     return found
+
+
+def _gather(transport: Transport, asked: Sequence[Gathering]) -> list[Mapping[int, Tensor]]:
+    """Return for each all-gather source → message."""
+    if not asked:
+        return []
+    if len(asked) == 1:
+        return [dict(enumerate(relay_gather(transport, asked[0].message, sizes_bytes=asked[0].sizes_bytes)))]
+    known = [each.sizes_bytes for each in asked]
+    sizes = {rank: [each[rank] for each in known if each is not None] for rank in range(transport.size)}
+    are_known = None not in known
+    held = relay_gather(
+        transport,
+        _joined([each.message for each in asked], told=not are_known),
+        sizes_bytes=[sum(map(_room, each)) for each in sizes.values()] if are_known else None,
+    )
+    if not are_known:
+        sizes = _told_sizes(dict(enumerate(held)), dict.fromkeys(range(transport.size), len(asked)))
+    parts = {rank: _parts(message, sizes[rank]) for rank, message in enumerate(held)}
+    return [{rank: parts[rank][index] for rank in parts} for index in range(len(asked))]
 
 
 def _pass(transport: Transport, asked: Messages) -> dict[int, Tensor]:
@@ -171,6 +216,12 @@ def _joined(parts: Sequence[Tensor], *, told: bool) -> Tensor:
     sizes = [torch.tensor([part.numel() for part in parts], device=device)] if told else []
     padding = torch.zeros(_ALIGNED_BYTES, dtype=torch.uint8, device=device)
     return to_bytes(*sizes, *(each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])))
+
+
+def _parts(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
+    """Return the messages of these sizes, which are at the end of one that `_joined` made."""
+    ends = list(accumulate(map(_room, sizes_bytes), initial=joined.numel() - sum(map(_room, sizes_bytes))))
+    return [joined[begin : begin + size_bytes] for begin, size_bytes in zip(ends, sizes_bytes, strict=False)]
 
 
 def _told_sizes(messages: Mapping[int, Tensor], counts: Mapping[int, int]) -> dict[int, list[int]]:
