@@ -1,10 +1,10 @@
 """How many steps a second do the examples train with sparse schemes, over DDP's all-reduce?
 
 Hosts of a laboratory network (namespaces, links shaped by tbf), one Gloo rank each. The word-level LSTM has gradients
-that are sparse by nature; the GPT's are dense, and its schemes select from them, or send all of them smaller. A step is the time between two lines
-of rank 0; the first steps, in which Zen profiles, do not count. Rounds of all schemes follow each other, so that a slow
-minute of the machine hits each of them. All hosts share this machine's processors: what computing costs a scheme weighs
-more here than where each host has its own.
+that are sparse by nature; the GPT's are dense, and its schemes select from them, or send all of them smaller. A step is
+the time between two lines of rank 0; the first steps, in which Zen profiles, do not count. Rounds of all schemes follow
+each other, so that a slow minute of the machine hits each of them. All hosts share this machine's processors: what
+computing costs a scheme weighs more here than where each host has its own.
 """
 
 import json
