@@ -201,6 +201,22 @@ def test_sizes_are_announced_once_for_all() -> None:
     run_ranks(4, work)
 
 
+def test_what_goes_to_all_is_joined_once() -> None:
+    class Watching(Transport):
+        def all_to_all(self, messages: Any, *, sizes_bytes: Any = None) -> list[Tensor]:
+            others = [message for rank, message in enumerate(messages) if rank != self.rank]
+            assert len({message.data_ptr() for message in others}) == 1
+            return super().all_to_all(messages, sizes_bytes=sizes_bytes)
+
+    def work(transport: Transport) -> None:
+        scheme = Zen(Watching(transport._group), route="gather")
+        each = [(f"w{place}", torch.eye(8) * transport.rank) for place in range(3)]
+        for _, total in zip(each, scheme.reduce_together(each), strict=True):
+            assert torch.equal(total, torch.eye(8) * 6)
+
+    run_ranks(4, work)
+
+
 @pytest.mark.parametrize("forge", [lambda whole: whole[:-1], lambda whole: whole[:5], lambda whole: whole | 255])
 def test_messages_that_do_not_fit_their_sizes_are_refused(forge: Callable[[Tensor], Tensor]) -> None:
     class Forger(Transport):

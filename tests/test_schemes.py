@@ -1,5 +1,6 @@
 """Every scheme sums what dense all-reduce sums, on any number of ranks, with the bytes its formula says."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -341,7 +342,19 @@ def test_ranks_of_other_networks_are_told() -> None:
     def work(transport: Transport) -> None:
         Zen(transport, alpha_s=1e-3, beta_s=(1 + transport.rank) * 1e-8).reduce("weight", torch.ones(4))
 
-    with pytest.raises(MessageError, match="weight: rank 1 has other alpha_s and beta_s"):
+    with pytest.raises(MessageError, match=r"weight: rank [01] has another beta_s; give all"):
+        run_ranks(2, work)
+
+
+@pytest.mark.parametrize("options", [("route", "gather", "parallel"), ("profile_steps", 1, 2), ("rows", (4,), (4, 2))])
+def test_ranks_that_would_go_different_ways_are_told_at_once(options: tuple[str, Any, Any]) -> None:
+    """A message of an all-gather looks like one that is pushed to a server."""
+    name, *values = options
+
+    def work(transport: Transport) -> None:
+        Zen(transport, **{name: values[transport.rank]}).reduce("weight", torch.eye(8))
+
+    with pytest.raises(MessageError, match=r"weight: rank [01] has another (route|profile_steps|number of rows); give"):
         run_ranks(2, work)
 
 
@@ -367,10 +380,34 @@ def test_zen_told_of_long_latencies_gathers() -> None:
             torch.testing.assert_close(total, in_order(given))
 
 
-@pytest.mark.parametrize("option", [{"route": "ring"}, {"partition": "even"}, {"alpha_s": 1e-4}])
-def test_options_that_zen_does_not_have_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(CommError, match=r"zen knows no|needs both, alpha_s and beta_s"):
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"route": "ring"}, "zen knows no route 'ring'"),
+        ({"partition": "even"}, "zen knows no partition 'even'"),
+        ({"alpha_s": 1e-4}, "needs both, alpha_s and beta_s"),
+        ({"alpha_s": "1e-4", "beta_s": 1e-8}, "alpha_s is '1e-4'; give seconds"),
+        ({"rows": 16}, "rows 16 are no numbers of elements"),
+        ({"rows": (16, 0)}, "are no numbers of elements"),
+        ({"profile_steps": -1}, "profile_steps -1 is no whole number"),
+        ({"seed": 1 << 70}, "is no whole number from 0"),
+    ],
+)
+def test_options_that_zen_does_not_have_are_refused(option: dict[str, Any], told: str) -> None:
+    with pytest.raises(CommError, match=re.escape(told)):
         run_ranks(1, lambda transport: Zen(transport, **option))
+
+
+def test_a_route_that_is_asked_for_goes_before_a_saved_plan() -> None:
+    def work(transport: Transport) -> str:
+        saved = Zen(transport, route="hierarchical")
+        saved.reduce("weight", torch.eye(8))
+        scheme = Zen(transport, route="gather")
+        scheme.load_state_dict(saved.state_dict())
+        scheme.reduce("weight", torch.eye(8))
+        return scheme.plans["weight"].route
+
+    assert run_ranks(2, work) == ["gather", "gather"]
 
 
 def test_zen_plans_anew_as_densities_drift() -> None:

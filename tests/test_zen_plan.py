@@ -76,6 +76,8 @@ def test_a_network_is_asked_for_time() -> None:
     # All-reduce has six rounds; where only these count, one exchange saves four.
     far = decide([whole], ranks=4, numel=NUMEL, item_bytes=4, network=Network(alpha_s=1.0, beta_s=0.0))
     assert far.route == "gather"
+    # Where nothing costs anything, nothing is saved.
+    assert decide([whole], ranks=4, numel=NUMEL, item_bytes=4, network=Network(alpha_s=0, beta_s=0)).route == "dense"
 
 
 def test_what_is_nearly_dense_is_all_reduced() -> None:

@@ -111,6 +111,7 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
                 messages[index] = asked
             else:
                 gatherings[index] = asked
+        answers, answer = {}, None  # nobody needs what came before any more
         answers = dict(zip(messages, _exchange(transport, list(messages.values())), strict=True))
         answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
     return [results[index] for index in range(len(runs))]
@@ -149,7 +150,7 @@ def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int,
     received = _pass(
         transport,
         Messages(
-            outgoing={rank: _joined(parts, told=sizes is None) for rank, parts in outgoing.items() if parts},
+            outgoing=_joined(outgoing, told=sizes is None),
             sources=list(senders),
             sizes_bytes=None if sizes is None else {source: sum(map(_room, each)) for source, each in sizes.items()},
             by_all=any(each.by_all for each in asked),
@@ -175,7 +176,7 @@ def _gather(transport: Transport, asked: Sequence[Gathering]) -> list[Mapping[in
     are_known = None not in known
     held = relay_gather(
         transport,
-        _joined([each.message for each in asked], told=not are_known),
+        _joined({transport.rank: [each.message for each in asked]}, told=not are_known)[transport.rank],
         sizes_bytes=[sum(map(_room, each)) for each in sizes.values()] if are_known else None,
     )
     if not are_known:
@@ -210,12 +211,20 @@ def _room(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _joined(parts: Sequence[Tensor], *, told: bool) -> Tensor:
-    """Return messages as one; where their sizes are told, these come first."""
-    device = parts[0].device
-    sizes = [torch.tensor([part.numel() for part in parts], device=device)] if told else []
+def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, told: bool) -> dict[int, Tensor]:
+    """Return for each rank with messages these as one; where sizes are told, they come first."""
+    distinct = {tuple(map(id, parts)): parts for parts in outgoing.values() if parts}
+    if not distinct:
+        return {}
+    device = next(iter(distinct.values()))[0].device
+    # All at once: the CPU waits for a GPU whenever it makes a tensor of numbers there.
+    sizes = torch.tensor([part.numel() for parts in distinct.values() for part in parts], device=device)
     padding = torch.zeros(_ALIGNED_BYTES, dtype=torch.uint8, device=device)
-    return to_bytes(*sizes, *(each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])))
+    made = {}
+    for (key, parts), own_sizes in zip(distinct.items(), sizes.split(list(map(len, distinct.values()))), strict=True):
+        filled = (each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()]))
+        made[key] = to_bytes(*([own_sizes] if told else []), *filled)
+    return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items() if parts}
 
 
 def _parts(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:

@@ -29,8 +29,8 @@ class Network:
 
     def __post_init__(self) -> None:
         for name, seconds in (("alpha_s", self.alpha_s), ("beta_s", self.beta_s)):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise CommError(f"{name} is {seconds}; give seconds, 0 or more")
+            if not isinstance(seconds, int | float) or not (math.isfinite(seconds) and seconds >= 0):
+                raise CommError(f"{name} is {seconds!r}; give seconds, 0 or more")
 
     @classmethod
     def told(cls, alpha_s: float | None, beta_s: float | None) -> Self | None:
@@ -137,7 +137,7 @@ class Scheme(ABC):
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return what `reduce` returns for each of these keys and gradients; some schemes need fewer rounds for all.
 
-        Which gradients come together may change from step to step.
+        No key comes twice. Which gradients come together may change from step to step.
         """
         return [self.reduce(key, gradient) for key, gradient in gradients]
 

@@ -81,8 +81,8 @@ def decide(
     dense_bytes = 2 * (ranks - 1) / ranks * numel * item_bytes
     dense = _Candidate(route="dense", width=1, received_bytes=dense_bytes, rounds=2 * (ranks - 1))
     sparse = [way for rows in profile for way in _ways(rows, ranks, -(-numel // rows.width), rows.width * item_bytes)]
-    sparse.sort(key=cost)
-    best = sparse[0] if sparse and cost(sparse[0]) <= _WORTH * cost(dense) else dense
+    sparse.sort(key=lambda each: (cost(each), each.received_bytes))
+    best = sparse[0] if sparse and cost(sparse[0]) < _WORTH * cost(dense) else dense
     others: dict[Route, _Candidate] = {}
     for way in (*sparse, dense):
         if way.route != best.route:

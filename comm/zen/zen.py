@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
-from ..net.rounds import Rounds, RoundScheme
+from ..net.rounds import Rounds, RoundScheme, all_to_all
 from ..net.scheme import Dense, Network
 from ..net.transport import Transport, from_bytes, to_bytes
 from .centralized import sum_by_doubling, sum_by_gathering
@@ -19,6 +19,7 @@ from .plan import Route, Rows, ZenPlan, decide
 from .sparse import compress, expand, row_width
 
 _HOPELESS = 1 / 4
+_TERMS = ("number of elements", "dtype", "seed", "route", "profile_steps", "replan_steps", "alpha_s", "beta_s")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,6 +80,11 @@ class Zen(RoundScheme):
         ):
             if chosen not in known:
                 raise CommError(f"zen knows no {option} {chosen!r}; choose one of {known}")
+        if not isinstance(rows, Sequence) or not all(isinstance(each, int) and each > 0 for each in rows):
+            raise CommError(f"rows {rows!r} are no numbers of elements; give a list, as (16, 64, 256)")
+        for option, number in (("profile_steps", profile_steps), ("replan_steps", replan_steps), ("seed", seed)):
+            if not isinstance(number, int) or not 0 <= number < 1 << 63:
+                raise CommError(f"{option} {number!r} is no whole number from 0 to 2**63 - 1")
         self._network = Network.told(alpha_s, beta_s)
         self._rows = tuple(rows)
         self._profile_steps = profile_steps
@@ -107,7 +113,7 @@ class Zen(RoundScheme):
             seen = self._seen[key] = _Seen()
         if seen.plan is None and self._route is not None:
             width = max(self._widths(gradient)) if self._route != "dense" else 1
-            self._agree(key, gradient, [])
+            yield from self._agree(key, gradient, [])
             seen.plan = ZenPlan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
         if seen.plan is None:
             return (yield from self._profile(key, gradient, seen))
@@ -145,14 +151,15 @@ class Zen(RoundScheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved plans, and with counts if they are of the same rows; those of older versions do not say.
 
-        Their plans are made anew where others sum shares beside: each share had its own.
+        Their plans are made anew where others sum shares beside: each share had its own. A `route` that was asked for
+        goes before plans. Those that were made by bytes, or for another network, stay until counts are taken again.
 
         Raises:
             CommError: They are of another scheme.
         """
         self.check_own(state)
         self._seed = state["seed"]
-        has_plans = "rows" in state or self.beside is None
+        has_plans = self._route is None and ("rows" in state or self.beside is None)
         has_counts = state.get("rows") == list(self._rows)
         self._seen = {
             key: _Seen(
@@ -169,7 +176,7 @@ class Zen(RoundScheme):
     def _profile(self, key: str, gradient: Tensor, seen: _Seen) -> Rounds[Tensor]:
         """Sum this step in a way that shows the densities, and plan when enough of them are known."""
         own, widths, numel = compress(gradient), self._widths(gradient), gradient.numel()
-        counts = self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
+        counts = yield from self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
         if counts[0] <= _HOPELESS * numel:
             total, sent = yield from sum_by_doubling(self.transport.rank, self.transport.size, own)
             result = expand(total, gradient)
@@ -180,7 +187,7 @@ class Zen(RoundScheme):
             result, rounds = self._dense.reduce(key, gradient), []
             total = compress(result)
         counts += [_rows(total.indices, width) for width in widths]
-        counts = self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
+        counts = yield from self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
         seen.steps += 1
         summed_at = len(widths)
         if counts[summed_at]:
@@ -202,36 +209,48 @@ class Zen(RoundScheme):
             )
         return result
 
-    def _agree(self, key: str, gradient: Tensor, counts: list[int]) -> list[int]:
+    def _agree(self, key: str, gradient: Tensor, counts: list[int]) -> Rounds[list[int]]:
         """Return the greatest of each count over all ranks, after making sure that these sum the same thing.
 
         Those beside are asked as well: a gradient of which one share is all-reduced with others, and another one is
         not, would let ranks wait for each other for ever.
         """
-        for transport in (self.transport, self.beside):
-            if transport is not None:
-                counts = self._greatest(key, gradient, counts, transport)
+        terms, own = self._terms(gradient), torch.tensor(counts, dtype=torch.int64)
+        message = to_bytes(terms, own).to(self.transport.device)
+        messages = yield from all_to_all(self.transport.rank, [message] * self.transport.size)
+        counts = _greatest(key, terms, messages)
+        if self.beside is not None:
+            message = to_bytes(terms, torch.tensor(counts, dtype=torch.int64)).to(self.beside.device)
+            counts = _greatest(key, terms, self.beside.send_to_all(message))
         return counts
 
-    def _greatest(self, key: str, gradient: Tensor, counts: list[int], transport: Transport) -> list[int]:
+    def _terms(self, gradient: Tensor) -> Tensor:
+        """Return, as int64, what has to be the same on all ranks, in the order of `_TERMS`."""
+        route = -1 if self._route is None else get_args(Route).index(self._route)
+        numbers = [gradient.numel(), gradient.itemsize, self._seed, route, self._profile_steps, self._replan_steps]
+        network = (-1.0, -1.0) if self._network is None else astuple(self._network)
         # As bits, so that all of it is one tensor, and read at once.
-        network = torch.tensor(astuple(self._network) if self._network else (-1.0, -1.0), dtype=torch.float64)
-        numbers = torch.tensor([self._seed, gradient.numel(), gradient.itemsize, len(counts)], dtype=torch.int64)
-        own = torch.cat([numbers, network.view(torch.int64)])
-        message = to_bytes(own, torch.tensor(counts, dtype=torch.int64)).to(transport.device)
-        messages = [from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in transport.send_to_all(message)]
-        read = iter(torch.cat(messages).tolist())
-        heard = [list(islice(read, each.numel())) for each in messages]
-        said = own.tolist()
-        for rank, other in enumerate(heard):
-            if other[:4] != said[:4]:
-                raise MessageError(
-                    f"{key}: (seed, elements, bytes of one, counts) are {said[:4]} here and {other[:4]} on rank "
-                    f"{rank}; give all ranks the same model and options"
-                )
-            if other[4:6] != said[4:6]:
-                raise MessageError(f"{key}: rank {rank} has other alpha_s and beta_s; give all ranks the same options")
-        return [max(column) for column in zip(*(other[6:] for other in heard), strict=True)]
+        seconds = torch.tensor(network, dtype=torch.float64).view(torch.int64)
+        return torch.cat([torch.tensor(numbers, dtype=torch.int64), seconds])
+
+
+def _greatest(key: str, terms: Tensor, messages: Sequence[Tensor]) -> list[int]:
+    """Return the greatest of each count that the ranks sent after their terms.
+
+    Raises:
+        MessageError: Not all have these terms, or as many counts.
+    """
+    read = iter(torch.cat([from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in messages]).tolist())
+    said = terms.tolist()
+    heard = [list(islice(read, each.numel() // 8)) for each in messages]
+    for rank, other in enumerate(heard):
+        differing = [name for name, one, two in zip(_TERMS, said, other, strict=False) if one != two]
+        if differing or len(other) != len(heard[0]):
+            raise MessageError(
+                f"{key}: rank {rank} has another {differing[0] if differing else 'number of rows'}; "
+                f"give all ranks the same model and options"
+            )
+    return [max(column) for column in zip(*(other[len(said) :] for other in heard), strict=True)]
 
 
 def _rows(indices: Tensor, width: int) -> int:
