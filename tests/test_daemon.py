@@ -544,6 +544,8 @@ def test_service_needs_its_run_directory(hosts: Hosts, tmp_path: Path, monkeypat
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         host = hosts["a"]
         host.start()
+        manager.settimeout(30)
+        assert manager.recv(100) == b"READY=1"
         shutil.rmtree(host.run_dir)
         assert host.process is not None
         assert host.process.wait(30) == 1
