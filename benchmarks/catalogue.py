@@ -875,6 +875,8 @@ KEPT: Final = {
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
     "2026-11-26-predicted.json": "up to 8 workers in real time on two cores, earlier code",
     "2026-11-27-predicted-in-parts.json": "time dilated by four, whatever the number of workers",
+    "2026-11-28-gpt-one-by-one.json": "the code before gradients of a bucket went together",
+    "2026-11-28-gpt-together.json": "the code after that, on the same machine at once",
     "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",
 }
 """Results that documents cite beside the newest, or that no script writes: why each is kept. None is made again."""
