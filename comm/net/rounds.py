@@ -217,13 +217,17 @@ def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, told: bool) -> dict[int
     if not distinct:
         return {}
     device = next(iter(distinct.values()))[0].device
-    # All at once: the CPU waits for a GPU whenever it makes a tensor of numbers there.
-    sizes = torch.tensor([part.numel() for parts in distinct.values() for part in parts], device=device)
     padding = torch.zeros(_ALIGNED_BYTES, dtype=torch.uint8, device=device)
-    made = {}
-    for (key, parts), own_sizes in zip(distinct.items(), sizes.split(list(map(len, distinct.values()))), strict=True):
-        filled = (each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()]))
-        made[key] = to_bytes(*([own_sizes] if told else []), *filled)
+    filled = {
+        key: [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
+        for key, parts in distinct.items()
+    }
+    if told:
+        # All at once: the CPU waits for a GPU whenever it makes a tensor of numbers there.
+        sizes = torch.tensor([part.numel() for parts in distinct.values() for part in parts], device=device)
+        for key, own in zip(distinct, sizes.split([len(parts) for parts in distinct.values()]), strict=True):
+            filled[key].insert(0, own)
+    made = {key: to_bytes(*each) for key, each in filled.items()}
     return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items() if parts}
 
 
