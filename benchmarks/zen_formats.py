@@ -21,6 +21,7 @@ from report import parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, gradient
 from torch import Tensor
 
+from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops.block import block_encode
 from resilient_run.comm.zen.formats import ALL, Format, encode
@@ -71,7 +72,8 @@ def savings(workload: str, elements: int, gpus: int) -> dict[str, float]:
     ) -> tuple[int, Tensor]:
         sparse = compress(own[transport.rank], width)
         cut = kind(length=sparse.length, servers=transport.size)
-        total = expand(push_and_pull(transport, sparse, cut, formats=formats), own[transport.rank])
+        summing = push_and_pull(transport.rank, transport.size, sparse, cut, formats=formats)
+        total = expand(carry_out(transport, [summing])[0], own[transport.rank])
         return transport.traffic.received_bytes, total
 
     results = {}

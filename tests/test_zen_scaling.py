@@ -8,6 +8,7 @@ from torch import Tensor
 from zen_scaling import BALANCES, PARALLEL, SCHEMES, WIDTH, drawn, imbalance, phases
 
 from resilient_run.comm import sparsity
+from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.zen.centralized import AGsparse, RecursiveDoubling
 from resilient_run.comm.zen.parallel import IndexFree, push_and_pull
@@ -38,7 +39,8 @@ def test_counted_bytes_are_those_of_the_scheme(scheme: str, ranks: int) -> None:
         else:
             kind, unit, formats = PARALLEL[scheme]
             sparse = compress(own, unit)
-            push_and_pull(transport, sparse, kind(length=sparse.length, servers=ranks), formats=formats)
+            cut = kind(length=sparse.length, servers=ranks)
+            carry_out(transport, [push_and_pull(transport.rank, ranks, sparse, cut, formats=formats)])
         return transport.traffic.sent_bytes, transport.traffic.received_bytes
 
     counted = list(phases(scheme, touched, ROWS))

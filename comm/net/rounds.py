@@ -225,7 +225,7 @@ def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, told: bool) -> dict[int
     if told:
         # All at once: the CPU waits for a GPU whenever it makes a tensor of numbers there.
         sizes = torch.tensor([part.numel() for parts in distinct.values() for part in parts], device=device)
-        for key, own in zip(distinct, sizes.split([len(parts) for parts in distinct.values()]), strict=True):
+        for key, own in zip(distinct, torch.split(sizes, [len(parts) for parts in distinct.values()]), strict=True):
             filled[key].insert(0, own)
     made = {key: to_bytes(*each) for key, each in filled.items()}
     return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items() if parts}
