@@ -346,7 +346,7 @@ def test_ranks_of_other_networks_are_told() -> None:
         run_ranks(2, work)
 
 
-@pytest.mark.parametrize("options", [("route", "gather", "parallel"), ("profile_steps", 1, 2), ("rows", (4,), (4, 2))])
+@pytest.mark.parametrize("options", [("route", "gather", "parallel"), ("profile_steps", 1, 2), ("rows", (4,), (2,))])
 def test_ranks_that_would_go_different_ways_are_told_at_once(options: tuple[str, Any, Any]) -> None:
     """A message of an all-gather looks like one that is pushed to a server."""
     name, *values = options
@@ -354,8 +354,15 @@ def test_ranks_that_would_go_different_ways_are_told_at_once(options: tuple[str,
     def work(transport: Transport) -> None:
         Zen(transport, **{name: values[transport.rank]}).reduce("weight", torch.eye(8))
 
-    with pytest.raises(MessageError, match=r"weight: rank [01] has another (route|profile_steps|number of rows); give"):
+    with pytest.raises(MessageError, match=r"weight: rank [01] has another (route|profile_steps|rows); give"):
         run_ranks(2, work)
+
+
+def test_ranks_with_other_dtypes_or_shapes_of_one_size_are_told() -> None:
+    given = [torch.eye(8, dtype=torch.bfloat16), torch.eye(8, dtype=torch.float16), torch.ones(4, 16)]
+    for mine, other, term in ((0, 1, "dtype"), (1, 2, "shape")):
+        with pytest.raises(MessageError, match=f"has another {term}"):
+            run_ranks(2, lambda transport, pair=(mine, other): Zen(transport).reduce("w", given[pair[transport.rank]]))
 
 
 def test_zen_told_of_long_latencies_gathers() -> None:

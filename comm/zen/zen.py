@@ -1,5 +1,6 @@
 """Zen: sparse gradients over balanced parallelism, or in one piece where they hardly overlap (thesis 3.3)."""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import islice
@@ -19,7 +20,7 @@ from .plan import Route, Rows, ZenPlan, decide
 from .sparse import compress, expand, row_width
 
 _HOPELESS = 1 / 4
-_TERMS = ("number of elements", "dtype", "seed", "route", "profile_steps", "replan_steps", "alpha_s", "beta_s")
+_TERMS = ("shape", "dtype", "rows", "seed", "route", "profile_steps", "replan_steps", "alpha_s", "beta_s")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -227,7 +228,8 @@ class Zen(RoundScheme):
     def _terms(self, gradient: Tensor) -> Tensor:
         """Return, as int64, what has to be the same on all ranks, in the order of `_TERMS`."""
         route = -1 if self._route is None else get_args(Route).index(self._route)
-        numbers = [gradient.numel(), gradient.itemsize, self._seed, route, self._profile_steps, self._replan_steps]
+        said = [zlib.crc32(repr(each).encode()) for each in (tuple(gradient.shape), gradient.dtype, self._rows)]
+        numbers = [*said, self._seed, route, self._profile_steps, self._replan_steps]
         network = (-1.0, -1.0) if self._network is None else astuple(self._network)
         # As bits, so that all of it is one tensor, and read at once.
         seconds = torch.tensor(network, dtype=torch.float64).view(torch.int64)
