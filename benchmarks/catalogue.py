@@ -710,6 +710,35 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/whole_steps.py",
+        root=True,
+        depends=(
+            *TRAINED,
+            *PLANNED,
+            *LAB,
+            "comm/cli/plan.py",
+            "comm/cupcake",
+            "comm/espresso",
+            "comm/local_steps.py",
+            "comm/synchronizer.py",
+            "benchmarks/known_costs.py",
+            "benchmarks/predicted.py",
+            "benchmarks/sparse_workload.py",
+            "benchmarks/timed_model.py",
+            "benchmarks/whole_steps_worker.py",
+            "benchmarks/workload.py",
+        ),
+        results=(
+            Result(name="whole-steps-lstm", arguments="--models LSTM --rates-mbit 100 1000", minutes=35),
+            Result(name="whole-steps-lstm-4000", arguments="--models LSTM --hosts 4 8 --rates-mbit 4000", minutes=10),
+            Result(
+                name="whole-steps-dense",
+                arguments="--models dense --hosts 4 8 --rates-mbit 100 1000 --dense-s 0.35",
+                minutes=15,
+            ),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/predicted.py",
         root=True,
         depends=(
@@ -720,12 +749,14 @@ BENCHMARKS: Final = (
             "comm/cupcake",
             "comm/espresso",
             "comm/synchronizer.py",
+            "benchmarks/known_costs.py",
             "benchmarks/predicted_worker.py",
             "benchmarks/timed_model.py",
             "benchmarks/workload.py",
         ),
         results=(
             Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=125),
+            Result(name="predicted-unseen", arguments="--seed 500 --count 25 --others 1", minutes=62),
             Result(name="predicted-again", arguments="--seed 316 331 332 333 --count 1 --others 1", minutes=10),
             Result(
                 name="predicted-models",

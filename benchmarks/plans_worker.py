@@ -5,12 +5,21 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from timed_model import Device, Step, TimedModel, planned, slowest_s
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from timed_model import (
+    ONE_BUCKET_MIB,
+    POWERSGD_RANK,
+    Device,
+    Step,
+    TimedModel,
+    fp16_hook,
+    planned,
+    powersgd_hook,
+    slowest_s,
+    unplanned,
+)
 from torch.nn.parallel import DistributedDataParallel
 from workload import emit
 
@@ -18,8 +27,6 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.hook import register
 from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.profiler import BackwardProfiler
-
-POWERSGD_RANK = 4
 
 options = json.loads(sys.argv[1])
 device = Device()
@@ -31,25 +38,10 @@ def build() -> TimedModel:
 
 
 def under_ddp(
-    hook: Callable[..., Any] | None = None,
-    state: object = None,
-    *,
-    scheme: str | None = None,
-    bucket_mib: float = options["bucket_mib"],
+    attach: Callable[[DistributedDataParallel], object] | None = None, *, bucket_mib: float = options["bucket_mib"]
 ) -> Callable[[], None]:
     # DDP's buckets have as much less in them as the model has.
-    parallel = DistributedDataParallel(build(), bucket_cap_mb=bucket_mib)
-    if hook is not None:
-        parallel.register_comm_hook(state, hook)
-    if scheme is not None:
-        register(parallel, scheme, rank=POWERSGD_RANK, least_elements=1)
-
-    def iteration() -> None:
-        parallel.zero_grad()
-        with device.iteration():
-            parallel().backward()
-
-    return iteration
+    return unplanned(build(), bucket_mib=bucket_mib, attach=attach)
 
 
 def profile() -> None:
@@ -69,16 +61,11 @@ def train() -> None:
     """Print the seconds of each iteration by each strategy, on the slowest rank; they take turns."""
     made: dict[str, Callable[[], None]] = {
         "fp32": under_ddp(),
-        "fp16": under_ddp(default_hooks.fp16_compress_hook),
-        "powersgd": under_ddp(
-            powerSGD_hook.powerSGD_hook,
-            powerSGD_hook.PowerSGDState(
-                process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
-            ),
-            # Its callbacks all-reduce in Gloo's two threads: of two buckets in an order that differs between ranks.
-            bucket_mib=1e4,
+        "fp16": under_ddp(fp16_hook),
+        "powersgd": under_ddp(powersgd_hook, bucket_mib=ONE_BUCKET_MIB),
+        "powersgd, overlapped": under_ddp(
+            lambda parallel: register(parallel, "powersgd", rank=POWERSGD_RANK, least_elements=1)
         ),
-        "powersgd, overlapped": under_ddp(scheme="powersgd"),
         **{
             name: planned(Plan.read(Path(path)), build(), named("topk", density=options["density"]))[1]
             for name, path in options["plans"].items()

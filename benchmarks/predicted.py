@@ -9,7 +9,8 @@ planned. For half of the clusters the fusion planners read a system file, for th
 `espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once, and DDP as it is
 after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of the thesis
 (benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4 hosts with
-2 ranks or, if they are large, on 2 with 2. Computation takes as long as the network without compression.
+2 ranks or, if they are large, on 2 with 2. `--shape` and `--scale` say otherwise. Computation takes as long as the
+network without compression.
 
 Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
 the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together
@@ -30,6 +31,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -84,7 +86,7 @@ class Sample:
     hosts: int
     per_host: int
     slower: float
-    rate_mbit_s: int
+    rate_mbit_s: float
     compressor: dict[str, Any]
     forward_s: float
     steps: tuple[Step, ...]
@@ -139,14 +141,16 @@ def drawn(seed: int, others: int, most_mbit_s: float, cores_per_worker: float) -
     )
 
 
-def of_model(name: str, most_mbit_s: float, cores_per_worker: float) -> Sample:
-    """Return a model of the thesis."""
+def of_model(
+    name: str, most_mbit_s: float, cores_per_worker: float, *, shape: Sequence[int] | None, scale: int
+) -> Sample:
+    """Return a model of the thesis with so many times fewer elements, on hosts with so many ranks each."""
     tensors = [tensor for tensor in read_model(MODELS / f"{name}.json", flops_per_s=1).tensors if tensor.numel]
     numel, operations = sum(tensor.numel for tensor in tensors), sum(tensor.backward_s for tensor in tensors)
-    hosts, per_host = (4, 2) if numel < LARGE else (2, 2)
+    hosts, per_host = shape or ((4, 2) if numel < LARGE else (2, 2))
     slower = dilation(hosts * per_host, cores_per_worker)
     rate_mbit_s = round(most_mbit_s / hosts / slower)
-    adapter_bytes = 4 * numel / SCALE * load(Routine.ALL_REDUCE, hosts, per_host).adapter
+    adapter_bytes = 4 * numel / scale * load(Routine.ALL_REDUCE, hosts, per_host).adapter
     computing_s = 8 * adapter_bytes / (PAYLOAD * rate_mbit_s * 1e6)
     return Sample(
         seed=name,
@@ -160,13 +164,13 @@ def of_model(name: str, most_mbit_s: float, cores_per_worker: float) -> Sample:
             Step(
                 name=tensor.name.replace(".", "_"),
                 rows=1,
-                columns=max(1, tensor.numel // SCALE),
+                columns=max(1, tensor.numel // scale),
                 backward_s=computing_s * 2 / 3 * tensor.backward_s / operations,
             )
             for tensor in tensors
         ),
         system_file=False,
-        scale=SCALE,
+        scale=scale,
         planners=RECOMMENDED,
     )
 
@@ -186,7 +190,7 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
         )
         return {**own, "routines": {"all_reduce": library}, "compressed": dict.fromkeys(PROBED_COMPRESSED, coded)}
 
-    tensors = [{"name": s.name, "numel": s.columns, "backward_s": s.backward_s} for s in sample.steps]
+    tensors = [{"name": s.name, "numel": s.rows * s.columns, "backward_s": s.backward_s} for s in sample.steps]
     common = {"forward_s": sample.forward_s, "bytes_per_element": 4}
     coder = {name: line(known[name]) for name in ("compress", "decompress", "accumulate")}
     cluster = {
@@ -327,6 +331,8 @@ def main() -> None:
     made.add_argument("--most-mbit", type=float, default=800, metavar="N", help="Mbit/s, of the links of all ranks")
     made.add_argument("--cores-per-worker", type=float, default=3, metavar="N", help="that a worker has, see above")
     made.add_argument("--models", nargs="+", default=[], metavar="NAME", help="in place of what is drawn")
+    made.add_argument("--shape", type=int, nargs=2, metavar=("HOSTS", "RANKS"), help="on each, for `--models`")
+    made.add_argument("--scale", type=int, default=SCALE, metavar="N", help="times fewer elements of `--models`")
     made.add_argument("--warm-up", type=int, default=1, metavar="N", help="iterations before those that count")
     made.add_argument("--iterations", type=int, default=5, metavar="N", help="of each plan")
     options = made.parse_args()
@@ -337,7 +343,9 @@ def main() -> None:
         if time.monotonic() > end_s:
             break
         if options.models:
-            sample = of_model(seed, options.most_mbit, options.cores_per_worker)
+            sample = of_model(
+                seed, options.most_mbit, options.cores_per_worker, shape=options.shape, scale=options.scale
+            )
         else:
             sample = drawn(seed, options.others, options.most_mbit, options.cores_per_worker)
         known, found = measure(sample, warm_up=options.warm_up, iterations=options.iterations)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.compress.compressor import Compressor
@@ -24,6 +25,9 @@ from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.measure.timing import example_gradient
 from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.synchronizer import GradientSynchronizer, synchronize_by
+
+POWERSGD_RANK = 4
+ONE_BUCKET_MIB = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +138,17 @@ class TimedModel(nn.Module):
             self.register_parameter(step.name, nn.Parameter(torch.zeros(shape)))
             self._made[step.name] = example_gradient(step.rows * step.columns, rank, index).view(shape)
 
+    def gradient(self, name: str) -> Tensor:
+        """Return what the next backward pass finds for a parameter."""
+        return self._made[name]
+
     def forward(self) -> Tensor:
         self.device.compute(self._forward_s)
         signal = torch.zeros((), requires_grad=True)
-        for name, parameter in self.named_parameters():
-            arguments = (self._made[name], self.device, self._seconds[name])
-            signal = _Backward.apply(signal, parameter, *arguments)  # type: ignore[no-untyped-call]
+        parameters = dict(self.named_parameters())
+        for name, seconds in reversed(self._seconds.items()):
+            arguments = (self.gradient(name), self.device, seconds)
+            signal = _Backward.apply(signal, parameters[name], *arguments)  # type: ignore[no-untyped-call]
         return signal
 
 
@@ -176,9 +185,29 @@ def planned(plan: Plan, model: TimedModel, compressor: Compressor) -> tuple[Grad
     return averaging, iteration
 
 
-def unplanned(model: TimedModel, *, bucket_mib: float) -> Callable[[], None]:
-    """Return what trains one iteration with DDP as it is, but for the size of its buckets."""
+def fp16_hook(parallel: DistributedDataParallel) -> None:
+    """Let torch's hook send half precision."""
+    parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def powersgd_hook(parallel: DistributedDataParallel) -> None:
+    """Let torch's hook send products of narrow matrices; it needs `ONE_BUCKET_MIB`.
+
+    Its callbacks all-reduce in Gloo's two threads: of two buckets in an order that differs between ranks.
+    """
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
+    )
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def unplanned(
+    model: TimedModel, *, bucket_mib: float, attach: Callable[[DistributedDataParallel], object] | None = None
+) -> Callable[[], None]:
+    """Return what trains one iteration with DDP, with buckets of this size and the hook that `attach` gives it."""
     parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
+    if attach is not None:
+        attach(parallel)
 
     def iteration() -> None:
         parallel.zero_grad()

@@ -182,7 +182,8 @@ def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport
     for name, option in options.items():
         if any(isinstance(step, Comm) and step.phase is not Phase.FLAT for step in option.steps):
             raise CommError(
-                f"{name} is to be summed by {option}, but FSDP2 itself sums within hosts; plan with --constraint flat"
+                f"{name} is to be summed by {option}, but FSDP2 itself sums within hosts; plan with --planner espresso "
+                "--constraint flat"
             )
     return lambda ranks: OptionScheme(Fabric(flat=ranks, intra=ranks, inter=ranks), memory, options)
 

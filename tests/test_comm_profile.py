@@ -269,6 +269,20 @@ def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     assert gathered.sizes_bytes[0] == 4
 
 
+@pytest.mark.parametrize("name", ["int8", "fp16", "topk"])
+def test_a_measured_compressor_has_the_name_that_plan_takes(
+    tmp_path: Path, rank_environ: dict[str, str], name: str
+) -> None:
+    system, model, out = (tmp_path / f"{each}.json" for each in ("system", "model", "plan"))
+    model.write_text(json.dumps({"tensors": [{"name": "w", "numel": 4, "backward_s": 0.1}]}))
+    measure = ["profile", "--form", "espresso", "--compressor", name, "--repeats", "1", "--largest-mib", "1"]
+    plan = ["plan", "--planner", "espresso", "--compressor", name, "--model", str(model), "--system", str(system)]
+    for arguments in ([*measure, "--out", str(system)], [*plan, "--out", str(out)]):
+        result = CliRunner(env=rank_environ).invoke(resilient_comm, arguments)
+        assert result.exit_code == 0, result.output
+    assert Plan.read(out).compressor == name
+
+
 @pytest.mark.nightly
 def test_from_profile_to_a_planned_run_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """The four commands of the example; then the same plan, made to compress, with and without a kill."""

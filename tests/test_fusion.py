@@ -149,7 +149,7 @@ def test_groups_without_compression_cost_the_device_nothing() -> None:
 @pytest.mark.parametrize("decode", [False, True])
 def test_exact_planner_equals_brute_force(decode: bool) -> None:
     rng = random.Random(5)
-    for most, repetitions in ((8, 2000), (12, 100)):
+    for most, repetitions in ((8, 1000), (12, 50)):
         for _ in range(repetitions):
             problem = random_problem(rng, most=most, decode=decode)
             assert problem.iteration_s(exact(problem)) == pytest.approx(least_s(problem), rel=1e-12)
@@ -158,7 +158,7 @@ def test_exact_planner_equals_brute_force(decode: bool) -> None:
 @pytest.mark.parametrize("decode", [False, True])
 def test_pareto_fronts_equal_brute_force(decode: bool) -> None:
     rng = random.Random(9)
-    for most, repetitions in ((8, 700), (12, 40)):
+    for most, repetitions in ((8, 300), (12, 15)):
         for _ in range(repetitions):
             problem = random_problem(rng, most=most, decode=decode, cost=random_curve)
             assert problem.iteration_s(pareto(problem).strategy) == pytest.approx(least_s(problem), rel=1e-9)
@@ -176,7 +176,7 @@ def without_latency(problem: FusionProblem, rng: random.Random) -> FusionProblem
 def test_without_latency_of_communication_the_result_equals_brute_force(patience: float) -> None:
     rng = random.Random(13)
     proofs = 0
-    for most, repetitions in ((8, 300), (12, 40)):
+    for most, repetitions in ((8, 150), (12, 15)):
         for _ in range(repetitions):
             problem = without_latency(random_problem(rng, most=most, decode=True), rng)
             best_s = least_s(problem)
@@ -273,7 +273,7 @@ def test_nothing_is_faster_than_the_bound_and_no_baseline_than_the_plan(
 ) -> None:
     rng = random.Random(8)
     for decode in (False, True):
-        for _ in range(100):
+        for _ in range(40):
             problem = random_problem(rng, most=30, decode=decode, cost=cost)
             found = optimum(problem)
             plan_s = problem.iteration_s(found.strategy)

@@ -14,6 +14,7 @@ import torch
 from cluster import Cluster, Host, assert_same_training, recovered, wait_until
 from launchers import run_python
 from ranks import run_ranks
+from tiers import nightly_but
 from torch import Tensor, nn
 
 from resilient_run.comm.errors import CommError
@@ -357,7 +358,10 @@ def launched(host: Host, *script: str, nproc: int = 2, extra: tuple[str, ...] = 
     return host
 
 
-@pytest.mark.parametrize("arguments", ["dense", "int8", "topk", "int8 --fragments 2 --delay 2"])
+@pytest.mark.parametrize(
+    "arguments",
+    nightly_but(["topk", "int8 --fragments 2 --delay 2"], ["dense", "int8", "topk", "int8 --fragments 2 --delay 2"]),
+)
 def test_worker_killed_within_a_round_goes_on_bit_by_bit(cluster: Cluster, arguments: str) -> None:
     undisturbed = launched(cluster.host("undisturbed"), *arguments.split())
     assert undisturbed.wait() == 0, undisturbed.output

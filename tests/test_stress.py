@@ -393,7 +393,7 @@ COLLECTIVES = ("collectives.py", "--ranks", "2", "--repeats", "100000")
 @pytest.mark.parametrize(
     ("arguments", "number", "daemons", "workers"),
     [
-        pytest.param(CAPTURE_STALL, signal.SIGTERM, 2, 4, id="while it trains"),
+        pytest.param(CAPTURE_STALL, signal.SIGTERM, 2, 4, id="while it trains", marks=pytest.mark.nightly),
         pytest.param(CAPTURE_STALL, signal.SIGHUP, 1, 0, id="while its first daemon starts"),
         pytest.param(
             COLLECTIVES,

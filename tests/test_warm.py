@@ -22,6 +22,7 @@ import psutil
 import pytest
 from cluster import stop, wait_until
 from launchers import run_python
+from tiers import nightly_but
 
 from resilient_run.launcher.workers import warm, zygote
 from resilient_run.launcher.workers.handler import warm_workers
@@ -351,7 +352,7 @@ def test_warm_equals_cold(bench: Bench, name: str) -> None:
     assert _normal(warm[1]).splitlines() == _normal(cold[1]).splitlines()
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", nightly_but(["data loader", "forked processes", "identity", "traceback"], WATCHED))
 def test_worker_that_is_looked_into_equals_one_that_is_not(bench: Bench, watching: WorkerStarter, name: str) -> None:
     bench.write(PROGRAMS[name])
     plain = bench.run(warm=False)
