@@ -732,6 +732,11 @@ BENCHMARKS: Final = (
             Result(name="whole-steps-lstm", arguments="--models LSTM --rates-mbit 100 1000", minutes=35),
             Result(name="whole-steps-lstm-4000", arguments="--models LSTM --hosts 4 8 --rates-mbit 4000", minutes=10),
             Result(
+                name="whole-steps-lstm-tables",
+                arguments="--models LSTM --hosts 4 8 --rates-mbit 100 1000",
+                minutes=13,
+            ),
+            Result(
                 name="whole-steps-dense",
                 arguments="--models dense --hosts 4 8 --rates-mbit 100 1000 --dense-s 0.35",
                 minutes=15,
