@@ -76,6 +76,19 @@ SUMS = (
 TRAINED = (*SUMS, "comm/compress", "comm/hook.py", "comm/runtime", "examples")
 COLLECTIVES = ("comm/compress", "comm/measure", "comm/net", "comm/plan")
 PLANNED = ("comm/plan", "benchmarks/models")
+# Plans for files that are written by hand.
+WRITTEN_BY_HAND = (
+    *TRAINED,
+    *PLANNED,
+    *LAB,
+    "comm/cli/plan.py",
+    "comm/cupcake",
+    "comm/espresso",
+    "comm/synchronizer.py",
+    "benchmarks/known_costs.py",
+    "benchmarks/timed_model.py",
+    "benchmarks/workload.py",
+)
 LM, NVRX, DLROVER = "lm/bin/python", "nvrx/bin/python", "dlrover/bin/python"
 
 BENCHMARKS: Final = (
@@ -713,20 +726,11 @@ BENCHMARKS: Final = (
         script="benchmarks/whole_steps.py",
         root=True,
         depends=(
-            *TRAINED,
-            *PLANNED,
-            *LAB,
-            "comm/cli/plan.py",
-            "comm/cupcake",
-            "comm/espresso",
+            *WRITTEN_BY_HAND,
             "comm/local_steps.py",
-            "comm/synchronizer.py",
-            "benchmarks/known_costs.py",
             "benchmarks/predicted.py",
             "benchmarks/sparse_workload.py",
-            "benchmarks/timed_model.py",
             "benchmarks/whole_steps_worker.py",
-            "benchmarks/workload.py",
         ),
         results=(
             Result(name="whole-steps-lstm", arguments="--models LSTM --rates-mbit 100 1000", minutes=35),
@@ -746,19 +750,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/predicted.py",
         root=True,
-        depends=(
-            *TRAINED,
-            *PLANNED,
-            *LAB,
-            "comm/cli/plan.py",
-            "comm/cupcake",
-            "comm/espresso",
-            "comm/synchronizer.py",
-            "benchmarks/known_costs.py",
-            "benchmarks/predicted_worker.py",
-            "benchmarks/timed_model.py",
-            "benchmarks/workload.py",
-        ),
+        depends=(*WRITTEN_BY_HAND, "benchmarks/predicted_worker.py"),
         results=(
             Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=125),
             Result(name="predicted-unseen", arguments="--seed 500 --count 25 --others 1", minutes=62),

@@ -75,7 +75,7 @@ class Model(TimedModel):
 
 def with_scheme(name: str, *, sparse: bool = False, **scheme_options: Any) -> Iteration:
     """Return what trains an iteration under DDP; a scheme sums the table where there is one, and everything if not."""
-    least = 1 if options["workload"] is None else options["table_elements"] // WIDTH * WIDTH
+    least = 1 if options["workload"] is None else options["table_elements"]
     return unplanned(
         Model(sparse=sparse),
         bucket_mib=options["bucket_mib"],

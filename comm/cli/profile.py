@@ -127,7 +127,7 @@ def _measure(
                 coders["cpu"] = probe_coder(
                     compressor, sizes, device="cpu", gradients_on=device, repeats=repeats, transport=fabric.flat
                 )
-            costs = _espresso(fabric, coders, name, compressor, sizes, repeats)
+            costs = _espresso(fabric, coders, compressor, sizes, repeats)
         else:
             costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)
         return {"version": 1, "forward_s": forward_s, "bytes_per_element": 4, **costs}
@@ -149,12 +149,7 @@ def _cupcake(
 
 
 def _espresso(
-    fabric: Fabric,
-    coders: Mapping[str, CoderPoints],
-    name: str,
-    compressor: Compressor,
-    sizes: Sequence[int],
-    repeats: int,
+    fabric: Fabric, coders: Mapping[str, CoderPoints], compressor: Compressor, sizes: Sequence[int], repeats: int
 ) -> dict[str, Any]:
     ratio = coders["gpu"].ratio
 
@@ -188,7 +183,7 @@ def _espresso(
         "intra": link(fabric.intra),
         "inter": link(fabric.inter, sharing=per_host),
         "compressors": {
-            name: {
+            compressor.name: {
                 "ratio": ratio,
                 **{
                     device: {

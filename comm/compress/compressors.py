@@ -137,10 +137,13 @@ class Half(Compressor):
         dtype: `torch.float16` or `torch.bfloat16`.
     """
 
-    name = "half"
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name of the type."""
+        return "fp16" if self.dtype is torch.float16 else "bf16"
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the rounded elements."""

@@ -33,7 +33,6 @@ class EightBits(Compressor):
         CommError: There is no such rounding, or a block has no elements.
     """
 
-    name = "eight bits"
     differs = frozenset({"_rank"})
 
     def __init__(self, kind: Format, *, block: int = BLOCK, rounding: Rounding = "nearest", rank: int = 0) -> None:
@@ -44,6 +43,11 @@ class EightBits(Compressor):
         self._kind: Format = kind
         self._stochastic = rounding == "stochastic"
         self._rank = rank
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The kind of the numbers."""
+        return self._kind
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the scales and the codes."""
