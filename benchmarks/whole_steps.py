@@ -126,7 +126,6 @@ def measure(name: str, hosts: int, rate_mbit_s: float, options: Any) -> tuple[di
             "gpus": options.gpus,
             "bucket_mib": model.bucket_mib,
             "compressor": sample.compressor,
-            "density": options.density,
             "folder": folder,
             "rounds": options.rounds,
             "every": options.every,

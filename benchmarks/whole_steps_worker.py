@@ -39,8 +39,9 @@ from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.zen.formats import ALL
 
 TABLE = "table.weight"
-WARM_UP = 3
-"""Iterations that do not count: buckets are made anew, torch's PowerSGD begins, Zen measures and decides."""
+WARM_UP = 5
+"""Iterations that do not count: buckets are made anew, torch's PowerSGD begins, Zen counts, decides, and goes its way
+for the first time."""
 
 options = json.loads(sys.argv[1])
 device = Device()
@@ -57,7 +58,7 @@ class Model(TimedModel):
     def __init__(self, *, sparse: bool = False) -> None:
         steps = [Step(**step) for step in options["steps"]]
         super().__init__(steps, forward_s=options["forward_s"], device=device, rank=dist.get_rank())
-        self._places = torch.Generator().manual_seed(dist.get_rank())
+        self._places = torch.Generator().manual_seed(0)  # the same on all ranks, whose gradients overlap
         if options["workload"] is not None:
             workload, elements = WORKLOADS[options["workload"]], options["table_elements"]
             made = gradient(workload, dist.get_rank(), elements=elements, gpus=options["gpus"])
@@ -115,7 +116,7 @@ def for_tables() -> dict[str, Iteration]:
 
 def for_dense() -> dict[str, Iteration]:
     """Return contenders that send less than the gradients have."""
-    bucket_mib, density = options["bucket_mib"], options["density"]
+    bucket_mib, density = options["bucket_mib"], options["compressor"]["density"]
     return {
         "all-reduce": unplanned(Model(), bucket_mib=bucket_mib),
         "torch's fp16_compress_hook": unplanned(Model(), bucket_mib=bucket_mib, attach=fp16_hook),
