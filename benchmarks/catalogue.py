@@ -733,17 +733,25 @@ BENCHMARKS: Final = (
             "benchmarks/whole_steps_worker.py",
         ),
         results=(
-            Result(name="whole-steps-lstm", arguments="--models LSTM --rates-mbit 100 1000", minutes=35),
-            Result(name="whole-steps-lstm-4000", arguments="--models LSTM --hosts 4 8 --rates-mbit 4000", minutes=10),
+            Result(
+                name="whole-steps-lstm",
+                arguments="--models LSTM --rates-mbit 100 1000 --total-mbit 300 --dense-s 0.5",
+                minutes=35,
+            ),
+            Result(
+                name="whole-steps-lstm-4000",
+                arguments="--models LSTM --hosts 4 8 --rates-mbit 4000 --total-mbit 300 --dense-s 0.5",
+                minutes=10,
+            ),
             Result(
                 name="whole-steps-lstm-tables",
-                arguments="--models LSTM --hosts 4 8 --rates-mbit 100 1000",
+                arguments="--models LSTM --hosts 4 8 --rates-mbit 100 1000 --total-mbit 300 --dense-s 0.5",
                 minutes=13,
             ),
             Result(
                 name="whole-steps-dense",
-                arguments="--models dense --hosts 4 8 --rates-mbit 100 1000 --dense-s 0.35",
-                minutes=15,
+                arguments="--models dense --hosts 4 8 --rates-mbit 100 1000",
+                minutes=40,
             ),
         ),
     ),
@@ -903,6 +911,7 @@ KEPT: Final = {
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
     "2026-11-26-predicted.json": "up to 8 workers in real time on two cores, earlier code",
     "2026-11-27-predicted-in-parts.json": "time dilated by four, whatever the number of workers",
+    "2026-11-28-whole-steps-dense-busy.json": "hosts with 0.67 cores at 100 Mbit/s that push each other from them",
     "2026-11-28-gpt-one-by-one.json": "the code before gradients of a bucket went together",
     "2026-11-28-gpt-together.json": "the code after that, on the same machine at once",
     "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",

@@ -23,6 +23,7 @@ from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops import kernels
+from resilient_run.comm.ops import topk as topk_module
 from resilient_run.comm.ops.bitmap import bitmap_indices
 from resilient_run.comm.ops.block import block_decode
 from resilient_run.comm.ops.coo import coo_decode
@@ -77,7 +78,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CudaKernel, "launch", one_by_one)
     monkeypatch.setattr(kernels, "is_on_host", lambda tensor: False)
-    # What selects the greatest elements waits a few times, and takes minutes in the simulator.
+    # What selects the greatest elements waits for nothing (below), and takes minutes in the simulator.
     on = Op.on
     monkeypatch.setattr(Op, "on", lambda self, _: on(self, "cpu" if self.name == "topk" else "cuda"))
 
@@ -126,6 +127,20 @@ def test_more_ranks_wait_no_more_often(label: str) -> None:
     few, many = (waits_of(lambda ranks: scheme_of(name, ranks, **options), size) for size in (3, 4))
     assert max(map(len, many)) <= max(map(len, few)), (few, many)
     assert max(map(len, few)) <= 18
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("k", [1, 40])
+def test_top_k_waits_for_nothing(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With fewer digits it takes seconds.
+    for name, value in {"_DIGIT_BITS": 8, "_DIGITS": 256, "_DIGIT_THREADS": 4}.items():
+        monkeypatch.setattr(topk_module, name, value)
+    for numbers in (gradient(0), gradient(0).round()):
+        expected = topk_module.topk.reference(numbers, k)
+        with Waits() as waits:
+            found = topk_module.topk.cuda(numbers, k)
+        assert waits.names == []
+        assert torch.equal(found.indices, expected.indices)
 
 
 OPTIONS = {

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import OpError
 from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, magnitude_mask
 
-_BYTES_PER_THREAD = 8
+BYTES_PER_THREAD = 8
+"""Of a bitmap, where a kernel counts what is set before each thread's own bits."""
 _BLOCK = 64
 _PART = 4
 _FEW = 16
@@ -110,7 +111,7 @@ def _count(bitmap: Any, counts: Any) -> None:
     thread = cuda.grid(1)
     if thread < counts.size:
         count = 0
-        for byte in range(thread * _BYTES_PER_THREAD, min((thread + 1) * _BYTES_PER_THREAD, bitmap.size)):
+        for byte in range(thread * BYTES_PER_THREAD, min((thread + 1) * BYTES_PER_THREAD, bitmap.size)):
             count += cuda.popc(bitmap[byte])
         counts[thread] = count
 
@@ -120,7 +121,7 @@ def _write(bitmap: Any, ends: Any, indices: Any) -> None:
     thread = cuda.grid(1)
     if thread < ends.size:
         place = ends[thread - 1] if thread else 0
-        for byte in range(thread * _BYTES_PER_THREAD, min((thread + 1) * _BYTES_PER_THREAD, bitmap.size)):
+        for byte in range(thread * BYTES_PER_THREAD, min((thread + 1) * BYTES_PER_THREAD, bitmap.size)):
             word = bitmap[byte]
             for i in range(8):
                 if (word >> i) & 1:
@@ -136,6 +137,29 @@ def mark(elements: Tensor) -> Tensor:
     return bitmap
 
 
+def ends_of(bitmap: Tensor) -> Tensor:
+    """Return how many bits are set up to the end of each `BYTES_PER_THREAD` bytes, int32."""
+    counts = torch.empty(-(-bitmap.numel() // BYTES_PER_THREAD), dtype=torch.int32, device=bitmap.device)
+    _count.launch(counts.numel(), bitmap, counts)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def first_marked(bitmap: Tensor, ends: Tensor, count: int) -> Tensor:
+    """Return the int32 indices of the first `count` bits that are set, ascending; zeros after them if they are fewer.
+
+    Nobody waits for the GPU.
+
+    Args:
+        bitmap: As `mark` makes it.
+        ends: Of the bitmap (`ends_of`).
+        count: How many.
+    """
+    indices = torch.zeros(count, dtype=torch.int32, device=bitmap.device)
+    if count:
+        _write.launch(ends.numel(), bitmap, ends, indices)
+    return indices
+
+
 def marked(bitmap: Tensor, count: int | None = None) -> Tensor:
     """Return the int32 indices of the bits that are set, ascending.
 
@@ -146,20 +170,15 @@ def marked(bitmap: Tensor, count: int | None = None) -> Tensor:
     Raises:
         OpError: They are not so many.
     """
-    counts = torch.empty(-(-bitmap.numel() // _BYTES_PER_THREAD), dtype=torch.int32, device=bitmap.device)
-    _count.launch(counts.numel(), bitmap, counts)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    ends = ends_of(bitmap)
     if not ends.numel():
         check_count(count or 0, 0)
     elif count is None:
         count = int(ends[-1])
     else:
         check_numbers(ends[-1:], partial(check_count, count))
-    # Zeros, because what is found to be wrong only later is used meanwhile.
-    indices = torch.zeros(count or 0, dtype=torch.int32, device=bitmap.device)
-    if indices.numel():
-        _write.launch(ends.numel(), bitmap, ends, indices)
-    return indices
+    # What is found to be wrong only later is used meanwhile.
+    return first_marked(bitmap, ends, count or 0)
 
 
 def check_count(expected: int, found: int) -> None:

@@ -1,5 +1,6 @@
 """Top-k by magnitude: exact, and with the sampled threshold of Deep Gradient Compression (Lin et al., section 3.1)."""
 
+from functools import cache
 from math import ceil, floor
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .compaction import marked, reaching
+from .compaction import BYTES_PER_THREAD, ends_of, first_marked, marked, reaching
 from .coo import Coo
 from .kernels import CudaKernel, bits, cpu_kernel, flat, host_bits, magnitude_mask
 from .op import Op
@@ -21,6 +22,9 @@ SLACK = 1.25
 _DIGIT_BITS = 11
 _DIGITS = 1 << _DIGIT_BITS
 _HISTOGRAM_THREADS = 1 << 18
+_DIGIT_THREADS = 128
+_PREFIX, _LEFT = 0, 1
+"""On a GPU, of what is found of the k-th largest magnitude: its first bits, and how many of those that have them."""
 _LANES = 4
 _SAMPLED = 0.01
 _MIN_SAMPLES = 256
@@ -120,6 +124,7 @@ def _magnitudes(elements: Tensor) -> Tensor:
     return (bits(elements) & magnitude_mask(elements)).clamp(max=_nan_magnitude(elements.dtype))
 
 
+@cache
 def _nan_magnitude(dtype: torch.dtype) -> int:
     infinity = torch.tensor(torch.inf, dtype=dtype)
     return int(bits(infinity)) + 1
@@ -233,7 +238,8 @@ def _sampled_cpu(dense: Tensor, k: int, *, seed: int) -> Coo:
 
 
 @CudaKernel
-def _histogram_kernel(bits: Any, mask: int, nan: int, shift: int, step: int, prefix: int, counts: Any) -> None:
+def _histogram_kernel(bits: Any, mask: int, nan: int, shift: int, step: int, found: Any, counts: Any) -> None:
+    prefix = found[_PREFIX]
     own = cuda.shared.array(_DIGITS, int32)
     for digit in range(cuda.threadIdx.x, _DIGITS, cuda.blockDim.x):
         own[digit] = 0
@@ -249,6 +255,66 @@ def _histogram_kernel(bits: Any, mask: int, nan: int, shift: int, step: int, pre
 
 
 @CudaKernel
+def _digit_kernel(counts: Any, step: int, found: Any) -> None:
+    """Add the digit of the k-th largest magnitude to its prefix, and take off k what is larger; with one block."""
+    sums = cuda.shared.array(_DIGIT_THREADS, int32)
+    thread = cuda.threadIdx.x
+    digits = 1 << step
+    width = -(-digits // _DIGIT_THREADS)
+    total = 0
+    for digit in range(min(digits, thread * width), min(digits, (thread + 1) * width)):
+        total += counts[digit]
+    sums[thread] = total
+    cuda.syncthreads()
+    if thread == 0:
+        left = found[_LEFT]
+        place = _DIGIT_THREADS - 1
+        while sums[place] < left:
+            left -= sums[place]
+            place -= 1
+        digit = min(digits, (place + 1) * width) - 1
+        while counts[digit] < left:
+            left -= counts[digit]
+            digit -= 1
+        found[_PREFIX] = (found[_PREFIX] << step) | digit
+        found[_LEFT] = left
+
+
+@CudaKernel
+def _compare_kernel(bits: Any, mask: int, nan: int, found: Any, above: Any, equal: Any) -> None:
+    byte = cuda.grid(1)
+    if byte < above.size:
+        threshold = found[_PREFIX]
+        greater = 0
+        same = 0
+        for i in range(min(8, bits.size - byte * 8)):
+            magnitude = min(bits[byte * 8 + i] & mask, nan)
+            if magnitude > threshold:
+                greater |= 1 << i
+            elif magnitude == threshold:
+                same |= 1 << i
+        above[byte] = greater
+        equal[byte] = same
+
+
+@CudaKernel
+def _first_ties_kernel(equal: Any, ends: Any, found: Any, chosen: Any) -> None:
+    """Choose of what equals the threshold as many as are wanted, too, the first ones."""
+    thread = cuda.grid(1)
+    if thread < ends.size:
+        left = found[_LEFT] - (ends[thread - 1] if thread else 0)
+        byte = thread * BYTES_PER_THREAD
+        while left > 0 and byte < min(equal.size, (thread + 1) * BYTES_PER_THREAD):
+            word = 0
+            for i in range(8):
+                if left > 0 and (equal[byte] >> i) & 1:
+                    word |= 1 << i
+                    left -= 1
+            chosen[byte] |= word
+            byte += 1
+
+
+@CudaKernel
 def _reach_kernel(bits: Any, mask: int, nan: int, threshold: int, bitmap: Any) -> None:
     byte = cuda.grid(1)
     if byte < bitmap.size:
@@ -259,43 +325,37 @@ def _reach_kernel(bits: Any, mask: int, nan: int, threshold: int, bitmap: Any) -
         bitmap[byte] = word
 
 
-def _threshold_cuda(elements: Tensor, k: int) -> tuple[int, int, int]:
-    """Return the k-th largest magnitude, how many elements of just that magnitude belong to the k, and how many are."""
+def _found_cuda(elements: Tensor, k: int) -> Tensor:
+    """Return on the GPU the k-th largest magnitude, and how many elements of just that magnitude belong to the k."""
     mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
-    shift, prefix, here = elements.element_size() * 8 - 1, 0, 0
+    shift = elements.element_size() * 8 - 1
     threads = min(elements.numel(), _HISTOGRAM_THREADS)
+    found = torch.zeros(2, dtype=torch.int64, device=elements.device)
+    found[_LEFT].fill_(k)
     while shift > 0:
         step = min(_DIGIT_BITS, shift)
         shift -= step
         counts = torch.zeros(_DIGITS, dtype=torch.int32, device=elements.device)
-        _histogram_kernel.launch(threads, bits(elements), mask, nan, shift, step, prefix, counts)
-        digit = _DIGITS
-        for here in reversed(counts.tolist()):
-            digit -= 1
-            if here >= k:
-                break
-            k -= here
-        prefix = (prefix << step) | digit
-    return prefix, k, here
-
-
-def _indices_cuda(elements: Tensor, threshold: int) -> Tensor:
-    """Return the indices whose magnitude is `threshold` or more, ascending."""
-    bitmap = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
-    mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
-    _reach_kernel.launch(bitmap.numel(), bits(elements), mask, nan, threshold, bitmap)
-    return marked(bitmap)
+        _histogram_kernel.launch(threads, bits(elements), mask, nan, shift, step, found, counts)
+        _digit_kernel.launch(_DIGIT_THREADS, counts, step, found, block=_DIGIT_THREADS)
+    return found
 
 
 def _topk_cuda(dense: Tensor, k: int) -> Coo:
+    # Nobody waits for the GPU: how many there are is known, and all else that is found stays there.
     elements = _checked("topk", dense, k)
     k = min(k, elements.numel())
     if k == 0:
         return Coo(torch.empty(0, dtype=torch.int32, device=elements.device), elements[:0])
-    threshold, ties, equal = _threshold_cuda(elements, k)
-    indices = _indices_cuda(elements, threshold)
-    found = Coo(indices, elements.index_select(0, indices))
-    return _without_later_ties(found, threshold, ties) if ties < equal else found
+    found = _found_cuda(elements, k)
+    chosen = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
+    equal = torch.empty_like(chosen)
+    mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
+    _compare_kernel.launch(chosen.numel(), bits(elements), mask, nan, found, chosen, equal)
+    ends = ends_of(equal)
+    _first_ties_kernel.launch(ends.numel(), equal, ends, found, chosen)
+    indices = first_marked(chosen, ends_of(chosen), k)
+    return Coo(indices, elements.index_select(0, indices))
 
 
 def _sampled_cuda(dense: Tensor, k: int, *, seed: int) -> Coo:
@@ -314,7 +374,10 @@ def _reach_cpu(dense: Tensor, threshold: int, most: int) -> Coo | None:
 
 def _reach_cuda(dense: Tensor, threshold: int, most: int) -> Coo | None:
     elements = _checked("reach", dense, most)
-    indices = _indices_cuda(elements, threshold)
+    bitmap = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
+    mask, nan = magnitude_mask(elements), _nan_magnitude(elements.dtype)
+    _reach_kernel.launch(bitmap.numel(), bits(elements), mask, nan, threshold, bitmap)
+    indices = marked(bitmap)
     return Coo(indices, elements.index_select(0, indices)) if indices.numel() <= most else None
 
 
