@@ -768,6 +768,16 @@ BENCHMARKS: Final = (
                 arguments="--models lstm resnet50 resnet101 vgg16 gpt2 bert_base ugatit",
                 minutes=30,
             ),
+            Result(
+                name="predicted-8x8",
+                arguments="--models resnet50 --shape 8 8 --scale 64 --cores-per-worker 0.5 --iterations 3",
+                minutes=15,
+            ),
+            Result(
+                name="predicted-8x8-vgg16",
+                arguments="--models vgg16 --shape 8 8 --scale 320 --cores-per-worker 0.5 --iterations 3",
+                minutes=15,
+            ),
         ),
     ),
     Benchmark(
