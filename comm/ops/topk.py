@@ -268,12 +268,13 @@ def _digit_kernel(counts: Any, step: int, found: Any) -> None:
     cuda.syncthreads()
     if thread == 0:
         left = found[_LEFT]
+        # Numbers that somebody changes meanwhile must not lead out of memory.
         place = _DIGIT_THREADS - 1
-        while sums[place] < left:
+        while place > 0 and sums[place] < left:
             left -= sums[place]
             place -= 1
         digit = min(digits, (place + 1) * width) - 1
-        while counts[digit] < left:
+        while digit > 0 and counts[digit] < left:
             left -= counts[digit]
             digit -= 1
         found[_PREFIX] = (found[_PREFIX] << step) | digit
