@@ -753,6 +753,11 @@ BENCHMARKS: Final = (
                 arguments="--models dense --hosts 4 8 --rates-mbit 100 1000",
                 minutes=40,
             ),
+            Result(
+                name="whole-steps-dense-4000",
+                arguments="--models dense --hosts 4 8 --rates-mbit 4000 --dense-s 0.2",
+                minutes=14,
+            ),
         ),
     ),
     Benchmark(
