@@ -1,8 +1,8 @@
 """The workers of one job on the hosts of a laboratory network, started as torchrun would start them.
 
 A few cores emulate all hosts. So no worker may push one of another host from its core: Gloo's thread of a sender
-that lost its core within a send would spin until the sender goes on, which costs rounds of short messages twice what
-they cost on hosts with cores of their own. Linux lets a process wake up beside others, not before them, as a batch job.
+that lost its core within a send would spin until the sender goes on, so that rounds of short messages cost more than on
+hosts with cores of their own. Linux lets a process wake up beside others, not before them, as a batch job.
 """
 
 import os
