@@ -754,6 +754,11 @@ BENCHMARKS: Final = (
                 minutes=40,
             ),
             Result(
+                name="whole-steps-dense-few-cores",
+                arguments="--models dense --hosts 8 --rates-mbit 100 --total-mbit 300 --dense-s 0.35",
+                minutes=5,
+            ),
+            Result(
                 name="whole-steps-dense-4000",
                 arguments="--models dense --hosts 4 8 --rates-mbit 4000 --dense-s 0.2",
                 minutes=14,

@@ -20,6 +20,10 @@ PAYLOAD = 0.956
 _END_TIMEOUT_S = 60
 
 
+def _push_nobody() -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def key_in(directory: Path) -> Path:
     """Return the file in `directory` with the run key that all hosts of its runs are given, made at first use."""
     path = directory / "run.key"
@@ -57,8 +61,7 @@ def lines_of(
                     "PYTHONPATH": str(Path(__file__).parent),
                 }
                 printed = subprocess.DEVNULL if workers else subprocess.PIPE
-                workers.append(host.popen(command, env=env, stdout=printed, text=True))
-                os.sched_setscheduler(workers[-1].pid, os.SCHED_BATCH, os.sched_param(0))
+                workers.append(host.popen(command, env=env, stdout=printed, text=True, preexec_fn=_push_nobody))
         assert workers[0].stdout is not None
         yield from workers[0].stdout
         codes = [worker.wait(_END_TIMEOUT_S) for worker in workers]

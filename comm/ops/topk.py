@@ -24,7 +24,7 @@ _DIGITS = 1 << _DIGIT_BITS
 _HISTOGRAM_THREADS = 1 << 18
 _DIGIT_THREADS = 128
 _PREFIX, _LEFT = 0, 1
-"""On a GPU, of what is found of the k-th largest magnitude: its first bits, and how many of those that have them."""
+"""Places in what a GPU finds of the k-th largest magnitude: its first bits, and how many with them are of the k."""
 _LANES = 4
 _SAMPLED = 0.01
 _MIN_SAMPLES = 256
@@ -300,7 +300,7 @@ def _compare_kernel(bits: Any, mask: int, nan: int, found: Any, above: Any, equa
 
 @CudaKernel
 def _first_ties_kernel(equal: Any, ends: Any, found: Any, chosen: Any) -> None:
-    """Choose of what equals the threshold as many as are wanted, too, the first ones."""
+    """Choose the first elements that equal the threshold, as many as are still wanted."""
     thread = cuda.grid(1)
     if thread < ends.size:
         left = found[_LEFT] - (ends[thread - 1] if thread else 0)
