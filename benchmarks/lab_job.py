@@ -1,11 +1,10 @@
 """The workers of one job on the hosts of a laboratory network, started as torchrun would start them.
 
-A few cores emulate all hosts. So no worker may push one of another host from its core: Gloo's thread of a sender
-that lost its core within a send would spin until the sender goes on, so that rounds of short messages cost more than on
-hosts with cores of their own. Linux lets a process wake up beside others, not before them, as a batch job.
+A few cores emulate all hosts. So no worker that wakes up may push one of another host from its core: where a sender
+loses it within a send, Gloo's thread beside it spins until the sender goes on, and rounds of short messages cost more
+than on hosts with cores of their own. Linux lets a batch job wake up beside others, not before them.
 """
 
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +17,7 @@ from resilient_run.launcher.netlab import NetLab
 PAYLOAD = 0.956
 """Of the rate of a link, at most: headers take the rest."""
 _END_TIMEOUT_S = 60
-
-
-def _push_nobody() -> None:
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+_PUSHING_NOBODY = ("chrt", "--batch", "0")
 
 
 def key_in(directory: Path) -> Path:
@@ -61,7 +57,7 @@ def lines_of(
                     "PYTHONPATH": str(Path(__file__).parent),
                 }
                 printed = subprocess.DEVNULL if workers else subprocess.PIPE
-                workers.append(host.popen(command, env=env, stdout=printed, text=True, preexec_fn=_push_nobody))
+                workers.append(host.popen([*_PUSHING_NOBODY, *command], env=env, stdout=printed, text=True))
         assert workers[0].stdout is not None
         yield from workers[0].stdout
         codes = [worker.wait(_END_TIMEOUT_S) for worker in workers]
