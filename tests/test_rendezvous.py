@@ -703,9 +703,10 @@ def with_standby_cut_off(launchers: Launchers, proxy: Proxy) -> tuple[EtcdRendez
     running = launchers.make("a", (1, 1))
     launchers.joined("a")
     direct, launchers.endpoint = launchers.endpoint, f"127.0.0.1:{proxy.port}"
-    launchers.make("b", (1, 1), lease_ttl="2")
+    standby = launchers.make("b", (1, 1), lease_ttl="2")
     launchers.endpoint = direct
     waiting = launchers.join("b")["b"]
+    wait_until(lambda: standby.stood_by)  # Its key may be there before it knows.
     proxy.cut()
     wait_until(lambda: launchers.members() == {"a"})
     return running, waiting
