@@ -735,18 +735,18 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="whole-steps-lstm",
-                arguments="--models LSTM --rates-mbit 100 1000 --total-mbit 300 --dense-s 0.5",
-                minutes=35,
+                arguments="--models LSTM --hosts 4 8 --rates-mbit 100 1000 --dense-s 0.5",
+                minutes=15,
             ),
             Result(
                 name="whole-steps-lstm-4000",
-                arguments="--models LSTM --hosts 4 8 --rates-mbit 4000 --total-mbit 300 --dense-s 0.5",
-                minutes=10,
+                arguments="--models LSTM --hosts 4 8 --rates-mbit 4000 --dense-s 0.2",
+                minutes=7,
             ),
             Result(
-                name="whole-steps-lstm-tables",
-                arguments="--models LSTM --hosts 4 8 --rates-mbit 100 1000 --total-mbit 300 --dense-s 0.5",
-                minutes=13,
+                name="whole-steps-lstm-16",
+                arguments="--models LSTM --hosts 16 --rates-mbit 100 --dense-s 0.5",
+                minutes=14,
             ),
             Result(
                 name="whole-steps-dense",
@@ -932,6 +932,7 @@ KEPT: Final = {
     "2026-11-26-predicted.json": "up to 8 workers in real time on two cores, earlier code",
     "2026-11-27-predicted-in-parts.json": "time dilated by four, whatever the number of workers",
     "2026-11-28-whole-steps-dense-busy.json": "hosts with 0.67 cores at 100 Mbit/s that push each other from them",
+    "2026-11-28-whole-steps-lstm-busy.json": "as before, with fewer processors at each rate",
     "2026-11-28-gpt-one-by-one.json": "the code before gradients of a bucket went together",
     "2026-11-28-gpt-together.json": "the code after that, on the same machine at once",
     "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -63,6 +63,11 @@ class GradientHook(BucketSum):
                     future.set_exception(error)  # type: ignore[arg-type]
 
         self._tasks.put(task)
+        if bucket.is_last():
+            # DDP waits for all sums now. What it sums itself before that, which parameters were used, comes after ours
+            # on all ranks so: over NCCL ranks that differ in the order may wait for each other for ever.
+            with suppress(Exception):  # of whoever waits next
+                future.wait()
         return future
 
     def close(self) -> None:

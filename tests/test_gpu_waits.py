@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from resilient_run.comm.compress.compressors import named as compressor_named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import MessageError, OpError
+from resilient_run.comm.net.entries import Entries, add_to
 from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.net.rounds import Rounds, carry_out, swap
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops import kernels
@@ -130,6 +132,23 @@ def test_more_ranks_wait_no_more_often(label: str) -> None:
 
 
 @pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("name", "options"), [("topk", {}), ("topk-a", {}), ("spardl", {"teams": 1})])
+def test_gradients_of_a_bucket_wait_no_more_often_than_one(name: str, options: dict[str, Any]) -> None:
+    def waits(count: int) -> int:
+        def work(transport: Transport) -> list[str]:
+            scheme = scheme_of(name, transport, density=0.1, **options)
+            bucket = {f"w{place}": gradient(transport.rank + 10 * place) for place in range(count)}
+            scheme.reduce_together([(key, each.clone()) for key, each in bucket.items()])
+            with Waits() as waits:
+                scheme.reduce_together([(key, each.clone()) for key, each in bucket.items()])
+            return [each for each in waits.names if each != "__bool__"]  # of the CPU's residuals
+
+        return max(len(names) for names in run_ranks(4, work))
+
+    assert waits(3) == waits(1) <= 2
+
+
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("k", [1, 40])
 def test_top_k_waits_for_nothing(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # With fewer digits it takes seconds.
@@ -218,6 +237,52 @@ def test_bitmaps_are_checked_together() -> None:
     spread = Spread(numel=NUMEL, parts=3)
     with pytest.raises(OpError, match="not all indices are of part 1"), checked_together():
         hash_bitmap_encode(torch.arange(NUMEL, dtype=torch.int32), spread, 1)
+
+
+@pytest.mark.parametrize("where", ["cpu", "simulated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lists_of_others_are_not_trusted(where: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    """Not a negative index either, which torch would count from the end."""
+    if where == "simulated":
+        request.getfixturevalue("simulated")
+    values = torch.tensor([1, 2], dtype=dtype)
+    message = Entries(indices=torch.tensor([4, 7], dtype=torch.int32), values=values).to_message()
+    found = Entries.from_message(message, dtype, start=4, end=8)
+    assert (found.indices.tolist(), found.values.tolist()) == ([4, 7], [1, 2])
+    for start, end in ((5, 8), (4, 7), (8, 12), (0, 4)):
+        seen = []
+        with pytest.raises(MessageError, match=f"from 4 to 7, where {start} to {end - 1} were"), checked_together():
+            seen.append(Entries.from_message(message, dtype, start=start, end=end).indices)
+        assert len(seen) == (where == "simulated")
+        assert all(start <= index < end for indices in seen for index in indices.tolist())
+    with pytest.raises(MessageError), checked_together():
+        Entries.from_message(message, dtype, start=4, end=4)
+
+
+@pytest.mark.parametrize("where", ["cpu", "simulated"])
+def test_what_does_not_fit_is_refused_at_the_end_of_a_bucket(where: str, request: pytest.FixtureRequest) -> None:
+    if where == "simulated":
+        request.getfixturevalue("simulated")
+    wrong = Entries(indices=torch.tensor([NUMEL], dtype=torch.int32), values=torch.ones(1)).to_message()
+
+    def rounds(message: Tensor, partner: int) -> Rounds[Tensor]:
+        received = yield from swap(message, to=partner, source=partner)
+        whole = torch.zeros(NUMEL)
+        add_to(whole, Entries.from_message(received, torch.float32, end=NUMEL))
+        return whole
+
+    def work(transport: Transport) -> str:
+        right = Entries(indices=torch.tensor([1], dtype=torch.int32), values=torch.ones(1)).to_message()
+        messages = [right, wrong if transport.rank else right]
+        try:
+            carry_out(transport, [rounds(message, 1 - transport.rank) for message in messages])
+        except MessageError as error:
+            return str(error)
+        return ""
+
+    refused, taken = run_ranks(2, work)
+    assert f"indices from {NUMEL} to {NUMEL}" in refused
+    assert not taken
 
 
 @pytest.mark.parametrize("where", ["cpu", "simulated"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from cluster import assert_killed_goes_on
 from launchers import run_trainers, start_python
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.errors import CommError
@@ -184,6 +187,39 @@ def test_errors_of_a_scheme_are_raised_by_backward() -> None:
     with pytest.raises(RuntimeError, match=r"cannot sum weight"):
         model(torch.ones(1, 300)).sum().backward()
     hook.close()
+
+
+class Late(Scheme):
+    """Takes a while."""
+
+    name = "late"
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return gradient
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_sums_what_it_sums_itself_after_all_else() -> None:
+    """DDP goes on, to the parameters that were used, once the hook has returned from its last bucket."""
+    model = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(300, 300) for _ in range(3))), find_unused_parameters=True, bucket_cap_mb=0.2
+    )
+    world = Transport(dist.group.WORLD)
+    hook = GradientHook(model, scheme=Late(world), world=world)
+    done: list[tuple[bool, bool]] = []
+
+    def synchronize_and_note(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
+        future = synchronize(state, bucket)
+        done.append((bucket.is_last(), future.done()))
+        return future
+
+    model.register_comm_hook(hook, synchronize_and_note)
+    for _ in range(2):
+        model(torch.ones(1, 300)).sum().backward()
+    hook.close()
+    assert [is_done for is_last, is_done in done if is_last] == [True, True]
+    assert not all(is_done for _, is_done in done)
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,13 +1,15 @@
 """Messages between ranks over real Gloo connections: who gets what, what it costs, what is refused."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_hosts, run_ranks
 from torch import Tensor
 
 from resilient_run.comm.errors import MessageError, OpError
+from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Transport, from_bytes, to_bytes
 from resilient_run.comm.ops.op import Op
@@ -94,3 +96,22 @@ def test_collectives_of_the_library_count_the_bytes_of_a_ring() -> None:
         assert torch.equal(share, 3 * torch.arange(4 * rank, 4 * rank + 4.0))
         assert torch.equal(whole, 3 * torch.arange(12.0))
         assert sent_bytes == 2 * 2 * 48 / 3 + 2 * 16 + 2 * 16
+
+
+def test_what_a_gpu_does_together_with_others_follows_what_was_begun_before() -> None:
+    """Also in another group: on GPUs each group has a stream of its own."""
+
+    def work(fabric: Fabric) -> bool:
+        summed = torch.ones(4)
+        if fabric.flat.rank == 1:
+            time.sleep(0.3)
+            fabric.flat.all_reduce(summed)
+            return True
+        # Calls are those of a GPU, over Gloo.
+        fabric.flat.device = fabric.intra.device = torch.device("cuda")
+        begun = fabric.flat.begin_all_reduce(summed)
+        assert not begun.is_completed()
+        fabric.intra.all_gather_dense(torch.ones(1))
+        return begun.is_completed()
+
+    assert run_hosts(2, 1, work) == [True, True]

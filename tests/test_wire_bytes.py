@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_hosts
 
+from resilient_run.comm.compress.compressor import Compressor
 from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.espresso.cost import Holding, held_after
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.lab
 # On which device something is compressed makes no difference to the network.
 OPTIONS = [option for option in all_options() if gpu_only(option)]
 NUMEL = 1 << 18
-RATIO = 0.5
 _FRAME_BYTES = 14 + 20 + 32
 """Headers of a packet: Ethernet, IPv4, and TCP with time stamps."""
 _NET = "/proc/thread-self/net"
@@ -74,8 +74,11 @@ def on_the_wire() -> HostBytes:
     )
 
 
-def modelled(option: Option, hosts: int, per_host: int, key: str) -> list[HostBytes]:
-    """Return what each host sends, receives and passes within by the rounds of the option's collectives."""
+def modelled(option: Option, hosts: int, per_host: int, key: str, ratio: float) -> list[HostBytes]:
+    """Return what each host sends, receives and passes within by the rounds of the option's collectives.
+
+    A message has `ratio` of the bytes of what it stands for.
+    """
     found = [HostBytes() for _ in range(hosts)]
     holding = Holding(senders=per_host)
     for step in option.steps:
@@ -83,7 +86,7 @@ def modelled(option: Option, hosts: int, per_host: int, key: str) -> list[HostBy
             holding = replace(holding, messages=1 if isinstance(step, Comp) else 0)
             continue
         ranks = {Phase.FLAT: hosts * per_host, Phase.INTER: hosts}.get(step.phase, per_host)
-        held_bytes = holding.region * 4 * NUMEL * (holding.messages * RATIO if step.compressed else 1)
+        held_bytes = holding.region * 4 * NUMEL * (holding.messages * ratio if step.compressed else 1)
         for source, target, moved_bytes in moves(step, ranks, held_bytes):
             if step.phase is Phase.INTER:
                 root = zlib.crc32(key.encode()) % hosts
@@ -123,13 +126,20 @@ def covering() -> list[Option]:
 
 
 def compare(
-    lab: NetLab, per_host: int, options: Sequence[Option], *, at_once_bytes: float = MOST_AT_ONCE_BYTES
+    lab: NetLab,
+    per_host: int,
+    options: Sequence[Option],
+    *,
+    compressor: Compressor | None = None,
+    at_once_bytes: float = MOST_AT_ONCE_BYTES,
 ) -> None:
     """Carry out options on a laboratory network, and hold rounds and counters against those of the interfaces.
 
     Less than `MOST_AT_ONCE_BYTES` cuts messages into parts, as on a slow link.
     """
-    hosts = len(lab.hosts)
+    hosts, compressor = len(lab.hosts), compressor or named("fp16")
+    message_bytes = compressor.message_bytes(NUMEL, torch.float32)
+    assert message_bytes is not None
     for host in lab.hosts:
         host.popen(["sh", "-c", _PATIENT_TCP]).wait()
     meeting = Barrier(hosts * per_host)
@@ -158,12 +168,12 @@ def compare(
     def work(fabric: Fabric) -> list[tuple[HostBytes, float]]:
         for transport in (fabric.flat, fabric.intra, fabric.inter):
             transport.at_once_bytes = at_once_bytes
-        scheme = OptionScheme(fabric, ErrorFeedback(named("fp16")), {str(option): option for option in options})
+        scheme = OptionScheme(fabric, ErrorFeedback(compressor), {str(option): option for option in options})
         return [measure(fabric, scheme, option) for option in options]
 
     ranks = run_hosts(hosts, per_host, work, lab=lab.hosts)
     for index, option in enumerate(options):
-        expected = modelled(option, hosts, per_host, str(option))
+        expected = modelled(option, hosts, per_host, str(option), message_bytes / (4 * NUMEL))
         for host, model in enumerate(expected):
             measured, counted = ranks[host * per_host][index][0], 0.0
             for rank in ranks[host * per_host : (host + 1) * per_host]:
@@ -186,9 +196,18 @@ def test_messages_in_parts_send_no_more(netlab: Callable[..., NetLab]) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["topk", "randomk", "int8", "efsignsgd", "onebit"])
+@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (3, 1), (2, 3)])
+def test_every_compressor_sends_what_it_costs(
+    netlab: Callable[..., NetLab], name: str, hosts: int, per_host: int
+) -> None:
+    compare(netlab(hosts, rate="40gbit"), per_host, covering(), compressor=named(name, density=0.125))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hosts", "per_host"),
-    [(1, 2), (2, 1), (3, 1), (1, 3), (2, 2), (4, 1), (5, 1), (3, 2), (2, 3), (6, 1), (7, 1), (4, 2), (2, 4), (8, 1)],
+    [(hosts, per_host) for hosts in range(1, 9) for per_host in range(1, 9) if 2 <= hosts * per_host <= 8],
 )
 def test_every_option_sends_what_it_costs(netlab: Callable[..., NetLab], hosts: int, per_host: int) -> None:
     compare(netlab(hosts, rate="40gbit"), per_host, OPTIONS)

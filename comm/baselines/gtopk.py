@@ -1,6 +1,5 @@
 """gTopk: a tree keeps the greatest k elements of each sum of two, and its root tells everybody (Shi et al. 2019)."""
 
-import torch
 from torch import Tensor
 
 from ..errors import CommError
@@ -36,13 +35,13 @@ class GTopk(SparseScheme):
         kept = kept_of(accumulated.numel(), self.density)
         work = copied(accumulated, total)
         mine = take(work, top_k(work, kept), dtype)
-        root = yield from self._reduce_tree(mine, kept, accumulated.dtype)
-        final = yield from self._broadcast(root, kept, dtype)
+        root = yield from self._reduce_tree(mine, kept, work)
+        final = yield from self._broadcast(root, kept, work)
         settle(accumulated, work, mine, final)
         write_dense(final, total)
         return Synchronized(values=final.values, residual=accumulated)
 
-    def _reduce_tree(self, mine: Entries, kept: int, exact: torch.dtype) -> Rounds[Entries]:
+    def _reduce_tree(self, mine: Entries, kept: int, work: Tensor) -> Rounds[Entries]:
         """Return the root's list on rank 0, and on others what they sent last."""
         dtype, rank = mine.values.dtype, self.transport.rank
         distance = 1
@@ -51,8 +50,8 @@ class GTopk(SparseScheme):
             if phase == 0:
                 source, size = rank + distance, size_bytes(kept, dtype)
                 received = yield Messages(outgoing={}, sources=[source], sizes_bytes={source: size})
-                other = Entries.from_message(received[source], dtype)
-                summed = added([mine, other], exact)
+                other = Entries.from_message(received[source], dtype, end=work.numel())
+                summed = added([mine, other], work.dtype)
                 best = top_k(summed.values, kept)
                 mine = Entries(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
             else:
@@ -61,8 +60,8 @@ class GTopk(SparseScheme):
             distance *= 2
         return mine
 
-    def _broadcast(self, mine: Entries, kept: int, dtype: torch.dtype) -> Rounds[Entries]:
-        rank, message = self.transport.rank, mine.to_message()
+    def _broadcast(self, mine: Entries, kept: int, work: Tensor) -> Rounds[Entries]:
+        rank, message, dtype = self.transport.rank, mine.to_message(), mine.values.dtype
         distance = self.transport.size // 2
         while distance:
             phase = rank % (2 * distance)
@@ -72,4 +71,4 @@ class GTopk(SparseScheme):
             received = yield Messages(outgoing=outgoing, sources=sources, sizes_bytes=known)
             message = next(iter(received.values()), message)
             distance //= 2
-        return Entries.from_message(message, dtype)
+        return Entries.from_message(message, dtype, end=work.numel())

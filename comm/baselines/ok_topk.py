@@ -56,7 +56,7 @@ class OkTopk(SparseScheme):
         region = yield from self._reduce_regions(mine, estimate, accumulated.dtype)
         estimate, best = yield from self._select_sums(region, estimate, kept)
         best_sums = Entries(indices=region.indices[best], values=rounded(region.values[best], dtype))
-        final = yield from self._gather(best_sums, dtype)
+        final = yield from self._gather(best_sums, dtype, accumulated.numel())
         if not kept / _TOLERANCE <= final.count <= kept * _TOLERANCE:
             estimate = replace(estimate, total=None)
 
@@ -97,7 +97,7 @@ class OkTopk(SparseScheme):
         sums = torch.zeros(end - start, dtype=exact, device=mine.values.device)
         touched = torch.zeros(end - start, dtype=torch.bool, device=mine.values.device)
         for message in received:
-            entries = Entries.from_message(message, dtype)
+            entries = Entries.from_message(message, dtype, start=start, end=end)
             places = entries.indices.long() - start
             sums[places] += entries.values
             touched[places] = True
@@ -116,7 +116,7 @@ class OkTopk(SparseScheme):
             total = float(every[top_k(every, kept)].min())
         return replace(estimate, total=total), (~(magnitudes < total)).nonzero().view(-1)
 
-    def _gather(self, mine: Entries, dtype: torch.dtype) -> Rounds[Entries]:
+    def _gather(self, mine: Entries, dtype: torch.dtype, numel: int) -> Rounds[Entries]:
         """Return the kept sums of all regions, moved between ranks first if some have far more than the others."""
         ranks, rank = self.transport.size, self.transport.rank
         count = torch.tensor([mine.count], device=mine.indices.device).view(torch.uint8)
@@ -125,7 +125,7 @@ class OkTopk(SparseScheme):
         counts: list[int] = torch.cat(every).view(torch.int64).tolist()
         if max(counts) * ranks > _UNBALANCED * sum(counts):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
-            mine = yield from _moved(rank, mine, list(accumulate(counts)), ends, dtype)
+            mine = yield from _moved(rank, mine, list(accumulate(counts)), ends, dtype, numel)
             counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         messages = yield from bruck.bruck_gather(
             rank,
@@ -134,7 +134,7 @@ class OkTopk(SparseScheme):
             sizes_bytes=[size_bytes(number, dtype) for number in counts],
         )
         assert mine.count == counts[rank]
-        return joined([Entries.from_message(message, dtype) for message in messages])
+        return joined([Entries.from_message(message, dtype, end=numel) for message in messages])
 
 
 def _balanced_ends(transport: Transport, chosen: Tensor, numel: int) -> list[int]:
@@ -149,7 +149,9 @@ def _balanced_ends(transport: Transport, chosen: Tensor, numel: int) -> list[int
     return [*ends[:-1], numel]
 
 
-def _moved(rank: int, mine: Entries, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype) -> Rounds[Entries]:
+def _moved(
+    rank: int, mine: Entries, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype, numel: int
+) -> Rounds[Entries]:
     """Return this rank's part of all elements in the order of ranks, where `had` and `ends` are the parts' ends."""
     ranks = range(len(ends))
     began, begins = [0, *had[:-1]], [0, *ends[:-1]]
@@ -168,4 +170,4 @@ def _moved(rank: int, mine: Entries, had: Sequence[int], ends: Sequence[int], dt
         [part(taker) for taker in ranks],
         sizes_bytes=[size_bytes(end - start, dtype) for start, end in spans],
     )
-    return joined([Entries.from_message(message, dtype) for message in received])
+    return joined([Entries.from_message(message, dtype, end=numel) for message in received])

@@ -25,7 +25,7 @@ class TopkA(SparseScheme):
         sizes = [size_bytes(kept, dtype)] * len(ranks)
         messages = yield from bruck.bruck_gather(self.transport.rank, ranks, mine.to_message(), sizes_bytes=sizes)
         sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
-        lists = [Entries.from_message(message, dtype) for message in messages]
+        lists = [Entries.from_message(message, dtype, end=total.numel()) for message in messages]
         add_to(sums, *lists)
         if sums is not total:
             total.copy_(sums)

@@ -36,7 +36,7 @@ class TopkDSA(SparseScheme):
         block_sum = torch.zeros(end - start, dtype=accumulated.dtype, device=accumulated.device)
         touched = torch.zeros(end - start, dtype=torch.bool, device=accumulated.device)
         for message in received:
-            entries = Entries.from_message(message, dtype)
+            entries = Entries.from_message(message, dtype, start=start, end=end)
             places = entries.indices.long() - start
             block_sum[places] += entries.values
             touched[places] = True
@@ -60,5 +60,5 @@ class TopkDSA(SparseScheme):
             if received.numel() == (end - start) * total.itemsize:
                 total[start:end].view(torch.uint8).copy_(received)
             else:
-                entries = Entries.from_message(received, total.dtype)
+                entries = Entries.from_message(received, total.dtype, start=start, end=end)
                 total[entries.indices] = entries.values

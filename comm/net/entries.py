@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
-from ..ops.kernels import checked_together
+from ..ops.kernels import checked_together, fitting
 from ..ops.scatter import coo_add, scatter_add
 from ..ops.topk import topk
 from .transport import from_bytes, to_bytes
@@ -39,11 +39,11 @@ class Entries:
         return to_bytes(*(parts if self.values.itemsize <= _INDEX.itemsize else reversed(parts)))
 
     @classmethod
-    def from_message(cls, message: Tensor, dtype: torch.dtype) -> Self:
-        """Return the elements that `to_message` wrote, with values of `dtype`.
+    def from_message(cls, message: Tensor, dtype: torch.dtype, *, end: int, start: int = 0) -> Self:
+        """Return the elements that `to_message` wrote, with values of `dtype` and indices in [start, end).
 
         Raises:
-            MessageError: The message has a size that no number of elements has.
+            MessageError: The message has a size that no number of elements has, or another index (see `fitting`).
         """
         count, rest = divmod(message.numel(), size_bytes(1, dtype))
         if rest:
@@ -55,7 +55,15 @@ class Entries:
             indices, values = from_bytes(message, (_INDEX, count), (dtype, count))
         else:
             values, indices = from_bytes(message, (dtype, count), (_INDEX, count))
-        return cls(indices=indices, values=values)
+
+        def judge(low: int, high: int) -> None:
+            if low < start or high >= end:
+                raise MessageError(
+                    f"a message came with indices from {low} to {high}, where {start} to {end - 1} were expected; "
+                    f"run the same version with the same options on all ranks"
+                )
+
+        return cls(indices=fitting(indices, start, end, judge), values=values)
 
 
 def size_bytes(count: int, dtype: torch.dtype) -> int:

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import MessageError
+from ..errors import MessageError, OpError
+from ..ops.kernels import checked_together
 from .collectives import relay_gather
 from .scheme import Scheme
 from .transport import Transport, to_bytes
@@ -97,24 +98,37 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
         MessageError: A message is not what its sender had to send.
     """
     results: dict[int, T] = {}
-    answers: dict[int, Mapping[int, Tensor] | None] = dict.fromkeys(range(len(runs)))
-    while answers:
-        messages: dict[int, Messages] = {}
-        gatherings: dict[int, Gathering] = {}
-        for index, answer in sorted(answers.items(), key=itemgetter(0)):
-            try:
-                asked = next(runs[index]) if answer is None else runs[index].send(answer)
-            except StopIteration as ended:
-                results[index] = ended.value
-                continue
-            if isinstance(asked, Messages):
-                messages[index] = asked
-            else:
-                gatherings[index] = asked
-        answers, answer = {}, None  # nobody needs what came before any more
-        answers = dict(zip(messages, _exchange(transport, list(messages.values())), strict=True))
-        answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
+    received = False
+    try:
+        with checked_together():
+            asked = _advanced(runs, dict.fromkeys(range(len(runs))), results)
+            while asked:
+                messages = {index: each for index, each in asked.items() if isinstance(each, Messages)}
+                gatherings = {index: each for index, each in asked.items() if isinstance(each, Gathering)}
+                answers: dict[int, Mapping[int, Tensor] | None] = {}
+                answers.update(zip(messages, _exchange(transport, list(messages.values())), strict=True))
+                answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
+                received = True
+                asked, messages, gatherings = {}, {}, {}  # nobody needs what was before any more
+                asked, answers = _advanced(runs, answers, results), {}
+    except OpError as error:
+        if not received:
+            raise
+        raise MessageError(f"what came does not fit what was sent: {error}") from error
     return [results[index] for index in range(len(runs))]
+
+
+def _advanced(
+    runs: Sequence[Rounds[T]], answers: Mapping[int, Mapping[int, Tensor] | None], results: dict[int, T]
+) -> dict[int, Messages | Gathering]:
+    """Return what these runs ask for, given the answers to what they asked before, and put results of others there."""
+    asked = {}
+    for index, answer in sorted(answers.items(), key=itemgetter(0)):
+        try:
+            asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
+        except StopIteration as ended:
+            results[index] = ended.value
+    return asked
 
 
 class RoundScheme(Scheme):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ _Sent = tuple[Work, Tensor]
 """What is being sent, and its memory."""
 _groups_among: Counter[tuple[int, ...]] = Counter()
 """Ranks → groups that `_new_group` has made of them in this process."""
+_begun: WeakValueDictionary[torch.device, Work] = WeakValueDictionary()
+"""GPU → the all-reduce begun last on it, while it is to be waited for."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -184,6 +187,7 @@ class Transport:
         By the library: Gloo's moves as many bytes as an all-reduce.
         """
         share = torch.empty(tensor.numel() // self.size, dtype=tensor.dtype, device=tensor.device)
+        self._follow_begun()
         self._group._reduce_scatter_base(share, tensor.contiguous(), ReduceScatterOptions()).wait()
         self._count_ring((self.size - 1) * share.nbytes)
         return share
@@ -191,6 +195,7 @@ class Transport:
     def all_gather_dense(self, share: Tensor) -> Tensor:
         """Return the 1-D shares of all ranks, all of one length, one after the other; by the library."""
         whole = torch.empty(share.numel() * self.size, dtype=share.dtype, device=share.device)
+        self._follow_begun()
         self._group._allgather_base(whole, share.contiguous()).wait()
         self._count_ring((self.size - 1) * share.nbytes)
         return whole
@@ -318,7 +323,20 @@ class Transport:
     def begin_all_reduce(self, tensor: Tensor) -> Work:
         """Begin what `all_reduce` does and return what waits for it; other calls may come in between."""
         self._count_ring(2 * (self.size - 1) * tensor.nbytes / self.size)
-        return self._group.allreduce([tensor])
+        self._follow_begun()
+        work = self._group.allreduce([tensor])
+        if not self._over_gloo:
+            _begun[self.device] = work
+        return work
+
+    def _follow_begun(self) -> None:
+        """Let the current stream go on only after the all-reduce begun last, whatever group it is of.
+
+        Ranks give a GPU collectives in one order. Communicators have streams of their own, on which GPUs may begin
+        them in another one, and ranks that differ in it may wait for each other for ever.
+        """
+        if (work := _begun.pop(self.device, None)) is not None:
+            work.wait()
 
     def _count_ring(self, moved_bytes: float) -> None:
         self.traffic.sent_bytes += round(moved_bytes)
@@ -339,6 +357,7 @@ class Transport:
         sent = [(rank, message.contiguous()) for rank, message in outgoing.items() if message.numel()]
         if not receives and not sent:
             return
+        self._follow_begun()
         # NCCL would wait for the first send's receiver before it begins the next call.
         self._group._start_coalescing(self.device)
         for rank, message in receives:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, magnitude_mask
+from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, in_slices, magnitude_mask
 
 BYTES_PER_THREAD = 8
 """Of a bitmap, where a kernel counts what is set before each thread's own bits."""
@@ -29,19 +29,23 @@ def _count_reaching(bits: NDArray[Any], threshold: int) -> int:
 
 
 @cpu_kernel
-def _write_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> None:
+def _write_reaching(
+    bits: NDArray[Any], begin: int, threshold: int, indices: NDArray[np.int32], values: NDArray[Any]
+) -> None:
     # Every element is written and the place advances behind some of them: nothing for the processor to guess. Outputs
     # are one longer than the count.
     mask = np.iinfo(bits.dtype).max
     place = 0
     for i in range(bits.size):
-        indices[place] = i
+        indices[place] = begin + i
         values[place] = bits[i]
         place += (bits[i] & mask) >= threshold
 
 
 @cpu_kernel
-def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> int:
+def _write_few_reaching(
+    bits: NDArray[Any], begin: int, threshold: int, indices: NDArray[np.int32], values: NDArray[Any]
+) -> int:
     """Write what reaches `threshold`, and return how many do; -1 if they are more than the outputs less a block."""
     # As `_write_reaching`, with blocks and parts of blocks left out whose largest element does not reach it.
     mask = np.iinfo(bits.dtype).max
@@ -62,13 +66,13 @@ def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.
                     most = max(most, bits[first + i] & mask)
                 if most >= least:
                     for i in range(first, first + _PART):
-                        indices[place] = i
+                        indices[place] = begin + i
                         values[place] = bits[i]
                         place += (bits[i] & mask) >= least
     if place > last:
         return -1
     for i in range(whole, bits.size):
-        indices[place] = i
+        indices[place] = begin + i
         values[place] = bits[i]
         place += (bits[i] & mask) >= least
     return place if place <= last else -1
@@ -76,23 +80,35 @@ def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.
 
 def count_reaching(elements: Tensor, threshold: int) -> int:
     """Return how many elements of a CPU tensor have bits of a magnitude of `threshold` or more."""
-    return int(_count_reaching(host_bits(elements), threshold))
+    array = host_bits(elements)
+    return sum(in_slices(array.size, lambda start, end: int(_count_reaching(array[start:end], threshold))))
 
 
 def reaching(elements: Tensor, threshold: int, most: int) -> tuple[Tensor, Tensor] | None:
     """Return indices and values of those elements of a CPU tensor; None if they are more than `most`."""
     few = most * _FEW < elements.numel()
-    count = most if few else count_reaching(elements, threshold)
-    if count > most:
+    array = host_bits(elements)
+
+    def write(start: int, end: int) -> tuple[Tensor, Tensor] | None:
+        own = array[start:end]
+        count = most if few else int(_count_reaching(own, threshold))
+        if count > most:
+            return None
+        indices = torch.empty(count + _BLOCK, dtype=torch.int32)
+        values = torch.empty(count + _BLOCK, dtype=elements.dtype)
+        if few:
+            count = _write_few_reaching(own, start, threshold, host(indices), host_bits(values))
+        else:
+            _write_reaching(own, start, threshold, host(indices), host_bits(values))
+        return None if count < 0 else (indices[:count], values[:count])
+
+    parts = in_slices(array.size, write)
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or sum(indices.numel() for indices, _ in found) > most:
         return None
-    indices = torch.empty(count + _BLOCK, dtype=torch.int32)
-    values = torch.empty(count + _BLOCK, dtype=elements.dtype)
-    outputs = host(indices), host_bits(values)
-    if few:
-        count = _write_few_reaching(host_bits(elements), threshold, *outputs)
-    else:
-        _write_reaching(host_bits(elements), threshold, *outputs)
-    return None if count < 0 else (indices[:count], values[:count])
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
 
 
 @CudaKernel

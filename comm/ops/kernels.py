@@ -1,8 +1,12 @@
 """How torch tensors become arguments of numba kernels: on the CPU, on CUDA, and in numba's CUDA simulator."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +18,7 @@ from torch import Tensor
 from ..errors import OpError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 MAX_NUMEL = 2**31 - 1
 """Indices are int32, so no tensor may have more elements."""
@@ -21,6 +26,7 @@ MAX_NUMEL = 2**31 - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _THREADS_PER_BLOCK = 256
 _SIMULATED_THREADS_PER_BLOCK = 4
+_LEAST_SLICE = 1 << 17
 
 
 def flat(name: str, dense: Tensor) -> Tensor:
@@ -69,10 +75,24 @@ def check_range(name: str, indices: Tensor, numel: int) -> None:
                 f"{name}: indices from {low} to {high} do not fit {numel} elements; pass the tensor they were made from"
             )
 
+    _judge_bounds(indices, 0, numel, judge)
+
+
+def fitting(indices: Tensor, start: int, end: int, judge: Callable[[int, int], None]) -> Tensor:
+    """Return int32 `indices` that are in [start, end), after a call of `judge` with the least and the greatest.
+
+    On a GPU the call comes when `checked_together` ends, if that is open. Until then those that do not fit are replaced
+    by some that do, so that whatever is done with them stays within memory.
+    """
+    _judge_bounds(indices, start, end, judge)
+    return indices if is_on_host(indices) or start == end else indices.clamp(start, end - 1)
+
+
+def _judge_bounds(indices: Tensor, start: int, end: int, judge: Callable[[int, int], None]) -> None:
     if not indices.numel():
         return
-    if numel == 0:
-        judge(0, 0)
+    if start == end:
+        judge(start, end)
     if is_on_host(indices):
         judge(*_bounds(host(indices)))
     else:
@@ -161,6 +181,31 @@ def cpu_kernel(function: _F) -> _F:
             pass
     compiled: _F = njit(**options)(function)
     return compiled
+
+
+def in_slices(numel: int, work: Callable[[int, int], _T], *, unit: int = 1) -> list[_T]:
+    """Return what `work` returns for the start and end of each of some slices of `numel` elements, in their order.
+
+    Each goes on a thread of its own; there are as many as torch takes for an operation (`torch.get_num_threads`), fewer
+    for small tensors.
+
+    Args:
+        numel: Elements.
+        work: What calls CPU kernels.
+        unit: Slices begin at multiples of it.
+    """
+    count = max(1, min(torch.get_num_threads(), numel // _LEAST_SLICE))
+    ends = [numel * place // count // unit * unit for place in range(count)]
+    first, *others = pairwise([*ends, numel])
+    futures = [_threads().submit(work, *each) for each in others]
+    return [work(*first), *(future.result() for future in futures)]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
+    os.register_at_fork(after_in_child=_threads.cache_clear)
+    return pool
 
 
 def cuda_function(function: _F) -> _F:

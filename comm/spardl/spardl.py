@@ -204,7 +204,7 @@ class SparDL(SparseScheme):
         if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
         messages = yield from bruck.bruck_gather(self.transport.rank, members, mine.to_message(), sizes_bytes=sizes)
-        return joined([Entries.from_message(message, dtype) for message in messages])
+        return joined([Entries.from_message(message, dtype, end=blocks.numel) for message in messages])
 
     def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Entries], final: Entries) -> Tensor:
         """Return what is kept for the next step, in place of `accumulated`."""

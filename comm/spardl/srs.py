@@ -84,6 +84,6 @@ def spar_reduce_scatter(
         expected = sum(blocks.quota((block - distance) % count) for block in bag)
         expected_bytes = size_bytes(expected, dtype)
         message = yield from swap(outgoing.to_message(), to=to, source=source, size_bytes=expected_bytes)
-        add_to(work, Entries.from_message(message, dtype))
+        add_to(work, Entries.from_message(message, dtype, end=blocks.numel))
         sent.append(outgoing)
     return sent

@@ -112,7 +112,7 @@ def gather_recursive(rank: int, peers: Sequence[int], mine: Entries, quota: int,
         quota_bytes = size_bytes(quota, dtype)
         message = yield from swap(mine.to_message(), to=partner, source=partner, size_bytes=quota_bytes)
         distance *= 2
-        received = Entries.from_message(message, dtype)
+        received = Entries.from_message(message, dtype, end=work.numel())
         mine = _keep(added([mine, received], work.dtype), quota, dtype, work, share=1 / distance)
     return mine
 
@@ -138,7 +138,8 @@ def gather_bruck(
     dtype = mine.values.dtype
     sizes = [mine.to_message().numel()] * len(peers)
     messages = yield from bruck.bruck_gather(rank, peers, mine.to_message(), sizes_bytes=sizes)
-    union = added([Entries.from_message(message, dtype) for message in messages], work.dtype)
+    lists = [Entries.from_message(message, dtype, end=work.numel()) for message in messages]
+    union = added(lists, work.dtype)
     return _keep(union, quota, dtype, work, share=1 / len(peers)), union.count
 
 
