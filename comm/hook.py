@@ -38,6 +38,7 @@ class GradientHook(BucketSum):
         super().__init__(scheme=scheme, world=world, least_elements=least_elements)
         self._names = {parameter: name for name, parameter in model.module.named_parameters()}
         self._device = world.device
+        self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -63,9 +64,9 @@ class GradientHook(BucketSum):
                     future.set_exception(error)  # type: ignore[arg-type]
 
         self._tasks.put(task)
-        if bucket.is_last():
-            # DDP waits for all sums now. What it sums itself before that, which parameters were used, comes after ours
-            # on all ranks so: over NCCL ranks that differ in the order may wait for each other for ever.
+        if self._precedes_ddp and bucket.is_last():
+            # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
+            # that differ in the order may wait for each other for ever.
             with suppress(Exception):  # of whoever waits next
                 future.wait()
         return future

@@ -285,6 +285,15 @@ def test_what_does_not_fit_is_refused_at_the_end_of_a_bucket(where: str, request
     assert not taken
 
 
+def test_what_a_rank_does_wrong_itself_is_not_put_down_to_others() -> None:
+    def work(transport: Transport) -> str:
+        with pytest.raises(OpError) as error:
+            scheme_of("zen", transport, route="gather").reduce("w", torch.ones(10, dtype=torch.int32))
+        return str(error.value)
+
+    assert all(found.startswith("coo_encode: a gradient is floating point") for found in run_ranks(2, work))
+
+
 @pytest.mark.parametrize("where", ["cpu", "simulated"])
 @pytest.mark.parametrize("form", Format)
 def test_matrices_of_others_are_not_trusted(where: str, form: Format, request: pytest.FixtureRequest) -> None:
@@ -304,3 +313,8 @@ def test_matrices_of_others_are_not_trusted(where: str, form: Format, request: p
         decode([messages[0], messages[1]], [NUMEL, NUMEL // 2], width=1, dtype=torch.float32)
     with pytest.raises(MessageError):
         decode([messages[0][3:]], [NUMEL], width=1, dtype=torch.float32)
+    if form is Format.BITMAP:
+        more = messages[0].clone()
+        more[sparse[0].count * 4] ^= 0xFF
+        with pytest.raises(MessageError, match=r"no matrix: bitmap: .* bits are set"), checked_together():
+            decode([more], [NUMEL], width=1, dtype=torch.float32)

@@ -200,13 +200,15 @@ class Late(Scheme):
 
 
 @pytest.mark.usefixtures("alone")
-def test_ddp_sums_what_it_sums_itself_after_all_else() -> None:
-    """DDP goes on, to the parameters that were used, once the hook has returned from its last bucket."""
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_ddp_sums_what_it_sums_itself_after_all_else(on_gpu: bool) -> None:
+    """On a GPU it goes on, to the parameters that were used, once the hook has returned from its last bucket."""
     model = DistributedDataParallel(
         nn.Sequential(*(nn.Linear(300, 300) for _ in range(3))), find_unused_parameters=True, bucket_cap_mb=0.2
     )
     world = Transport(dist.group.WORLD)
     hook = GradientHook(model, scheme=Late(world), world=world)
+    hook._precedes_ddp |= on_gpu
     done: list[tuple[bool, bool]] = []
 
     def synchronize_and_note(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
@@ -218,7 +220,7 @@ def test_ddp_sums_what_it_sums_itself_after_all_else() -> None:
     for _ in range(2):
         model(torch.ones(1, 300)).sum().backward()
     hook.close()
-    assert [is_done for is_last, is_done in done if is_last] == [True, True]
+    assert [is_done for is_last, is_done in done if is_last] == [on_gpu, on_gpu]
     assert not all(is_done for _, is_done in done)
 
 

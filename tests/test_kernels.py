@@ -1,7 +1,5 @@
 """How kernels are compiled and called, apart from what they calculate."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -85,23 +83,61 @@ def test_threads_change_no_result(what: str, request: pytest.FixtureRequest) -> 
 def test_slices_are_whole_units_on_threads_of_their_own() -> None:
     met = threading.Barrier(3)
 
-    def work(start: int, end: int) -> tuple[int, int, str]:
+    def work(start: int, end: int) -> tuple[int, int, int]:
         met.wait(10)
-        return start, end, threading.current_thread().name
+        return start, end, threading.get_ident()
 
     found = in_slices(100, work, unit=8)
     assert [each[:2] for each in found] == [(0, 32), (32, 64), (64, 100)]
-    assert len({name for _, _, name in found}) == 3
+    assert len({thread for _, _, thread in found}) == 3
+
+
+FORKS = """
+import atexit
+import os
+import threading
+import time
+
+import torch
+from resilient_run.comm.ops import kernels
+from resilient_run.comm.ops.topk import topk
+
+kernels._LEAST_SLICE = 1
+torch.set_num_threads(3)
+dense = torch.randn(100_000)
+expected = topk.cpu(dense, 100)
+
+
+def again():
+    assert torch.equal(topk.cpu(dense, 100).indices, expected.indices)
+
+
+def late():
+    time.sleep(0.3)
+    again()
+    os.write(1, b"late ")
+
+
+child = os.fork()
+if not child:
+    again()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+atexit.register(again)
+threading.Thread(target=late).start()
+os.write(1, b"main ")
+"""
+
+
+def test_slices_go_on_in_forks_and_at_the_end_of_the_interpreter() -> None:
+    found = subprocess.run([sys.executable, "-P", "-c", FORKS], capture_output=True, text=True, timeout=100)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "main late ", "")
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_slices_go_on_in_a_process_that_was_forked() -> None:
-    assert in_slices(9, lambda start, end: end - start) == [3, 3, 3]
-    child = os.fork()
-    if not child:
-        signal.alarm(30)
-        os._exit(0 if in_slices(9, lambda start, end: end - start) == [3, 3, 3] else 1)
-    assert os.waitpid(child, 0)[1] == 0
+def test_slices_within_slices() -> None:
+    found = in_slices(9, lambda start, end: in_slices(end - start, lambda start, end: end - start))
+    assert found == [[1, 1, 1]] * 3
 
 
 @pytest.mark.usefixtures("three_threads")

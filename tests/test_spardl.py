@@ -12,7 +12,7 @@ from tiers import nightly_but
 from torch import Tensor
 
 from resilient_run.comm.baselines.topk_a import TopkA
-from resilient_run.comm.errors import CommError
+from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.spardl.cost import choose_teams, log2_rounds, spardl_cost
@@ -328,6 +328,23 @@ def test_ranks_that_would_not_do_the_same_are_refused() -> None:
                 scheme.reduce("w", gradient(transport.rank, 1, NUMEL))
 
     run_ranks(4, only_one_restored)
+
+
+@pytest.mark.parametrize("said", [(5, 5, 0, 0), (5, 5, 3, 0), (5, 5, -1, 1), (5, 5, 2, 2), (5, 5, 2, -1)])
+def test_what_ranks_say_is_not_trusted(said: tuple[int, ...]) -> None:
+    def work(transport: Transport) -> None:
+        send = transport.send_to_all
+
+        def lie(message: Tensor, **options: Any) -> list[Tensor]:
+            return send(torch.tensor(said).view(torch.uint8) if transport.rank else message, **options)
+
+        transport.send_to_all = lie  # type: ignore[method-assign]
+        with pytest.raises(
+            MessageError, match=f"w: rank 1 says that it has {said[2]} teams and gathers in way {said[3]}"
+        ):
+            SparDL(transport, density=0.1, teams=2).reduce("w", torch.ones(100))
+
+    run_ranks(2, work)
 
 
 def test_a_contiguous_gradient_has_the_sum_afterwards_and_others_are_left() -> None:

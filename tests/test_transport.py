@@ -98,6 +98,26 @@ def test_collectives_of_the_library_count_the_bytes_of_a_ring() -> None:
         assert sent_bytes == 2 * 2 * 48 / 3 + 2 * 16 + 2 * 16
 
 
+@pytest.mark.parametrize("size_bytes", [-1, 1 << 62])
+def test_sizes_that_cannot_be_are_refused(size_bytes: int) -> None:
+    class Announced(Tensor):
+        """A message of another size than it has."""
+
+        def numel(self) -> int:
+            return size_bytes
+
+    def work(transport: Transport) -> None:
+        message = torch.zeros(1, dtype=torch.uint8)
+        outgoing = {1 - transport.rank: message.as_subclass(Announced) if transport.rank else message}
+        if transport.rank:
+            transport.announce(outgoing, [0])
+        else:
+            with pytest.raises(MessageError, match=f"rank 1 announces a message of {size_bytes} bytes"):
+                transport.announce(outgoing, [1])
+
+    run_ranks(2, work)
+
+
 def test_what_a_gpu_does_together_with_others_follows_what_was_begun_before() -> None:
     """Also in another group: on GPUs each group has a stream of its own."""
 

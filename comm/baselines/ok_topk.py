@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..errors import MessageError
 from ..net.entries import Entries, copied, joined, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
 from ..net.rounds import Rounds, all_to_all
 from ..net.transport import Transport
@@ -123,6 +124,8 @@ class OkTopk(SparseScheme):
         sizes = [count.numel()] * ranks
         every = yield from bruck.bruck_gather(rank, range(ranks), count, sizes_bytes=sizes)
         counts: list[int] = torch.cat(every).view(torch.int64).tolist()
+        if not all(0 <= number <= numel for number in counts) or counts[rank] != mine.count:
+            raise MessageError(f"ranks say that they keep {counts} of {numel} sums; run the same version on all ranks")
         if max(counts) * ranks > _UNBALANCED * sum(counts):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
             mine = yield from _moved(rank, mine, list(accumulate(counts)), ends, dtype, numel)
@@ -133,7 +136,6 @@ class OkTopk(SparseScheme):
             mine.to_message(),
             sizes_bytes=[size_bytes(number, dtype) for number in counts],
         )
-        assert mine.count == counts[rank]
         return joined([Entries.from_message(message, dtype, end=numel) for message in messages])
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import MessageError, OpError
+from ..errors import MessageError
 from ..ops.kernels import checked_together
 from .collectives import relay_gather
 from .scheme import Scheme
@@ -98,23 +98,16 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
         MessageError: A message is not what its sender had to send.
     """
     results: dict[int, T] = {}
-    received = False
-    try:
-        with checked_together():
-            asked = _advanced(runs, dict.fromkeys(range(len(runs))), results)
-            while asked:
-                messages = {index: each for index, each in asked.items() if isinstance(each, Messages)}
-                gatherings = {index: each for index, each in asked.items() if isinstance(each, Gathering)}
-                answers: dict[int, Mapping[int, Tensor] | None] = {}
-                answers.update(zip(messages, _exchange(transport, list(messages.values())), strict=True))
-                answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
-                received = True
-                asked, messages, gatherings = {}, {}, {}  # nobody needs what was before any more
-                asked, answers = _advanced(runs, answers, results), {}
-    except OpError as error:
-        if not received:
-            raise
-        raise MessageError(f"what came does not fit what was sent: {error}") from error
+    with checked_together():
+        asked = _advanced(runs, dict.fromkeys(range(len(runs))), results)
+        while asked:
+            messages = {index: each for index, each in asked.items() if isinstance(each, Messages)}
+            gatherings = {index: each for index, each in asked.items() if isinstance(each, Gathering)}
+            answers: dict[int, Mapping[int, Tensor] | None] = {}
+            answers.update(zip(messages, _exchange(transport, list(messages.values())), strict=True))
+            answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
+            asked, messages, gatherings = {}, {}, {}  # nobody needs what was before any more
+            asked, answers = _advanced(runs, answers, results), {}
     return [results[index] for index in range(len(runs))]
 
 

@@ -20,6 +20,8 @@ from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes, turns
 from ..plan.tree import Routine
 
 _SIZE_BYTES = 8
+_MOST_BYTES = 1 << 40
+"""More than any memory has for one message."""
 _PROBE_BYTES = 64 << 10
 _PROBES = 5
 _FIRST_COUNT = 1 << 32
@@ -276,7 +278,7 @@ class Transport:
         self.traffic.header_bytes += _SIZE_BYTES * len(sizes)
         announced = dict(zip(sources, heard.view(-1).tolist(), strict=True))
         for rank, size_bytes in announced.items():
-            if size_bytes < 0:
+            if not 0 <= size_bytes <= _MOST_BYTES:
                 raise MessageError(
                     f"rank {rank} announces a message of {size_bytes} bytes; run one version on all ranks"
                 )

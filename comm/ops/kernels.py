@@ -1,11 +1,9 @@
 """How torch tensors become arguments of numba kernels: on the CPU, on CUDA, and in numba's CUDA simulator."""
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -99,37 +97,60 @@ def _judge_bounds(indices: Tensor, start: int, end: int, judge: Callable[[int, i
         check_numbers(torch.stack(torch.aminmax(indices)), judge)
 
 
+_Check = tuple[Tensor, Callable[..., None]]
+"""Numbers on a GPU, and what judges them."""
+
+
 class _Waiting(threading.local):
     """What this thread has still to check."""
 
-    checks: list[tuple[Tensor, Callable[..., None]]] | None = None
+    checks: list[_Check] | None = None
 
 
 _waiting = _Waiting()
 
 
 @contextmanager
-def checked_together() -> Iterator[None]:
+def checked_together(translate: Callable[[OpError], Exception] | None = None) -> Iterator[None]:
     """Read what the operations of this block have to check on a GPU once, at its end: the CPU waits for each reading.
 
     Until then, kernels leave out what does not fit. A block within another one is part of it.
 
+    Args:
+        translate: Makes of an OpError of the block, whenever it is found, the error to be raised.
+
     Raises:
         OpError: As the operations would have raised it.
     """
-    if _waiting.checks is not None:
-        yield
-        return
-    checks = _waiting.checks = []
+    around, checks = _waiting.checks, list[_Check]()
+    _waiting.checks = checks
     try:
-        yield
-    finally:
-        _waiting.checks = None
-    if checks:
-        numbers = torch.cat([each for each, _ in checks]).tolist()
-        for each, judge in checks:
-            own, numbers = numbers[: each.numel()], numbers[each.numel() :]
-            judge(*own)
+        try:
+            yield
+        finally:
+            _waiting.checks = around
+        if around is None:
+            _read(checks)
+    except OpError as error:
+        if translate is None:
+            raise
+        raise translate(error) from error
+    if around is not None:
+        around += [(numbers, partial(_judge, judge, translate)) for numbers, judge in checks] if translate else checks
+
+
+def _read(checks: Sequence[_Check]) -> None:
+    numbers = torch.cat([each for each, _ in checks]).tolist() if checks else []
+    for each, judge in checks:
+        own, numbers = numbers[: each.numel()], numbers[each.numel() :]
+        judge(*own)
+
+
+def _judge(judge: Callable[..., None], translate: Callable[[OpError], Exception], *numbers: int) -> None:
+    try:
+        judge(*numbers)
+    except OpError as error:
+        raise translate(error) from error
 
 
 def check_numbers(numbers: Tensor, judge: Callable[..., None]) -> None:
@@ -196,16 +217,30 @@ def in_slices(numel: int, work: Callable[[int, int], _T], *, unit: int = 1) -> l
     """
     count = max(1, min(torch.get_num_threads(), numel // _LEAST_SLICE))
     ends = [numel * place // count // unit * unit for place in range(count)]
-    first, *others = pairwise([*ends, numel])
-    futures = [_threads().submit(work, *each) for each in others]
-    return [work(*first), *(future.result() for future in futures)]
+    slices = list(pairwise([*ends, numel]))
+    results: dict[int, _T] = {}
+    errors = []
 
+    def run(place: int) -> None:
+        try:
+            results[place] = work(*slices[place])
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
-    os.register_at_fork(after_in_child=_threads.cache_clear)
-    return pool
+    # Not kept for the next call: a process that forks has none of its threads afterwards.
+    threads = [threading.Thread(target=run, args=(place,), name="kernels") for place in range(1, count)]
+    for place, thread in enumerate(threads, 1):
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is about to end, or may have no more threads
+            run(place)
+    run(0)
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return [results[place] for place in range(count)]
 
 
 def cuda_function(function: _F) -> _F:

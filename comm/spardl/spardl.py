@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import CommError
+from ..errors import CommError, MessageError
 from ..net.entries import Entries, copied, joined, kept_of, size_bytes, write_dense
 from ..net.rounds import Rounds
 from ..net.scheme import Network
@@ -178,6 +178,12 @@ class SparDL(SparseScheme):
         own = torch.tensor([sent, kept, way.teams, gathers.index(way.gather)], device=self.transport.device)
         messages = self.transport.send_to_all(own.view(torch.uint8), sizes_bytes=[own.nbytes] * way.ranks)
         said = torch.stack(messages).view(torch.int64).tolist()
+        for rank, (_, _, teams, gather) in enumerate(said):
+            if teams < 1 or way.ranks % teams or not 0 <= gather < len(gathers):
+                raise MessageError(
+                    f"{key}: rank {rank} says that it has {teams} teams and gathers in way {gather}; run the same "
+                    f"version on all ranks"
+                )
         for rank, (_, *rest) in enumerate(said):
             first = rank % (way.ranks // said[0][2]) if rest == said[0][1:] else 0
             if said[rank] != said[first]:
@@ -204,7 +210,13 @@ class SparDL(SparseScheme):
         if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
         messages = yield from bruck.bruck_gather(self.transport.rank, members, mine.to_message(), sizes_bytes=sizes)
-        return joined([Entries.from_message(message, dtype, end=blocks.numel) for message in messages])
+        spans = map(blocks.span, range(blocks.count))
+        return joined(
+            [
+                Entries.from_message(message, dtype, start=start, end=end)
+                for message, (start, end) in zip(messages, spans, strict=True)
+            ]
+        )
 
     def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Entries], final: Entries) -> Tensor:
         """Return what is kept for the next step, in place of `accumulated`."""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import MessageError, OpError
+from ..errors import MessageError
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes, bitmap_indices
 from ..ops.kernels import checked_together, fitting
@@ -80,16 +80,13 @@ def decode(messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dt
     tags = [message[-_TAG_BYTES:] for message in messages if message.numel()]
     forms = iter(torch.cat(tags).tolist() if tags else [])
     pairs = zip(messages, lengths, strict=True)
-    try:
-        with checked_together():
-            return [
-                _decode(message, next(forms), length, width, dtype)
-                if message.numel()
-                else _nothing(message.device, length, width, dtype)
-                for message, length in pairs
-            ]
-    except OpError as error:
-        raise MessageError(f"a message came that is no matrix: {error}") from error
+    with checked_together(lambda error: MessageError(f"a message came that is no matrix: {error}")):
+        return [
+            _decode(message, next(forms), length, width, dtype)
+            if message.numel()
+            else _nothing(message.device, length, width, dtype)
+            for message, length in pairs
+        ]
 
 
 def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) -> Sparse:
