@@ -3,13 +3,12 @@
 The floor of a compression is reading the tensor and writing the message, that of a decompression reading the message
 and writing the tensor, at the bandwidth that `copy_` of a tensor of that size reaches in turns with it. Random-k reads
 only what it draws, a cache line each. A result is a new tensor, whose memory the system has to find first: what that
-takes is in the time of `clone`. On the CPU all is CPU time of one thread, as kernels run beside training, or with
-`--threads` the time that passes while all have so many; a GPU is measured where there is one.
+takes is in the time of `clone`. On the CPU all is CPU time of one thread, as kernels run beside training; a GPU is
+measured where there is one.
 
     python benchmarks/compressor_kernels.py --json benchmarks/results/compressor-kernels.json
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,7 +136,7 @@ def measure(device: str, sizes_bytes: list[int], density: float, repeats: int) -
 
 def in_turns(case: Case, dense: Tensor, repeats: int) -> dict[str, Any]:
     """Time ours, torch's, a clone and a copy of `dense` in turns."""
-    clock = gpu_seconds if dense.is_cuda else seconds if torch.get_num_threads() == 1 else wall_seconds
+    clock = seconds if dense.device.type == "cpu" else gpu_seconds
     # So many calls together that the grain of the clock does not show.
     calls = max(1, (1 << 20) // dense.nbytes)
     copied = torch.empty_like(dense)
@@ -156,26 +155,18 @@ def in_turns(case: Case, dense: Tensor, repeats: int) -> dict[str, Any]:
     }
 
 
-def wall_seconds(run: Run) -> float:
-    """Return the time that passes meanwhile."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--sizes-bytes", type=int, nargs="+", default=list(SIZES_BYTES))
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1, help="of each operation, ours and torch's, on the CPU")
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     results = {device: measure(device, args.sizes_bytes, args.density, args.repeats) for device in args.devices}
     question = "How long does each compressor take, beside moving its bytes and beside torch doing the same?"
-    parameters = {"density": args.density, "repeats": args.repeats, "threads": args.threads, "devices": args.devices}
+    parameters = {"density": args.density, "repeats": args.repeats, "devices": args.devices}
     report.write_json(args.json, question=question, parameters=parameters, results=results)
 
 

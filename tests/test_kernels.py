@@ -2,20 +2,14 @@
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from resilient_run.comm.ops import kernels, op, spread
-from resilient_run.comm.ops.coo import coo_encode
-from resilient_run.comm.ops.kernels import CudaKernel, bits, cpu_kernel, in_slices, magnitude_mask
-from resilient_run.comm.ops.quantize import dequantize, quantize
-from resilient_run.comm.ops.topk import sampled_topk, topk
+from resilient_run.comm.ops import op, spread
+from resilient_run.comm.ops.kernels import CudaKernel, bits, cpu_kernel, magnitude_mask
 from resilient_run.comm.zen import hash as op_hash
 
 IMPORT_ALL = """
@@ -36,118 +30,6 @@ assert kernels > 10
 
 def test_import_compiles_nothing() -> None:
     subprocess.run([sys.executable, "-P", "-c", IMPORT_ALL], check=True)
-
-
-@pytest.fixture
-def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three slices, also of small tensors."""
-    monkeypatch.setattr(kernels, "_LEAST_SLICE", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def again(dense: Tensor) -> Tensor:
-    codes, scales = quantize.cpu(dense, "int8", block=32, seed=3)
-    return dequantize.cpu(codes, scales, dense.numel(), block=32)
-
-
-SLICED: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
-    "few": lambda dense: topk.cpu(dense, 40),
-    "many": lambda dense: topk.cpu(dense, 30_000),
-    "sampled": lambda dense: sampled_topk.cpu(dense, 4000, seed=1),
-    "non-zeros": lambda dense: coo_encode.cpu(dense),
-    "int8": lambda dense: quantize.cpu(dense, "int8", block=96),
-    "fp8, drawn": lambda dense: [each.view(torch.uint8) for each in quantize.cpu(dense, "fp8", block=32, seed=5)],
-    "one block": lambda dense: quantize.cpu(dense, "int8", block=1 << 20),
-    "and back": lambda dense: [again(dense)],
-}
-
-
-@pytest.mark.parametrize("what", SLICED)
-def test_threads_change_no_result(what: str, request: pytest.FixtureRequest) -> None:
-    dense = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
-    dense[: 1 << 15] *= 3
-    dense[[7, 50_000]] = 0.0
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    alone = SLICED[what](dense)
-    torch.set_num_threads(before)
-    request.getfixturevalue("three_threads")
-    for one, other in zip(alone, SLICED[what](dense), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_slices_are_whole_units_on_threads_of_their_own() -> None:
-    met = threading.Barrier(3)
-
-    def work(start: int, end: int) -> tuple[int, int, int]:
-        met.wait(10)
-        return start, end, threading.get_ident()
-
-    found = in_slices(100, work, unit=8)
-    assert [each[:2] for each in found] == [(0, 32), (32, 64), (64, 100)]
-    assert len({thread for _, _, thread in found}) == 3
-
-
-FORKS = """
-import atexit
-import os
-import threading
-import time
-
-import torch
-from resilient_run.comm.ops import kernels
-from resilient_run.comm.ops.topk import topk
-
-kernels._LEAST_SLICE = 1
-torch.set_num_threads(3)
-dense = torch.randn(100_000)
-expected = topk.cpu(dense, 100)
-
-
-def again():
-    assert torch.equal(topk.cpu(dense, 100).indices, expected.indices)
-
-
-def late():
-    time.sleep(0.3)
-    again()
-    os.write(1, b"late ")
-
-
-child = os.fork()
-if not child:
-    again()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-atexit.register(again)
-threading.Thread(target=late).start()
-os.write(1, b"main ")
-"""
-
-
-def test_slices_go_on_in_forks_and_at_the_end_of_the_interpreter() -> None:
-    found = subprocess.run([sys.executable, "-P", "-c", FORKS], capture_output=True, text=True, timeout=100)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "main late ", "")
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_slices_within_slices() -> None:
-    found = in_slices(9, lambda start, end: in_slices(end - start, lambda start, end: end - start))
-    assert found == [[1, 1, 1]] * 3
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_an_error_in_a_slice_is_raised() -> None:
-    def work(start: int, _: int) -> None:
-        if start:
-            raise KeyError(start)
-
-    with pytest.raises(KeyError):
-        in_slices(9, work)
 
 
 def test_works_where_no_machine_code_can_be_kept() -> None:

@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, in_slices, magnitude_mask
+from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, magnitude_mask
 
 BYTES_PER_THREAD = 8
 """Of a bitmap, where a kernel counts what is set before each thread's own bits."""
 _BLOCK = 64
-_PART = 4
-_FEW = 16
+_FEW = 2
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+"""A power of two times this number has another six bits in front for each of them."""
+_PLACES = np.argsort([((1 << place) * int(_DE_BRUIJN) % 2**64) >> 58 for place in range(_BLOCK)])
+"""Those six bits → which power."""
 
 
 @cpu_kernel
@@ -29,50 +32,57 @@ def _count_reaching(bits: NDArray[Any], threshold: int) -> int:
 
 
 @cpu_kernel
-def _write_reaching(
-    bits: NDArray[Any], begin: int, threshold: int, indices: NDArray[np.int32], values: NDArray[Any]
-) -> None:
+def _write_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> None:
     # Every element is written and the place advances behind some of them: nothing for the processor to guess. Outputs
     # are one longer than the count.
     mask = np.iinfo(bits.dtype).max
     place = 0
     for i in range(bits.size):
-        indices[place] = begin + i
+        indices[place] = i
         values[place] = bits[i]
         place += (bits[i] & mask) >= threshold
 
 
 @cpu_kernel
-def _write_few_reaching(
-    bits: NDArray[Any], begin: int, threshold: int, indices: NDArray[np.int32], values: NDArray[Any]
-) -> int:
+def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> int:
     """Write what reaches `threshold`, and return how many do; -1 if they are more than the outputs less a block."""
-    # As `_write_reaching`, with blocks and parts of blocks left out whose largest element does not reach it.
+    # A bit for each element of a block, which the compiler makes for several at once. The first two of a block are
+    # written whether they are there or not: as they are rarely more, the processor guesses right.
     mask = np.iinfo(bits.dtype).max
     least = bits.dtype.type(threshold)
+    one = np.uint64(1)
     last = indices.size - _BLOCK
     place = 0
     whole = bits.size // _BLOCK * _BLOCK
     for start in range(0, whole, _BLOCK):
-        most = bits.dtype.type(0)
+        if place > last:
+            return -1
+        word = np.uint64(0)
         for i in range(_BLOCK):
-            most = max(most, bits[start + i] & mask)
-        if most >= least:
-            if place > last:
-                return -1
-            for first in range(start, start + _BLOCK, _PART):
-                most = bits.dtype.type(0)
-                for i in range(_PART):
-                    most = max(most, bits[first + i] & mask)
-                if most >= least:
-                    for i in range(first, first + _PART):
-                        indices[place] = begin + i
-                        values[place] = bits[i]
-                        place += (bits[i] & mask) >= least
+            word |= np.uint64((bits[start + i] & mask) >= least) << np.uint64(i)
+        pairs = word - ((word >> one) & np.uint64(0x5555555555555555))
+        fours = (pairs & np.uint64(0x3333333333333333)) + ((pairs >> np.uint64(2)) & np.uint64(0x3333333333333333))
+        eights = (fours + (fours >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+        count = np.int64((eights * np.uint64(0x0101010101010101)) >> np.uint64(56))
+        for offset in range(2):
+            lowest = word & (~word + one)
+            at = start + _PLACES[(lowest * _DE_BRUIJN) >> np.uint64(58)]
+            indices[place + offset] = at
+            values[place + offset] = bits[at]
+            word ^= lowest
+        offset = 2
+        while word != 0:
+            lowest = word & (~word + one)
+            at = start + _PLACES[(lowest * _DE_BRUIJN) >> np.uint64(58)]
+            indices[place + offset] = at
+            values[place + offset] = bits[at]
+            word ^= lowest
+            offset += 1
+        place += count
     if place > last:
         return -1
     for i in range(whole, bits.size):
-        indices[place] = begin + i
+        indices[place] = i
         values[place] = bits[i]
         place += (bits[i] & mask) >= least
     return place if place <= last else -1
@@ -80,35 +90,23 @@ def _write_few_reaching(
 
 def count_reaching(elements: Tensor, threshold: int) -> int:
     """Return how many elements of a CPU tensor have bits of a magnitude of `threshold` or more."""
-    array = host_bits(elements)
-    return sum(in_slices(array.size, lambda start, end: int(_count_reaching(array[start:end], threshold))))
+    return int(_count_reaching(host_bits(elements), threshold))
 
 
 def reaching(elements: Tensor, threshold: int, most: int) -> tuple[Tensor, Tensor] | None:
     """Return indices and values of those elements of a CPU tensor; None if they are more than `most`."""
     few = most * _FEW < elements.numel()
-    array = host_bits(elements)
-
-    def write(start: int, end: int) -> tuple[Tensor, Tensor] | None:
-        own = array[start:end]
-        count = most if few else int(_count_reaching(own, threshold))
-        if count > most:
-            return None
-        indices = torch.empty(count + _BLOCK, dtype=torch.int32)
-        values = torch.empty(count + _BLOCK, dtype=elements.dtype)
-        if few:
-            count = _write_few_reaching(own, start, threshold, host(indices), host_bits(values))
-        else:
-            _write_reaching(own, start, threshold, host(indices), host_bits(values))
-        return None if count < 0 else (indices[:count], values[:count])
-
-    parts = in_slices(array.size, write)
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts) or sum(indices.numel() for indices, _ in found) > most:
+    count = most if few else count_reaching(elements, threshold)
+    if count > most:
         return None
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
+    indices = torch.empty(count + _BLOCK, dtype=torch.int32)
+    values = torch.empty(count + _BLOCK, dtype=elements.dtype)
+    outputs = host(indices), host_bits(values)
+    if few:
+        count = _write_few_reaching(host_bits(elements), threshold, *outputs)
+    else:
+        _write_reaching(host_bits(elements), threshold, *outputs)
+    return None if count < 0 else (indices[:count], values[:count])
 
 
 @CudaKernel

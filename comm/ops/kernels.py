@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import Tensor
 from ..errors import OpError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_T = TypeVar("_T")
 
 MAX_NUMEL = 2**31 - 1
 """Indices are int32, so no tensor may have more elements."""
@@ -24,7 +22,6 @@ MAX_NUMEL = 2**31 - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _THREADS_PER_BLOCK = 256
 _SIMULATED_THREADS_PER_BLOCK = 4
-_LEAST_SLICE = 1 << 17
 
 
 def flat(name: str, dense: Tensor) -> Tensor:
@@ -202,45 +199,6 @@ def cpu_kernel(function: _F) -> _F:
             pass
     compiled: _F = njit(**options)(function)
     return compiled
-
-
-def in_slices(numel: int, work: Callable[[int, int], _T], *, unit: int = 1) -> list[_T]:
-    """Return what `work` returns for the start and end of each of some slices of `numel` elements, in their order.
-
-    Each goes on a thread of its own; there are as many as torch takes for an operation (`torch.get_num_threads`), fewer
-    for small tensors.
-
-    Args:
-        numel: Elements.
-        work: What calls CPU kernels.
-        unit: Slices begin at multiples of it.
-    """
-    count = max(1, min(torch.get_num_threads(), numel // _LEAST_SLICE))
-    ends = [numel * place // count // unit * unit for place in range(count)]
-    slices = list(pairwise([*ends, numel]))
-    results: dict[int, _T] = {}
-    errors = []
-
-    def run(place: int) -> None:
-        try:
-            results[place] = work(*slices[place])
-        except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    # Not kept for the next call: a process that forks has none of its threads afterwards.
-    threads = [threading.Thread(target=run, args=(place,), name="kernels") for place in range(1, count)]
-    for place, thread in enumerate(threads, 1):
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is about to end, or may have no more threads
-            run(place)
-    run(0)
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()
-    if errors:
-        raise errors[0]
-    return [results[place] for place in range(count)]
 
 
 def cuda_function(function: _F) -> _F:

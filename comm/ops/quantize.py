@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .kernels import CudaKernel, check_numel, cpu_kernel, flat, host, in_slices
+from .kernels import CudaKernel, check_numel, cpu_kernel, flat, host
 from .op import Op
 from .spread import murmur, murmur_cpu, murmur_cuda
 
@@ -140,9 +140,9 @@ def _check(codes: Tensor, scales: Tensor, numel: int, block: int) -> None:
 
 
 @cpu_kernel
-def _uniform(numbers: NDArray[np.float32], begin: int, seed: int) -> None:
+def _uniform(numbers: NDArray[np.float32], seed: int) -> None:
     for i in range(numbers.size):
-        numbers[i] = np.float32(murmur_cpu(begin + i, seed) >> 8) * np.float32(2.0**-24)
+        numbers[i] = np.float32(murmur_cpu(i, seed) >> 8) * np.float32(2.0**-24)
 
 
 @cpu_kernel
@@ -203,19 +203,13 @@ def _quantize_blocks(
 
 def _quantize_cpu(dense: Tensor, kind: Format, *, block: int = BLOCK, seed: int | None = None) -> Quantized:
     elements = _elements(dense, kind, block, seed)
+    uniform = torch.empty(0 if seed is None else elements.numel())
+    if seed is not None:
+        _uniform(host(uniform), seed)
     codes = torch.empty(elements.numel(), dtype=torch.int8)
     scales = torch.empty(scale_count(elements.numel(), block))
     limits = _GREATEST[kind], _GREATEST_SCALE[kind]
-
-    def work(start: int, end: int) -> None:
-        uniform = np.empty(0 if seed is None else end - start, np.float32)
-        if seed is not None:
-            _uniform(uniform, start, seed)
-        blocks = slice(start // block, scale_count(end, block))
-        given, written = host(elements)[start:end], host(codes)[start:end]
-        _quantize_blocks(given, uniform, kind == "fp8", limits, block, written, host(scales)[blocks])
-
-    in_slices(elements.numel(), work, unit=block)
+    _quantize_blocks(host(elements), host(uniform), kind == "fp8", limits, block, host(codes), host(scales))
     return Quantized(codes.view(DTYPES[kind]), scales)
 
 
@@ -237,13 +231,7 @@ def _dequantize_cpu(codes: Tensor, scales: Tensor, numel: int, *, block: int = B
     _check(codes, scales, numel, block)
     dense = torch.empty(numel)
     table = _table(codes.dtype, codes.device)
-    bytes_ = host(codes.view(torch.uint8))
-
-    def work(start: int, end: int) -> None:
-        blocks = slice(start // block, scale_count(end, block))
-        _dequantize_blocks(bytes_[start:end], host(table), host(scales)[blocks], block, host(dense)[start:end])
-
-    in_slices(numel, work, unit=block)
+    _dequantize_blocks(host(codes.view(torch.uint8)), host(table), host(scales), block, host(dense))
     return dense
 
 
