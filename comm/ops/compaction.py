@@ -63,7 +63,7 @@ def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.
         pairs = word - ((word >> one) & np.uint64(0x5555555555555555))
         fours = (pairs & np.uint64(0x3333333333333333)) + ((pairs >> np.uint64(2)) & np.uint64(0x3333333333333333))
         eights = (fours + (fours >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-        count = np.int64((eights * np.uint64(0x0101010101010101)) >> np.uint64(56))
+        count = int((eights * np.uint64(0x0101010101010101)) >> np.uint64(56))
         for offset in range(2):
             lowest = word & (~word + one)
             at = start + _PLACES[(lowest * _DE_BRUIJN) >> np.uint64(58)]
