@@ -30,7 +30,8 @@ _SAMPLED = 0.01
 _MIN_SAMPLES = 256
 _MAX_SAMPLES = 1 << 14
 _MIN_SAMPLED = 1 << 15
-_MIN_SPARSITY = 32
+_MIN_SPARSITY = 16
+_PER_SAMPLE = 32
 
 
 def _topk_reference(dense: Tensor, k: int) -> Coo:
@@ -191,7 +192,7 @@ def _likely(elements: Tensor, k: int) -> Coo | None:
     numel = elements.numel()
     if numel < _MIN_SAMPLED or k * _MIN_SPARSITY > numel:
         return None
-    chosen = np.empty(min(_MAX_SAMPLES, numel // _MIN_SPARSITY), np.int32)
+    chosen = np.empty(min(_MAX_SAMPLES, numel // _PER_SAMPLE), np.int32)
     write_samples(0, numel, chosen)
     expected = k / numel * chosen.size
     rank = ceil(expected + 4 * expected**0.5 + 4)
