@@ -32,8 +32,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
-from resilient_run.daemon.run.records import Fingerprint
-from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.run.records import Closed, Failure, Fingerprint
+from resilient_run.daemon.run.rounds import Round, Seat
 from resilient_run.launcher.rendezvous import claim, membership, rendezvous
 from resilient_run.launcher.rendezvous.agreement import Terms
 from resilient_run.launcher.rendezvous.loop import LoopThread
@@ -733,6 +733,47 @@ def test_standby_that_is_cut_off_ends_with_the_run(
         if anew:
             with pytest.raises(RendezvousTimeoutError):
                 other.result(WAIT_S)
+    finally:
+        launchers.close()
+        proxy.close()
+
+
+def test_launcher_of_a_run_that_is_gone_changes_nothing_of_the_next_one(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it does before it has seen that the run is another one."""
+    launchers = Launchers(etcd.endpoint, "next", monkeypatch)
+    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
+    try:
+        running, waiting = with_standby_cut_off(launchers, proxy)
+        standby = launchers.handlers["b"]
+        running.close("all ranks succeeded", failed=False)
+        assert running.leave()
+        launchers.make("c", (2, 2))
+        other = launchers.join("c")["c"]
+        wait_until(lambda: launchers.handlers["c"].view.members.keys() == {"c"})
+        before = launchers.keys()
+        proxy.mend()
+        wait_until(lambda: "c" in standby.view.members)
+        view = replace(standby.view, round=None)
+        old, seat = standby._link.membership, view.members["c"]
+        failure = Failure(generation=1, host="b", kind="restart", began_step=None, unix_s=time.time(), message="m")
+        asking: list[Callable[[], Awaitable[Any]]] = [
+            lambda: old.form(view, (Seat(host="c", session=seat.session, nproc=1),)),
+            lambda: old.fail(failure),
+            lambda: old.done(1),
+            lambda: old.publish_store(1, "127.0.0.1", 1),
+            lambda: old.close(Closed(reason="it is over", failed=True)),
+        ]
+        answers = [standby._link.request(ask, time.monotonic() + WAIT_S) for ask in asking]
+        assert not any(answers)
+        assert launchers.keys() == before
+        with pytest.raises(RendezvousClosedError):
+            waiting.result(WAIT_S)
+        assert not other.done()
+        launchers.make("d", (2, 2))
+        assert launchers.joined("d")["d"].world_size == 2
+        assert other.result(WAIT_S).world_size == 2
     finally:
         launchers.close()
         proxy.close()

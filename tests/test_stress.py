@@ -429,7 +429,15 @@ def test_a_benchmark_that_is_stopped_leaves_no_process(
     try:
         wait_until(has_come_so_far, timeout_s=120, what=lambda: (tmp_path / "output").read_text(), pause_s=0.02)
         benchmark.send_signal(number)
-        assert benchmark.wait(120) == 128 + number
+        try:
+            ended = benchmark.wait(120)
+        except psutil.TimeoutExpired:
+            left = [
+                (each.pid, each.status(), each.cmdline()) for each in (benchmark, *benchmark.children(recursive=True))
+            ]
+            stands = Path(f"/proc/{benchmark.pid}/stack").read_text()
+            pytest.fail(f"it does not end, with {left}:\n{stands}{(tmp_path / 'output').read_text()}")
+        assert ended == 128 + number
         _, left = psutil.wait_procs(started.values(), timeout=30)
         assert not left, [process.cmdline() for process in left]
     finally:

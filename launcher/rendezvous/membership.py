@@ -179,7 +179,7 @@ class Membership:
             await asyncio.sleep(_POLL_S)
 
     async def form(self, view: View, members: tuple[Seat, ...]) -> bool:
-        """Form the generation after that of `view`, unless someone was first, or watermark or end have just come.
+        """Form the generation after that of `view`, unless someone was first, or watermark, end or another run came.
 
         Raises:
             RendezvousStateError: The watermark is not of its form.
@@ -193,13 +193,14 @@ class Membership:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
         if restore is not None and not is_import(restore) and view.bound is None and view.round:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
-            await self._etcd.create(self._prefix + keys.COMMITTED, {"world_size": view.round.world_size})
+            await self._create(keys.COMMITTED, {"world_size": view.round.world_size})
             return False
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
         names = keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")
         formed_in = await self._etcd.commit(
             {
+                **self._same_run,
                 round_key: 0 if view.round is None else view.round.revision,
                 watermark_key: 0 if watermark is None else watermark.revision,
                 self._prefix + keys.CLOSED: 0,
@@ -211,7 +212,8 @@ class Membership:
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Publish the address of the generation's store."""
-        await self._etcd.put(self._prefix + keys.STORES(generation), {"addr": addr, "port": port})
+        store = {self._prefix + keys.STORES(generation): {"addr": addr, "port": port}}
+        await self._etcd.commit(self._same_run, store)
 
     async def fail(self, failure: Failure) -> None:
         """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
@@ -421,12 +423,14 @@ class Membership:
         await asyncio.shield(self._start(written(), self._insisting))
 
     async def _create(self, name: str, value: Mapping[str, Any]) -> None:
-        await self._etcd.create(self._prefix + name, value)
+        """Set a key that is not there, of the run that this launcher has entered: the id may be another's by now."""
+        key = self._prefix + name
+        await self._etcd.commit({**self._same_run, key: 0}, {key: value})
 
     async def _end(self, closed: Closed) -> None:
         """End the run unless it has ended, or is in a round without this launcher, and look how it ended."""
         key = self._prefix + keys.CLOSED
-        guards = {key: 0}
+        guards = {key: 0} if self._job is None else {**self._same_run, key: 0}
         if self._seat_revision:
             guards[self._prefix + keys.ROUND] = self._seat_revision
         # A success stays known as long as keys of the run do, also if nobody is left to remove them.
