@@ -749,6 +749,11 @@ BENCHMARKS: Final = (
                 minutes=14,
             ),
             Result(
+                name="whole-steps-lstm-16-1000",
+                arguments="--models LSTM --hosts 16 --rates-mbit 1000 --dense-s 0.5",
+                minutes=17,
+            ),
+            Result(
                 name="whole-steps-dense",
                 arguments="--models dense --hosts 4 8 --rates-mbit 100 1000",
                 minutes=40,
