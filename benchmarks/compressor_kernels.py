@@ -3,8 +3,8 @@
 The floor of a compression is reading the tensor and writing the message, that of a decompression reading the message
 and writing the tensor, at the bandwidth that `copy_` of a tensor of that size reaches in turns with it. That holds for
 Random-k, too: it looks at every element, because no inf or nan may be lost. A result is a new tensor, whose memory the
-system has to find first: what that takes is in the time of `clone`. On the CPU all is
-CPU time of one thread, as kernels run beside training; a GPU is measured where there is one.
+system has to find first: what that takes is in the time of `clone`. On the CPU all is CPU time of one thread, as
+kernels run beside training; a GPU is measured where there is one.
 
     python benchmarks/compressor_kernels.py --json benchmarks/results/compressor-kernels.json
 """

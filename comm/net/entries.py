@@ -56,14 +56,24 @@ class Entries:
         else:
             values, indices = from_bytes(message, (dtype, count), (_INDEX, count))
 
-        def judge(low: int, high: int) -> None:
-            if low < start or high >= end:
-                raise MessageError(
-                    f"a message came with indices from {low} to {high}, where {start} to {end - 1} were expected; "
-                    f"run the same version with the same options on all ranks"
-                )
+        return cls(indices=within(indices, end, start=start), values=values)
 
-        return cls(indices=fitting(indices, start, end, judge), values=values)
+
+def within(indices: Tensor, end: int, *, start: int = 0) -> Tensor:
+    """Return int32 indices that came in a message, and are in [start, end) (see `fitting`).
+
+    Raises:
+        MessageError: One is not.
+    """
+
+    def judge(low: int, high: int) -> None:
+        if low < start or high >= end:
+            raise MessageError(
+                f"a message came with indices from {low} to {high}, where {start} to {end - 1} were expected; "
+                f"run the same version with the same options on all ranks"
+            )
+
+    return fitting(indices, start, end, judge)
 
 
 def size_bytes(count: int, dtype: torch.dtype) -> int:

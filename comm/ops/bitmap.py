@@ -85,7 +85,8 @@ def _indices_cuda(bitmap: Tensor, numel: int, count: int | None = None) -> Tenso
     _check_bitmap(bitmap, numel)
     indices = marked(bitmap.contiguous(), count)
     check_range("bitmap", indices, numel)
-    return indices
+    # What is found to be wrong only later is used meanwhile.
+    return indices.clamp(max=numel - 1)
 
 
 bitmap_indices = Op(name="bitmap_indices", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)

@@ -47,7 +47,8 @@ def _write_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int3
 def _write_few_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int32], values: NDArray[Any]) -> int:
     """Write what reaches `threshold`, and return how many do; -1 if they are more than the outputs less a block."""
     # A bit for each element of a block, which the compiler makes for several at once. The first two of a block are
-    # written whether they are there or not: as they are rarely more, the processor guesses right.
+    # written whether they are there or not: as they are rarely more, the processor guesses right. How many they are is
+    # counted from the word, so that the next block does not wait for them.
     mask = np.iinfo(bits.dtype).max
     least = bits.dtype.type(threshold)
     one = np.uint64(1)

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import MessageError
+from ..net.entries import within
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes, bitmap_indices
-from ..ops.kernels import checked_together, fitting
+from ..ops.kernels import checked_together
 from ..ops.spread import Spread
 from .hash_bitmap import hash_bitmap_encode
 from .sparse import Sparse
@@ -97,28 +97,20 @@ def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) 
 def _decode(message: Tensor, form: int, length: int, width: int, dtype: torch.dtype) -> Sparse:
     row_bytes, size = width * dtype.itemsize, message.numel() - _TAG_BYTES
     tag = (torch.uint8, _TAG_BYTES)
-    judge = partial(_judge, length)
     if form == Format.COO:
         count = size // (_INDEX_BYTES + row_bytes)
         given, values, _ = from_bytes(message, (torch.int32, count), (dtype, count * width), tag)
-        indices = fitting(given, 0, length, judge)
+        indices = within(given, length)
     elif form == Format.BITMAP:
         count = max(0, size - bitmap_bytes(length)) // row_bytes
         values, bitmap, _ = from_bytes(message, (dtype, count * width), (torch.uint8, bitmap_bytes(length)), tag)
-        indices = fitting(bitmap_indices(bitmap, length, count), 0, length, judge)
+        indices = bitmap_indices(bitmap, length, count)
     elif form == Format.DENSE:
         values, _ = from_bytes(message, (dtype, length * width), tag)
         indices = torch.arange(length, dtype=torch.int32, device=message.device)
     else:
         raise MessageError(f"a message in format {form}; run the same version on all ranks")
     return Sparse(indices=indices, values=values.view(-1, width), length=length)
-
-
-def _judge(length: int, low: int, high: int) -> None:
-    if low < 0 or high >= length:
-        raise MessageError(
-            f"a message came with rows from {low} to {high} of {length}; run the same version on all ranks"
-        )
 
 
 def _whole(length: int) -> Spread:
