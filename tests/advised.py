@@ -1,9 +1,11 @@
 """A training script as somebody else writes it, for `resilient-comm advise`: knows nothing of this project.
 
-advised.py [--rows ROWS] [--sleep SECONDS] [--steps STEPS] [--hook] [--bare] [--fail]
+advised.py [--rows ROWS] [--sleep SECONDS] [--steps STEPS] [--hook] [--bare] [--fail] [--end HOW]
 """
 
 import argparse
+import os
+import sys
 import time
 
 import torch
@@ -19,6 +21,7 @@ parser.add_argument("--steps", type=int, default=10**9)
 parser.add_argument("--hook", action="store_true")
 parser.add_argument("--bare", action="store_true")
 parser.add_argument("--fail", action="store_true")
+parser.add_argument("--end", choices=("sys", "os"))
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -38,3 +41,7 @@ for step in range(args.steps):
     if step % 7 == 0:
         with torch.no_grad():
             model(torch.zeros(1, dtype=torch.long))
+if args.end == "sys":
+    sys.exit()
+if args.end == "os":
+    os._exit(0)

@@ -133,6 +133,8 @@ def test_the_script_s_own_hook_is_what_counts() -> None:
     [
         (("--bare", "--steps", "5"), 1, "no or few steps with DistributedDataParallel were trained"),
         (("--steps", "30"), 1, "the script ended"),
+        (("--steps", "30", "--end", "sys"), 1, "the script ended"),
+        (("--steps", "30", "--end", "os"), 1, "the script ended"),
         (("--fail",), 1, "ValueError: the script's own fault"),
     ],
 )

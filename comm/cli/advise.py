@@ -49,6 +49,9 @@ def advise(
     try:
         with trial.watching():
             _run(script, args, module=module)
+    except SystemExit as ended:
+        if ended.code:
+            raise
     except CommError as error:
         raise click.ClickException(str(error)) from error
     if first:

@@ -7,10 +7,12 @@ turn lasts some steps. Round after round changes the order, so that a slow minut
 All ranks decide alike, because they decide by the same numbers: of each turn the time of the slowest rank.
 """
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,20 +78,30 @@ class Trial:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hook on every DDP module that is made in the block, in which `Enough` is raised when all is measured."""
-        construct = DistributedDataParallel.__init__
+        """Hook on every DDP module that is made in the block, in which `Enough` is raised when all is measured.
+
+        An end of the script by `os._exit` is one by `sys.exit` here: there is something to say after it.
+        """
+        construct, leave, pid = DistributedDataParallel.__init__, os._exit, os.getpid()
 
         def make(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             construct(module, *args, **kwargs)
             self._hook_on(module)
 
+        def end(status: int) -> NoReturn:
+            if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+                leave(status)  # a process or thread of the script's
+            raise SystemExit(status)
+
         DistributedDataParallel.__init__ = make  # type: ignore[method-assign, assignment]
+        os._exit = end
         try:
             yield
         except Enough:
             pass
         finally:
             DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+            os._exit = leave
             for module in self._modules:
                 module.close()
 
