@@ -194,6 +194,7 @@ class Membership:
         if restore is not None and not is_import(restore) and view.bound is None and view.round:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
             await self._create(keys.COMMITTED, {"world_size": view.round.world_size})
+            await self._has_missed_end()
             return False
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
@@ -208,12 +209,15 @@ class Membership:
             {round_key: Round(generation=before + 1, seats=members, restore=restore).to_value()},
             deletes=[self._prefix + name for name in names],
         )
+        if not formed_in:
+            await self._has_missed_end()
         return formed_in > 0
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Publish the address of the generation's store."""
         store = {self._prefix + keys.STORES(generation): {"addr": addr, "port": port}}
-        await self._etcd.commit(self._same_run, store)
+        if not await self._etcd.commit(self._same_run, store):
+            await self._has_missed_end()
 
     async def fail(self, failure: Failure) -> None:
         """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
