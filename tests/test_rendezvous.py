@@ -698,17 +698,22 @@ def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypat
         proxy.close()
 
 
-def with_standby_cut_off(launchers: Launchers, proxy: Proxy) -> tuple[EtcdRendezvous, "Future[RendezvousInfo]"]:
-    """Return the launcher of a run, and what its standby waits for, whose connection to etcd is gone with `proxy`."""
+def with_standby_cut_off(
+    launchers: Launchers, proxy: Proxy, *, outlasting: bool = False
+) -> tuple[EtcdRendezvous, "Future[RendezvousInfo]"]:
+    """Return the launcher of a run, and what its standby waits for, whose connection to etcd is gone with `proxy`.
+
+    The standby's lease has expired, or is `outlasting` the outage.
+    """
     running = launchers.make("a", (1, 1))
     launchers.joined("a")
     direct, launchers.endpoint = launchers.endpoint, f"127.0.0.1:{proxy.port}"
-    standby = launchers.make("b", (1, 1), lease_ttl="2")
+    standby = launchers.make("b", (1, 1), lease_ttl="60" if outlasting else "2")
     launchers.endpoint = direct
     waiting = launchers.join("b")["b"]
     wait_until(lambda: standby.stood_by)  # Its key may be there before it knows.
     proxy.cut()
-    wait_until(lambda: launchers.members() == {"a"})
+    wait_until(lambda: launchers.members() == ({"a", "b"} if outlasting else {"a"}))
     return running, waiting
 
 
@@ -779,14 +784,48 @@ def test_launcher_of_a_run_that_is_gone_changes_nothing_of_the_next_one(
         proxy.close()
 
 
+def test_job_that_is_written_again_holds_nobody_up(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has another revision, as the job of another run would, and is the same one."""
+    launchers = Launchers(etcd.endpoint, "again", monkeypatch)
+    key = f"{launchers.prefix}rdzv/job"
+
+    def write_again(**changes: Any) -> None:
+        entry = launchers.ask(lambda client: client.get(key))
+        assert entry is not None
+        launchers.ask(lambda client: client.put(key, {**entry.value, **changes}))
+
+    try:
+        running = launchers.make("a", (1, 2), last_call_timeout="1")
+        launchers.joined("a")
+        write_again(note="of somebody")
+        launchers.make("b", (1, 2))
+        waiting = launchers.join("b")["b"]
+        wait_until(lambda: running.num_nodes_waiting() == 1)
+        write_again()
+        launchers.joined("a")
+        assert (running.generation, waiting.result(WAIT_S).world_size) == (2, 2)
+        write_again()
+        for host in "ab":
+            launchers.handlers[host].report_done()
+        wait_until(running.all_done)
+        write_again(token=None)
+        running.report_failure(kind="worker", message="it reports, and hears of it")
+        wait_until(lambda: running.closed is not None)
+        assert running.closed is not None
+        assert "rdzv/job is damaged (rdzv/job: field 'token'" in running.closed.reason
+    finally:
+        launchers.close()
+
+
+@pytest.mark.parametrize("outlasting", [False, True])
 def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
-    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, outlasting: bool
 ) -> None:
     """What such a run left behind is for a new start; the key that says that it is over has expired."""
-    launchers = Launchers(etcd.endpoint, "standby-failed", monkeypatch)
+    launchers = Launchers(etcd.endpoint, f"standby-failed-{outlasting}", monkeypatch)
     proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
     try:
-        running, waiting = with_standby_cut_off(launchers, proxy)
+        running, waiting = with_standby_cut_off(launchers, proxy, outlasting=outlasting)
         put_watermark(launchers, 1, 41)
         running.close("rank 0 failed for good", failed=True)
         assert running.leave()

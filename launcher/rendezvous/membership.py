@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from resilient_run.daemon.etcd.client import (
     Lease,
 )
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Closed, Failure
+from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .agreement import Terms, agree
@@ -163,8 +163,7 @@ class Membership:
     @property
     def _same_run(self) -> dict[str, int]:
         """The guard that holds while the run is the one that this launcher has entered."""
-        assert self._job is not None
-        return {self._prefix + keys.JOB: self._job.revision}
+        return {} if self._job is None else {self._prefix + keys.JOB: self._job.revision}
 
     async def offer(self, ready: int) -> None:
         """Announce which generation this launcher could join, 0 for none.
@@ -194,14 +193,12 @@ class Membership:
         if restore is not None and not is_import(restore) and view.bound is None and view.round:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
             await self._create(keys.COMMITTED, {"world_size": view.round.world_size})
-            await self._has_missed_end()
             return False
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = before - 1
         names = keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")
-        formed_in = await self._etcd.commit(
+        formed_in = await self._commit(
             {
-                **self._same_run,
                 round_key: 0 if view.round is None else view.round.revision,
                 watermark_key: 0 if watermark is None else watermark.revision,
                 self._prefix + keys.CLOSED: 0,
@@ -209,15 +206,11 @@ class Membership:
             {round_key: Round(generation=before + 1, seats=members, restore=restore).to_value()},
             deletes=[self._prefix + name for name in names],
         )
-        if not formed_in:
-            await self._has_missed_end()
         return formed_in > 0
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Publish the address of the generation's store."""
-        store = {self._prefix + keys.STORES(generation): {"addr": addr, "port": port}}
-        if not await self._etcd.commit(self._same_run, store):
-            await self._has_missed_end()
+        await self._commit({}, {self._prefix + keys.STORES(generation): {"addr": addr, "port": port}})
 
     async def fail(self, failure: Failure) -> None:
         """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
@@ -396,18 +389,40 @@ class Membership:
                 log.debug("not registered again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
+    async def _commit(
+        self,
+        guards: Mapping[str, int],
+        puts: Mapping[str, Mapping[str, Any]],
+        deletes: Iterable[str] = (),
+        lease: Lease | None = None,
+    ) -> int:
+        """Do what `Etcd.commit` does, in the run that this launcher has entered: the id may be another's by now."""
+        while True:
+            job = self._job
+            revision = await self._etcd.commit({**self._same_run, **guards}, puts, deletes, lease)
+            if revision or job is None or await self._has_missed_end() or self._job is job:
+                return revision
+
     async def _has_missed_end(self) -> bool:
         """Tell whether the run that this launcher has entered ended while it was cut off."""
         assert self._job is not None
-        job, ours = await self._etcd.get(self._prefix + keys.JOB), self._job
+        key, ours = self._prefix + keys.JOB, self._job
+        job = await self._etcd.get(key)
         if job is None and self._closed is None and self._seat_revision:
             return False  # it misses the round in the mirror, which knows whether etcd lost its data
         if job is not None and job.revision == ours.revision:
             return False
-        if job is None or job.value.get("ended_generation") != ours.value.get("ended_generation"):
-            missed = self._gone()
+        try:
+            now, before = None if job is None else Agreement.parse(job.value), Agreement.parse(ours.value)
+        except DaemonError as error:
+            missed = Closed(reason=f"etcd key {key} is damaged ({error})", failed=True)
         else:
-            missed = Closed(reason="it was started anew while this launcher was cut off", failed=True)
+            if now == before:
+                self._job = job  # somebody wrote it again, as it was
+                return False
+            missed = self._gone()
+            if now is not None and now.ended_generation == before.ended_generation:
+                missed = Closed(reason="it was started anew while this launcher was cut off", failed=True)
         self._closed = self._closed or missed
         self._on_change()
         return True
@@ -427,19 +442,19 @@ class Membership:
         await asyncio.shield(self._start(written(), self._insisting))
 
     async def _create(self, name: str, value: Mapping[str, Any]) -> None:
-        """Set a key that is not there, of the run that this launcher has entered: the id may be another's by now."""
+        """Set a key that is not there."""
         key = self._prefix + name
-        await self._etcd.commit({**self._same_run, key: 0}, {key: value})
+        await self._commit({key: 0}, {key: value})
 
     async def _end(self, closed: Closed) -> None:
         """End the run unless it has ended, or is in a round without this launcher, and look how it ended."""
         key = self._prefix + keys.CLOSED
-        guards = {key: 0} if self._job is None else {**self._same_run, key: 0}
+        guards = {key: 0}
         if self._seat_revision:
             guards[self._prefix + keys.ROUND] = self._seat_revision
         # A success stays known as long as keys of the run do, also if nobody is left to remove them.
         lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False) if closed.failed else None
-        await self._etcd.commit(guards, {key: closed.to_value()}, lease=lease)
+        await self._commit(guards, {key: closed.to_value()}, lease=lease)
         await self._look_for_end()
 
     async def _mark_end(self) -> None:
@@ -450,7 +465,7 @@ class Membership:
         key = self._prefix + keys.CLOSED
         if (closed_revision := await self._etcd.revision(key)) and self._ended.round is not None:
             job = {**self._job.value, "ended_generation": self._ended.round.generation}
-            await self._etcd.commit({key: closed_revision, **self._same_run}, {self._prefix + keys.JOB: job})
+            await self._commit({key: closed_revision}, {self._prefix + keys.JOB: job})
 
     async def _look_for_end(self) -> None:
         self._note_end(View.parse(await self._etcd.list(self._prefix + keys.RENDEZVOUS), self._prefix))
