@@ -51,7 +51,7 @@ class GTopk(SparseScheme):
                 source, size = rank + distance, size_bytes(kept, dtype)
                 received = yield Messages(outgoing={}, sources=[source], sizes_bytes={source: size})
                 other = Entries.from_message(received[source], dtype, end=work.numel())
-                summed = added([mine, other], work.dtype)
+                summed = yield from added([mine, other], work.dtype)
                 best = top_k(summed.values, kept)
                 mine = Entries(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
             else:

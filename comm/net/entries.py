@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError, MessageError
 from ..ops.kernels import checked_together, fitting
+from ..ops.op import Finding
 from ..ops.scatter import coo_add, scatter_add
 from ..ops.topk import topk
 from .transport import from_bytes, to_bytes
@@ -124,11 +125,11 @@ def add_to(dense: Tensor, *lists: Entries) -> None:
             scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
 
 
-def added(lists: Sequence[Entries], exact: torch.dtype) -> Entries:
+def added(lists: Sequence[Entries], exact: torch.dtype) -> Finding[Entries]:
     """Return the sum of at least one list as one, in the precision of `exact`; added in the order given."""
     indices, values = lists[0].indices, lists[0].values.to(exact)
     for entries in lists[1:]:
-        indices, values = coo_add(indices, values, entries.indices, entries.values.to(exact))
+        indices, values = yield from coo_add.finding(indices, values, entries.indices, entries.values.to(exact))
     return Entries(indices=indices, values=values)
 
 

@@ -5,16 +5,16 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MessageError
-from ..ops.kernels import checked_together
+from ..ops.kernels import checked_together, read_together
 from .collectives import relay_gather
 from .scheme import Scheme
-from .transport import Transport, to_bytes
+from .transport import Transport, brought, to_bytes
 
 T = TypeVar("T")
 _ALIGNED_BYTES = 8
@@ -51,10 +51,11 @@ class Gathering:
     sizes_bytes: Sequence[int] | None
 
 
-Rounds = Generator[Messages | Gathering, Mapping[int, Tensor], T]
+Rounds = Generator[Messages | Gathering | Tensor, Any, T]
 """Yields what ranks do together, is sent source → message, and returns a result.
 
-For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one.
+For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one. Between
+rounds it may yield what the CPU has to read, and is sent the numbers, as a `Finding` is.
 """
 
 
@@ -67,7 +68,7 @@ def idle(count: int) -> Rounds[None]:
 def swap(message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Rounds[Tensor]:
     """Send `message` to rank `to` and return that of rank `source`."""
     known = None if size_bytes is None else {source: size_bytes}
-    received = yield Messages(outgoing={to: message}, sources=[source], sizes_bytes=known)
+    received: Mapping[int, Tensor] = yield Messages(outgoing={to: message}, sources=[source], sizes_bytes=known)
     return received[source]
 
 
@@ -77,7 +78,7 @@ def all_to_all(
     """Send `messages[r]` to rank r, and return what each sent to `rank`, this one; as `Transport.all_to_all`."""
     others = [other for other in range(len(messages)) if other != rank]
     known = None if sizes_bytes is None else {other: sizes_bytes[other] for other in others}
-    received = yield Messages(
+    received: Mapping[int, Tensor] = yield Messages(
         outgoing={other: messages[other] for other in others}, sources=others, sizes_bytes=known, by_all=True
     )
     return [messages[rank] if place == rank else received[place] for place in range(len(messages))]
@@ -85,7 +86,7 @@ def all_to_all(
 
 def gather(message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> Rounds[list[Tensor]]:
     """Return the messages of all ranks, in their order; as `relay_gather`."""
-    held = yield Gathering(message=message, sizes_bytes=sizes_bytes)
+    held: Mapping[int, Tensor] = yield Gathering(message=message, sizes_bytes=sizes_bytes)
     return [held[rank] for rank in range(len(held))]
 
 
@@ -114,14 +115,23 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
 def _advanced(
     runs: Sequence[Rounds[T]], answers: Mapping[int, Mapping[int, Tensor] | None], results: dict[int, T]
 ) -> dict[int, Messages | Gathering]:
-    """Return what these runs ask for, given the answers to what they asked before, and put results of others there."""
+    """Return what these runs ask others for, given the answers to what they asked before, and put results there."""
     asked = {}
-    for index, answer in sorted(answers.items(), key=itemgetter(0)):
-        try:
-            asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
-        except StopIteration as ended:
-            results[index] = ended.value
-    return asked
+    given: Mapping[int, Mapping[int, Tensor] | list[int] | None] = answers
+    while given:
+        unread = {}
+        for index, answer in sorted(given.items(), key=itemgetter(0)):
+            try:
+                one = next(runs[index]) if answer is None else runs[index].send(answer)
+            except StopIteration as ended:
+                results[index] = ended.value
+            else:
+                if isinstance(one, Tensor):
+                    unread[index] = one
+                else:
+                    asked[index] = one
+        given = dict(zip(unread, read_together(unread.values()), strict=True))
+    return dict(sorted(asked.items()))  # on all ranks in one order
 
 
 class RoundScheme(Scheme):
@@ -230,8 +240,7 @@ def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, told: bool) -> dict[int
         for key, parts in distinct.items()
     }
     if told:
-        # All at once: the CPU waits for a GPU whenever it makes a tensor of numbers there.
-        sizes = torch.tensor([part.numel() for parts in distinct.values() for part in parts], device=device)
+        sizes = brought([part.numel() for parts in distinct.values() for part in parts], device)
         for key, own in zip(distinct, torch.split(sizes, [len(parts) for parts in distinct.values()]), strict=True):
             filled[key].insert(0, own)
     made = {key: to_bytes(*each) for key, each in filled.items()}

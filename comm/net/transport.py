@@ -267,9 +267,8 @@ class Transport:
             MessageError: A size is not possible.
         """
         sources = list(senders)
-        # All sizes in one tensor each way: the CPU waits for a GPU whenever it reads one or makes one of numbers.
-        numels = [message.numel() for message in outgoing.values()]
-        sizes = torch.tensor(numels, dtype=torch.int64, device=self.device).view(-1, 1)
+        # All sizes in one tensor each way: the CPU waits for a GPU whenever it reads one.
+        sizes = brought([message.numel() for message in outgoing.values()], self.device).view(-1, 1)
         heard = torch.empty(len(sources), 1, dtype=torch.int64, device=self.device)
         self._pass(
             dict(zip(outgoing, sizes.view(torch.uint8), strict=True)),
@@ -450,6 +449,12 @@ def _new_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
     finally:
         _world.group_count = count
     return made
+
+
+def brought(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return the numbers as int64 on `device`, which is not waited for if it is a GPU."""
+    is_gpu = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=is_gpu).to(device, non_blocking=is_gpu)
 
 
 def to_bytes(*parts: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from .kernels import (
     host_bits,
     magnitude_mask,
 )
-from .op import Op
+from .op import Finding, Op, Reading
 
 BLOCK = 256
 """Elements of a block, as in OmniReduce."""
@@ -161,12 +161,13 @@ def _copy_out_kernel(bits: Any, ids: Any, block: int, data: Any) -> None:
         data[i] = bits[source] if source < bits.size else 0
 
 
-def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Blocks:
+@Reading
+def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Finding[Blocks]:
     elements = flat("block_encode", dense)
     _check_block("block_encode", block)
     present = torch.zeros(-(-elements.numel() // block), dtype=torch.int8, device=elements.device)
     _find_kernel.launch(elements.numel(), bits(elements), magnitude_mask(elements), block, present)
-    ids = marked(mark(present))
+    ids = yield from marked.finding(mark(present))
     data = torch.empty(ids.numel(), block, dtype=elements.dtype, device=elements.device)
     _copy_out_kernel.launch(data.numel(), bits(elements), ids, block, bits(data).view(-1))
     return Blocks(ids, data)

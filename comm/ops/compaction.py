@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import OpError
 from .kernels import CudaKernel, bits, check_numbers, cpu_kernel, host, host_bits, magnitude_mask
+from .op import Finding, Reading
 
 BYTES_PER_THREAD = 8
 """Of a bitmap, where a kernel counts what is set before each thread's own bits."""
@@ -175,7 +176,8 @@ def first_marked(bitmap: Tensor, ends: Tensor, count: int) -> Tensor:
     return indices
 
 
-def marked(bitmap: Tensor, count: int | None = None) -> Tensor:
+@Reading
+def marked(bitmap: Tensor, count: int | None = None) -> Finding[Tensor]:
     """Return the int32 indices of the bits that are set, ascending.
 
     Args:
@@ -189,7 +191,7 @@ def marked(bitmap: Tensor, count: int | None = None) -> Tensor:
     if not ends.numel():
         check_count(count or 0, 0)
     elif count is None:
-        count = int(ends[-1])
+        (count,) = yield ends[-1:]
     else:
         check_numbers(ends[-1:], partial(check_count, count))
     # What is found to be wrong only later is used meanwhile.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .compaction import count_reaching, mark, marked, reaching
 from .kernels import CudaKernel, bits, check_list, check_numel, check_range, cpu_kernel, flat, host, host_bits
-from .op import Op
+from .op import Finding, Op, Reading
 
 
 class Coo(NamedTuple):
@@ -78,9 +78,10 @@ def _decode_cpu(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     return dense
 
 
-def _encode_cuda(dense: Tensor) -> Coo:
+@Reading
+def _encode_cuda(dense: Tensor) -> Finding[Coo]:
     elements = flat("coo_encode", dense)
-    indices = marked(mark(elements))
+    indices = yield from marked.finding(mark(elements))
     return Coo(indices, elements.index_select(0, indices))
 
 

@@ -1,9 +1,10 @@
 """How torch tensors become arguments of numba kernels: on the CPU, on CUDA, and in numba's CUDA simulator."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -136,10 +137,16 @@ def checked_together(translate: Callable[[OpError], Exception] | None = None) ->
         around += [(numbers, partial(_judge, judge, translate)) for numbers, judge in checks] if translate else checks
 
 
+def read_together(tensors: Iterable[Tensor]) -> list[list[int]]:
+    """Return the integers of each of the 1-D tensors on one device, for which the CPU waits once."""
+    lists = list(tensors)
+    numbers = iter(torch.cat([each.long() for each in lists]).tolist() if lists else [])
+    return [list(islice(numbers, each.numel())) for each in lists]
+
+
 def _read(checks: Sequence[_Check]) -> None:
-    numbers = torch.cat([each for each, _ in checks]).tolist() if checks else []
-    for each, judge in checks:
-        own, numbers = numbers[: each.numel()], numbers[each.numel() :]
+    numbers = read_together(each for each, _ in checks)
+    for own, (_, judge) in zip(numbers, checks, strict=True):
         judge(*own)
 
 
@@ -155,7 +162,7 @@ def check_numbers(numbers: Tensor, judge: Callable[..., None]) -> None:
     if _waiting.checks is None:
         judge(*numbers.tolist())
     else:
-        _waiting.checks.append((numbers.long(), judge))
+        _waiting.checks.append((numbers, judge))
 
 
 def is_on_host(tensor: Tensor) -> bool:

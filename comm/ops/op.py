@@ -1,12 +1,16 @@
-"""One operation, one contract, three implementations: torch reference, numba on the CPU, numba on CUDA."""
+"""One operation, one contract, three implementations: torch reference, numba on the CPU, numba on CUDA.
+
+Some find how long their result is. On a GPU the CPU has to read that, and reads for several gradients at once.
+"""
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Generic, Literal, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import OpError
 from .kernels import try_cuda
@@ -16,6 +20,37 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _log = logging.getLogger(__name__)
+
+
+Finding = Generator[Tensor, list[int], _R]
+"""Yields 1-D integers that the CPU has to read to go on, is sent them, and returns a result."""
+
+
+class Reading(Generic[_P, _R]):
+    """Makes a function of one that returns a `Finding`; a call reads whenever that asks for it.
+
+    Attributes:
+        finding: The function that was given, to be carried out beside others.
+    """
+
+    def __init__(self, finding: Callable[_P, Finding[_R]]) -> None:
+        self.finding = finding
+        functools.update_wrapper(self, finding)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Return the result."""
+        return alone(self.finding(*args, **kwargs))
+
+
+def alone(finding: Finding[_R]) -> _R:
+    """Return the result, and read whenever it is asked for."""
+    try:
+        numbers = next(finding)
+        while True:
+            numbers = finding.send(numbers.tolist())
+    except StopIteration as ended:
+        found: _R = ended.value
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +77,14 @@ class Op(Generic[_P, _R]):
         if not isinstance(first, torch.Tensor):
             raise OpError(f"{self.name}: the first argument is a {type(first).__name__}; pass a tensor")
         return self.on(backend_of(first.device))(*args, **kwargs)
+
+    def finding(self, *args: _P.args, **kwargs: _P.kwargs) -> Finding[_R]:
+        """Do the same as a call, but let the CPU read together with what others find (`Finding`)."""
+        implementation = self.on(backend_of(args[0].device))  # type: ignore[attr-defined]
+        if isinstance(implementation, Reading):
+            found: _R = yield from implementation.finding(*args, **kwargs)
+            return found
+        return implementation(*args, **kwargs)
 
     def on(self, backend: Backend) -> Callable[_P, _R]:
         """Return the implementation of `backend`."""

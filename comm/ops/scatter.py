@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import OpError
 from .coo import Coo
 from .kernels import CudaKernel, check_list, check_range, cpu_kernel, cuda_function, flat_in_place, host
-from .op import Op
+from .op import Finding, Op, Reading
 
 _NATIVE = (torch.float32, torch.float64)
 
@@ -194,14 +194,15 @@ def _merge_kernel(
             sums[i + j - before] = other_values[j]
 
 
-def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
+@Reading
+def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Finding[Coo]:
     _check_lists(indices, values, other_indices, other_values)
     wide = values.dtype if values.dtype in _NATIVE else torch.float32
     indices, other_indices = indices.contiguous(), other_indices.contiguous()
     matches = torch.empty_like(indices)
     _match_kernel.launch(indices.numel(), indices, other_indices, matches)
     matched = matches.cumsum(0, dtype=torch.int32)
-    count = indices.numel() + other_indices.numel() - (int(matched[-1]) if matched.numel() else 0)
+    count = indices.numel() + other_indices.numel() - sum((yield matched[-1:]))
     both = torch.empty(count, dtype=torch.int32, device=indices.device)
     sums = torch.empty(count, dtype=wide, device=indices.device)
     first, second = values.detach().to(wide).contiguous(), other_values.detach().to(wide).contiguous()

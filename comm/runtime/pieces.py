@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import MessageError
 from ..net.collectives import gather_to, relay_gather
-from ..net.transport import Transport, to_bytes
+from ..net.transport import Transport, brought, to_bytes
 
 _NUMBER_BYTES = torch.int64.itemsize
 
@@ -51,8 +51,7 @@ def pack(held: Sequence[Pieces]) -> list[Tensor]:
         head = [each.numel, len(each.pieces), *(len(piece) for piece in each.pieces)]
         head += [number for message in messages for number in (message.data.numel(), message.seed)]
         heads.append([len(head), *head])
-    # All numbers as one tensor: the CPU waits for a GPU with each that it makes or reads.
-    numbers = torch.tensor([number for head in heads for number in head], device=every[0][0].data.device)
+    numbers = brought([number for head in heads for number in head], every[0][0].data.device)
     return [
         to_bytes(head, *(message.data for message in messages))
         for head, messages in zip(torch.split(numbers, [len(head) for head in heads]), every, strict=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import MessageError
 from ..net.rounds import Rounds, swap
-from ..net.transport import to_bytes
+from ..net.transport import brought, to_bytes
 
 
 def bruck_gather(
@@ -32,7 +32,7 @@ def bruck_gather(
         to, source = members[(own - distance) % count], members[(own + distance) % count]
         if sizes_bytes is None:
             received = yield from swap(_with_sizes(held[:number]), to=to, source=source)
-            held += _split_by_sizes(received, number)
+            held += yield from _split_by_sizes(received, number)
         else:
             expected = [sizes_bytes[(own + distance + offset) % count] for offset in range(number)]
             outgoing = to_bytes(*held[:number])
@@ -43,13 +43,13 @@ def bruck_gather(
 
 
 def _with_sizes(messages: list[Tensor]) -> Tensor:
-    sizes = torch.tensor([message.numel() for message in messages], device=messages[0].device)
+    sizes = brought([message.numel() for message in messages], messages[0].device)
     return to_bytes(sizes, *messages)
 
 
-def _split_by_sizes(received: Tensor, number: int) -> list[Tensor]:
+def _split_by_sizes(received: Tensor, number: int) -> Rounds[list[Tensor]]:
     header_bytes = number * torch.int64.itemsize
-    sizes = received[:header_bytes].view(torch.int64).tolist() if received.numel() >= header_bytes else [-1]
+    sizes = (yield received[:header_bytes].view(torch.int64)) if received.numel() >= header_bytes else [-1]
     if min(sizes) < 0 or sum(sizes) != received.numel() - header_bytes:
         raise MessageError(
             f"{received.numel()} bytes came that are not {number} messages with their sizes; "

@@ -113,7 +113,8 @@ def gather_recursive(rank: int, peers: Sequence[int], mine: Entries, quota: int,
         message = yield from swap(mine.to_message(), to=partner, source=partner, size_bytes=quota_bytes)
         distance *= 2
         received = Entries.from_message(message, dtype, end=work.numel())
-        mine = _keep(added([mine, received], work.dtype), quota, dtype, work, share=1 / distance)
+        both = yield from added([mine, received], work.dtype)
+        mine = _keep(both, quota, dtype, work, share=1 / distance)
     return mine
 
 
@@ -139,7 +140,7 @@ def gather_bruck(
     sizes = [mine.to_message().numel()] * len(peers)
     messages = yield from bruck.bruck_gather(rank, peers, mine.to_message(), sizes_bytes=sizes)
     lists = [Entries.from_message(message, dtype, end=work.numel()) for message in messages]
-    union = added(lists, work.dtype)
+    union = yield from added(lists, work.dtype)
     return _keep(union, quota, dtype, work, share=1 / len(peers)), union.count
 
 

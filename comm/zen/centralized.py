@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..net.rounds import Messages, Rounds, RoundScheme, all_to_all, idle, swap
 from ..net.transport import Transport
+from ..ops.op import Finding
 from .formats import ALL, Format, decode, encode
 from .sparse import Sparse, compress, expand, merge, row_width
 
@@ -24,8 +25,8 @@ class RowScheme(RoundScheme):
         self._row = row
         self._formats = tuple(formats)
 
-    def _rows(self, gradient: Tensor) -> Sparse:
-        return compress(gradient, row_width(gradient.shape, self._row))
+    def _rows(self, gradient: Tensor) -> Finding[Sparse]:
+        return compress.finding(gradient, row_width(gradient.shape, self._row))
 
 
 class AGsparse(RowScheme):
@@ -35,8 +36,8 @@ class AGsparse(RowScheme):
 
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum over all ranks, in the order of ranks."""
-        transport = self.transport
-        total = yield from sum_by_gathering(transport.rank, transport.size, self._rows(gradient), formats=self._formats)
+        own = yield from self._rows(gradient)
+        total = yield from sum_by_gathering(self.transport.rank, self.transport.size, own, formats=self._formats)
         return expand(total, gradient)
 
 
@@ -50,17 +51,16 @@ class RecursiveDoubling(RowScheme):
 
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum over all ranks."""
-        transport = self.transport
-        total, _ = yield from sum_by_doubling(
-            transport.rank, transport.size, self._rows(gradient), formats=self._formats
-        )
+        own = yield from self._rows(gradient)
+        total, _ = yield from sum_by_doubling(self.transport.rank, self.transport.size, own, formats=self._formats)
         return expand(total, gradient)
 
 
 def sum_by_gathering(rank: int, ranks: int, own: Sparse, *, formats: Sequence[Format] = ALL) -> Rounds[Sparse]:
     """Return the sum over all `ranks`, of which `rank` is this one, added in the order of ranks."""
     messages = yield from all_to_all(rank, encode([own], formats) * ranks)
-    return merge(decode(messages, [own.length] * ranks, width=own.width, dtype=own.values.dtype))
+    lists = yield from decode.finding(messages, [own.length] * ranks, width=own.width, dtype=own.values.dtype)
+    return (yield from merge.finding(lists))
 
 
 def sum_by_doubling(
@@ -72,15 +72,16 @@ def sum_by_doubling(
     power = 1 << levels
     extra = ranks - power
 
-    def read(message: Tensor) -> Sparse:
-        return decode([message], [own.length], width=own.width, dtype=own.values.dtype)[0]
+    def read(message: Tensor) -> Finding[Sparse]:
+        lists = yield from decode.finding([message], [own.length], width=own.width, dtype=own.values.dtype)
+        return lists[0]
 
     def send(to: int) -> Rounds[None]:
         yield Messages(outgoing={to: encode([own], formats)[0]}, sources=[], sizes_bytes=None)
 
     def receive(source: int) -> Rounds[Sparse]:
         received = yield Messages(outgoing={}, sources=[source], sizes_bytes=None)
-        return read(received[source])
+        return (yield from read(received[source]))
 
     if rank >= power:
         host = rank - power
@@ -90,7 +91,7 @@ def sum_by_doubling(
         return total, []
     if rank < extra:
         folded = yield from receive(rank + power)
-        own = merge([own, folded])
+        own = yield from merge.finding([own, folded])
     elif extra:
         yield from idle(1)
     sent = list[Tensor]()
@@ -99,7 +100,8 @@ def sum_by_doubling(
         sent.append(own.indices)
         message = yield from swap(encode([own], formats)[0], to=partner, source=partner)
         # Both partners add the same two numbers, and a + b is b + a to the last bit: all ranks end equal.
-        own = merge([own, read(message)])
+        theirs = yield from read(message)
+        own = yield from merge.finding([own, theirs])
     if rank < extra:
         yield from send(rank + power)
     elif extra:

@@ -11,6 +11,7 @@ from ..net.entries import within
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes, bitmap_indices
 from ..ops.kernels import checked_together
+from ..ops.op import Finding, Reading
 from ..ops.spread import Spread
 from .hash_bitmap import hash_bitmap_encode
 from .sparse import Sparse
@@ -71,14 +72,17 @@ def _encode(sparse: Sparse, allowed: Sequence[Format]) -> Tensor:
     return to_bytes(rows, tag)
 
 
-def decode(messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dtype: torch.dtype) -> list[Sparse]:
+@Reading
+def decode(
+    messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dtype: torch.dtype
+) -> Finding[list[Sparse]]:
     """Return the matrices of messages of `encode`, each of so many rows of `width` elements of `dtype`.
 
     Raises:
         MessageError: One is not such a message.
     """
     tags = [message[-_TAG_BYTES:] for message in messages if message.numel()]
-    forms = iter(torch.cat(tags).tolist() if tags else [])
+    forms = iter((yield torch.cat(tags)) if tags else [])
     pairs = zip(messages, lengths, strict=True)
     with checked_together(lambda error: MessageError(f"a message came that is no matrix: {error}")):
         return [

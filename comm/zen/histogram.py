@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..ops.kernels import CudaKernel, bits, check_list, check_range, cpu_kernel, host, host_bits
-from ..ops.op import Op
+from ..ops.op import Finding, Op, Reading
 from ..ops.spread import Spread, count_owners, index_cuda, owner_cuda, write_indices
 
 _MIN_RUN = 16
@@ -107,7 +107,8 @@ def _distribute_kernel(
             sorted_values[place] = values[i]
 
 
-def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
+@Reading
+def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Finding[Parts]:
     _check("partition", indices, values, spread)
     indices, elements = indices.contiguous(), bits(values.detach().contiguous())
     # A thread has a counter for each part, and enough indices that counters are the smaller part of its work.
@@ -119,7 +120,7 @@ def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     places = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
     sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
     _distribute_kernel.launch(threads, indices, elements, *sizes, places, sorted_indices, sorted_values)
-    return Parts(sorted_indices, sorted_values.view(values.dtype), counts.sum(1).tolist())
+    return Parts(sorted_indices, sorted_values.view(values.dtype), (yield counts.sum(1)))
 
 
 def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:

@@ -11,6 +11,7 @@ from ..net.rounds import Rounds, all_to_all
 from ..net.scheme import Scheme
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.block import BLOCK
+from ..ops.op import Finding, alone
 from ..ops.spread import murmur
 from .centralized import RowScheme
 from .formats import ALL, Format, decode, encode
@@ -24,10 +25,13 @@ def push_and_pull(
     """Return the sum over all `ranks`, of which `rank` is this one; each server adds in the order of ranks."""
     width, dtype = own.width, own.values.dtype
     lengths = [cut.size(server) for server in range(ranks)]
-    pushed = yield from all_to_all(rank, encode(cut.split(own), formats))
-    share = merge(decode(pushed, [lengths[rank]] * ranks, width=width, dtype=dtype))
-    pulled = yield from all_to_all(rank, encode([share], formats) * ranks)
-    return join(cut, decode(pulled, lengths, width=width, dtype=dtype), own.length)
+    parts = yield from cut.split(own)
+    messages = yield from all_to_all(rank, encode(parts, formats))
+    pushed = yield from decode.finding(messages, [lengths[rank]] * ranks, width=width, dtype=dtype)
+    share = yield from merge.finding(pushed)
+    messages = yield from all_to_all(rank, encode([share], formats) * ranks)
+    pulled = yield from decode.finding(messages, lengths, width=width, dtype=dtype)
+    return join(cut, pulled, own.length)
 
 
 class SparsePS(RowScheme):
@@ -38,7 +42,7 @@ class SparsePS(RowScheme):
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum over all ranks, in the order of ranks."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        own, ranks = self._rows(dense), self.transport.size
+        own, ranks = (yield from self._rows(dense)), self.transport.size
         cut = Even(length=own.length, servers=ranks)
         summed = yield from push_and_pull(self.transport.rank, ranks, own, cut, formats=self._formats)
         total = expand(summed, dense)
@@ -53,8 +57,8 @@ class OmniReduce(SparsePS):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
 
-    def _rows(self, gradient: Tensor) -> Sparse:
-        return compress(gradient, BLOCK)
+    def _rows(self, gradient: Tensor) -> Finding[Sparse]:
+        return compress.finding(gradient, BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +148,7 @@ class IndexFree(Scheme):
         """
         own = compress(gradient)
         cut = Balanced(length=own.length, servers=self.transport.size, seed=self._seed)
-        parts = cut.split(own)
+        parts = alone(cut.split(own))
         if key not in self._known:
             self._known[key] = self._exchange_indices(own, parts)
         known = self._known[key]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.kernels import checked_together
+from ..ops.op import Finding
 from ..ops.spread import Spread
 from .hash import HashMemory, hierarchical_hash
 from .histogram import Parts, indices_at, partition, positions
@@ -20,7 +21,7 @@ class Partition(Protocol):
     def size(self, server: int) -> int:
         """Return the rows of a server."""
 
-    def split(self, sparse: Sparse) -> list[Sparse]:
+    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
         """Return for each server its rows, counted from its first one."""
 
     def indices(self, server: int, places: Tensor) -> Tensor:
@@ -50,10 +51,10 @@ class Even:
         """Return the rows of a server."""
         return self._start(server + 1) - self._start(server)
 
-    def split(self, sparse: Sparse) -> list[Sparse]:
+    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
         """Return for each server its rows, counted from its first one."""
-        starts = torch.tensor([self._start(server) for server in range(self.servers + 1)], device=sparse.indices.device)
-        bounds: list[int] = torch.searchsorted(sparse.indices, starts.int()).tolist()
+        servers = torch.arange(self.servers + 1, device=sparse.indices.device)
+        bounds = yield torch.searchsorted(sparse.indices, (servers * self.length // self.servers).int())
         return [
             Sparse(
                 indices=sparse.indices[bounds[server] : bounds[server + 1]] - self._start(server),
@@ -96,18 +97,17 @@ class Balanced:
         """Return the rows of a server."""
         return self._spread.size(server)
 
-    def split(self, sparse: Sparse) -> list[Sparse]:
+    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
         """Return for each server its rows, counted from its first one."""
         if sparse.width == 1 and self.how == "exact":
-            found = partition(sparse.indices, sparse.values.view(-1), self._spread)
+            found = yield from partition.finding(sparse.indices, sparse.values.view(-1), self._spread)
             indices, values = found.indices, found.values.view(-1, 1)
         else:
             rows = torch.arange(sparse.count, dtype=torch.int32, device=sparse.indices.device)
-            found = (
-                self._hash(sparse.indices, rows)
-                if self.how == "hash"
-                else partition(sparse.indices, rows, self._spread)
-            )
+            if self.how == "hash":
+                found = self._hash(sparse.indices, rows)
+            else:
+                found = yield from partition.finding(sparse.indices, rows, self._spread)
             indices, values = found.indices, sparse.values.index_select(0, found.values)
         places = torch.split(positions(indices, self._spread), found.counts)
         return [

@@ -121,7 +121,7 @@ class Zen(RoundScheme):
         seen.steps += 1
         if seen.plan.route == "dense":
             return self._dense.reduce(key, gradient)
-        own = compress(gradient, seen.plan.width)
+        own = yield from compress.finding(gradient, seen.plan.width)
         rank, ranks = self.transport.rank, self.transport.size
         if seen.plan.route == "hierarchical":
             total, _ = yield from sum_by_doubling(rank, ranks, own)
@@ -176,7 +176,8 @@ class Zen(RoundScheme):
 
     def _profile(self, key: str, gradient: Tensor, seen: _Seen) -> Rounds[Tensor]:
         """Sum this step in a way that shows the densities, and plan when enough of them are known."""
-        own, widths, numel = compress(gradient), self._widths(gradient), gradient.numel()
+        own = yield from compress.finding(gradient)
+        widths, numel = self._widths(gradient), gradient.numel()
         counts = yield from self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
         if counts[0] <= _HOPELESS * numel:
             total, sent = yield from sum_by_doubling(self.transport.rank, self.transport.size, own)
@@ -186,7 +187,7 @@ class Zen(RoundScheme):
             rounds += [[0] * len(widths)] * (self.transport.size.bit_length() - 1 - len(rounds))
         else:
             result, rounds = self._dense.reduce(key, gradient), []
-            total = compress(result)
+            total = yield from compress.finding(result)
         counts += [_rows(total.indices, width) for width in widths]
         counts = yield from self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
         seen.steps += 1
