@@ -1,6 +1,6 @@
-"""A training script as somebody else writes it, for `resilient-comm advise`: knows nothing of this project.
+"""A training script as somebody else writes it, for `resilient-comm advise`: knows nothing of gradients of ours.
 
-advised.py [--rows ROWS] [--sleep SECONDS] [--steps STEPS] [--hook] [--bare] [--fail] [--end HOW]
+advised.py [--rows ROWS] [--sleep SECONDS] [--steps STEPS] [--hook] [--bare] [--fail] [--end HOW] [--checkpoints]
 """
 
 import argparse
@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from resilient_run import Checkpointer
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=int, default=64)
 parser.add_argument("--sleep", type=float, default=0.0)
@@ -22,6 +24,7 @@ parser.add_argument("--hook", action="store_true")
 parser.add_argument("--bare", action="store_true")
 parser.add_argument("--fail", action="store_true")
 parser.add_argument("--end", choices=("sys", "os"))
+parser.add_argument("--checkpoints", action="store_true")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -31,6 +34,8 @@ model = bare if args.bare else DDP(bare)
 if args.hook:
     model.register_comm_hook(None, bf16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if args.checkpoints:
+    checkpointer = Checkpointer(model=bare, optimizer=optimizer)
 for step in range(args.steps):
     optimizer.zero_grad()
     model(torch.randint(args.rows, (32,))).sum().backward()

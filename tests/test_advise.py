@@ -133,6 +133,7 @@ def test_the_script_s_own_hook_is_what_counts() -> None:
     [
         (("--bare", "--steps", "5"), 1, "no or few steps with DistributedDataParallel were trained"),
         (("--steps", "30"), 1, "the script ended"),
+        (("--steps", "30", "--checkpoints"), 1, "the script ended"),
         (("--steps", "30", "--end", "sys"), 1, "the script ended"),
         (("--steps", "30", "--end", "os"), 1, "the script ended"),
         (("--fail",), 1, "ValueError: the script's own fault"),
@@ -143,6 +144,7 @@ def test_a_script_that_ends_is_no_advice(options: tuple[str, ...], code: int, me
     done = run_python([*ADVISE, SCRIPT, *options], {**os.environ, **alone, "OMP_NUM_THREADS": "1"})
     assert done.returncode == code
     assert message in done.stderr
+    assert "Warning" not in done.stderr, "that no checkpoints are kept is as it should be"
     assert not done.stdout
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -45,6 +46,8 @@ def advise(
         raise click.BadParameter(f"{script}: there is no such file; name the training script", param_hint="SCRIPT")
     first = from_environment("RANK") == 0
     os.environ.pop("RESILIENT_SOCKET", None)
+    # It would say that the job was not started by resilient-run, and how to do that.
+    warnings.filterwarnings("ignore", message="no checkpoints are kept", category=RuntimeWarning)
     trial = Trial(seconds=seconds, ranks_per_host=ranks_per_host)
     try:
         with trial.watching():
