@@ -1006,7 +1006,7 @@ def test_other_nnodes_than_the_run_has(launchers: Launchers) -> None:
         launchers.handlers["b"].next_rendezvous()
     assert launchers.handlers["b"].shutdown()
     launchers.handlers["a"].leave()
-    launchers.make("c", (1, 1))
+    launchers.make("c", (1, 1), lease_ttl="2")
     assert launchers.joined("c")["c"].world_size == 1
 
 
@@ -1030,7 +1030,7 @@ def test_another_run_key_than_the_run_has(launchers: Launchers, first: str, seco
         launchers.handlers["b"].next_rendezvous()
     assert launchers.handlers["b"].shutdown()
     launchers.handlers["a"].leave()
-    launchers.make("c", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=second)
+    launchers.make("c", (1, 2), last_call_timeout="0.1", lease_ttl="2").describe(1, "", key_proof=second)
     assert launchers.joined("c")["c"].world_size == 1
 
 
@@ -1116,7 +1116,7 @@ def test_terms_bind_as_long_as_a_launcher_lives(launchers: Launchers) -> None:
     before = launchers.keys()["rdzv/job"].value
     launchers.handlers["a"].leave()
     edited = replace(MARK, content="5" * 64, formats="wire 2")
-    described(launchers, "b", fingerprint=edited)
+    described(launchers, "b", lease_ttl="2", fingerprint=edited)
     launchers.joined("b")
     after = launchers.keys()["rdzv/job"].value
     assert after == {**before, "fingerprint": asdict(edited)}
