@@ -804,16 +804,53 @@ def test_job_that_is_written_again_holds_nobody_up(etcd: EtcdProcess, monkeypatc
         write_again()
         launchers.joined("a")
         assert (running.generation, waiting.result(WAIT_S).world_size) == (2, 2)
-        write_again()
+        before = launchers.keys()["rdzv/job"].value
+        launchers.ask(lambda client: client.delete(key))
         for host in "ab":
             launchers.handlers[host].report_done()
         wait_until(running.all_done)
+        assert launchers.keys()["rdzv/job"].value == before
         write_again(token=None)
         running.report_failure(kind="worker", message="it reports, and hears of it")
         wait_until(lambda: running.closed is not None)
         assert running.closed is not None
         assert "rdzv/job is damaged (rdzv/job: field 'token'" in running.closed.reason
     finally:
+        launchers.close()
+
+
+def test_job_that_is_written_again_all_the_time_holds_nobody_up(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launchers = Launchers(etcd.endpoint, "always", monkeypatch)
+    ended = threading.Event()
+
+    async def write_again(client: Etcd) -> int:
+        times = 0
+        while not ended.is_set():
+            entry = await client.get(f"{launchers.prefix}rdzv/job")
+            assert entry is not None
+            await client.put(f"{launchers.prefix}rdzv/job", entry.value)
+            times += 1
+            await asyncio.sleep(0.02)
+        return times
+
+    try:
+        for host in "ab":
+            launchers.make(host, (2, 2))
+        launchers.joined("ab")
+        writing = launchers._threads.submit(launchers.ask, write_again)
+        for generation in range(2, 6):
+            launchers.handlers["a"].report_failure(kind="worker", message="it is started again")
+            launchers.joined("ab")
+            assert launchers.handlers["b"].generation == generation
+        for host in "ab":
+            launchers.handlers[host].report_done()
+        wait_until(launchers.handlers["a"].all_done)
+        ended.set()
+        assert writing.result(WAIT_S) > 1
+    finally:
+        ended.set()
         launchers.close()
 
 

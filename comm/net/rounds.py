@@ -55,7 +55,8 @@ Rounds = Generator[Messages | Gathering | Tensor, Any, T]
 """Yields what ranks do together, is sent source → message, and returns a result.
 
 For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one. Between
-rounds it may yield what the CPU has to read, and is sent the numbers, as a `Finding` is.
+rounds it may yield what the CPU has to read, and is sent the numbers, as a `Finding` is. Ranks may do that differently
+often. So a collective that it calls by itself, in which all ranks have one order, comes before what it reads.
 """
 
 

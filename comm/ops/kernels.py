@@ -162,7 +162,8 @@ def check_numbers(numbers: Tensor, judge: Callable[..., None]) -> None:
     if _waiting.checks is None:
         judge(*numbers.tolist())
     else:
-        _waiting.checks.append((numbers, judge))
+        # A copy, as these may be the end of something large.
+        _waiting.checks.append((numbers.to(torch.int64, copy=True), judge))
 
 
 def is_on_host(tensor: Tensor) -> bool:

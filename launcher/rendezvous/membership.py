@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
@@ -38,6 +38,8 @@ from .patience import Impatience
 from .rounds import View, broken, newcomers
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T", bound=int)
 
 _POLL_S = 0.1
 _RETRY_S = 0.5
@@ -172,8 +174,8 @@ class Membership:
             RendezvousStateError: Another launcher has taken this host id.
         """
         self._member = replace(self._member, ready=ready)
-        while not await self._write(self._same_run):
-            if await self._has_missed_end() or self._closed is not None:
+        while not await self._in_this_run(self._write):
+            if self._closed is not None:
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -378,7 +380,7 @@ class Membership:
             try:
                 if await self._has_missed_end():
                     return
-                if held := await self._write(self._same_run):
+                if held := await self._in_this_run(self._write):
                     log.warning("host %s had lost its lease and has registered again", self._member.host)
                 else:
                     await asyncio.sleep(_RETRY_S)
@@ -396,12 +398,19 @@ class Membership:
         deletes: Iterable[str] = (),
         lease: Lease | None = None,
     ) -> int:
-        """Do what `Etcd.commit` does, in the run that this launcher has entered: the id may be another's by now."""
+        """Do what `Etcd.commit` does, in the run that this launcher has entered."""
+        return await self._in_this_run(lambda same: self._etcd.commit({**same, **guards}, puts, deletes, lease))
+
+    async def _in_this_run(self, write: Callable[[Mapping[str, int]], Awaitable[_T]]) -> _T:
+        """Let `write` have the guard that the run is the one this launcher has entered: the id may be another's by now.
+
+        Returns what it returns, which is true if guards held.
+        """
         while True:
             job = self._job
-            revision = await self._etcd.commit({**self._same_run, **guards}, puts, deletes, lease)
-            if revision or job is None or await self._has_missed_end() or self._job is job:
-                return revision
+            written = await write(self._same_run)
+            if written or job is None or await self._has_missed_end() or self._job is job:
+                return written
 
     async def _has_missed_end(self) -> bool:
         """Tell whether the run that this launcher has entered ended while it was cut off."""
@@ -409,7 +418,12 @@ class Membership:
         key, ours = self._prefix + keys.JOB, self._job
         job = await self._etcd.get(key)
         if job is None and self._closed is None and self._seat_revision:
-            return False  # it misses the round in the mirror, which knows whether etcd lost its data
+            # Whoever ends a run removes its round, too: with that, somebody has removed the job alone.
+            if await self._etcd.commit({key: 0, self._prefix + keys.ROUND: self._seat_revision}, {key: ours.value}):
+                log.warning("etcd key %s was removed while the run went on; it is there again", key)
+            job = await self._etcd.get(key)
+            if job is None:
+                return False  # it misses the round in the mirror, which knows whether etcd lost its data
         if job is not None and job.revision == ours.revision:
             return False
         try:
