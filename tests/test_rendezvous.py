@@ -819,6 +819,21 @@ def test_job_that_is_written_again_holds_nobody_up(etcd: EtcdProcess, monkeypatc
         launchers.close()
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_run_whose_job_is_removed_ends_for_all(launchers: Launchers, failed: bool) -> None:
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/job"))
+    launchers.handlers["a"].close("so it ends", failed=failed)
+    other = launchers.handlers["b"]
+    wait_until(lambda: other.ended is not None)
+    assert other.closed == Closed(reason="so it ends", failed=failed)
+    for host in "ab":
+        assert launchers.handlers[host].leave()
+    assert launchers.keys() == {}
+
+
 def test_job_that_is_written_again_all_the_time_holds_nobody_up(
     etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -417,12 +417,12 @@ class Membership:
         assert self._job is not None
         key, ours = self._prefix + keys.JOB, self._job
         job = await self._etcd.get(key)
-        if job is None and self._closed is None and self._seat_revision:
+        if job is None and self._seat_revision:
             # Whoever ends a run removes its round, too: with that, somebody has removed the job alone.
             if await self._etcd.commit({key: 0, self._prefix + keys.ROUND: self._seat_revision}, {key: ours.value}):
                 log.warning("etcd key %s was removed while the run went on; it is there again", key)
             job = await self._etcd.get(key)
-            if job is None:
+            if job is None and self._closed is None:
                 return False  # it misses the round in the mirror, which knows whether etcd lost its data
         if job is not None and job.revision == ours.revision:
             return False
