@@ -75,9 +75,11 @@ def test_links_have_their_rate_in_both_directions(netlab: Callable[..., NetLab])
     """Each direction is shaped by itself: the slowed host is slow as a source and as a sink, the others stay fast."""
     a, b, c = netlab(3, rate="80mbit").hosts
     b.slow("20mbit")
-    assert 0.5 < transfer(a, c, 5_000_000) / 80e6 < 1.15
-    for source, sink in ((b, a), (a, b)):
-        assert 0.5 < transfer(source, sink, 1_500_000) / 20e6 < 1.15
+    for source, sink, size_bytes, bit_s in ((a, c, 5_000_000, 80e6), (b, a, 1_500_000, 20e6), (a, b, 1_500_000, 20e6)):
+        shares = []
+        while len(shares) < 5 and max(shares, default=0) <= 0.5:  # a busy machine makes a transfer slow, and none fast
+            shares.append(transfer(source, sink, size_bytes) / bit_s)
+        assert 0.5 < max(shares) < 1.15
     b.heal()
     assert b.status().rate_bit_s == 80_000_000
 
