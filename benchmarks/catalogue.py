@@ -754,9 +754,19 @@ BENCHMARKS: Final = (
                 minutes=17,
             ),
             Result(
+                name="whole-steps-lstm-16-4000",
+                arguments="--models LSTM --hosts 16 --rates-mbit 4000 --dense-s 0.2",
+                minutes=10,
+            ),
+            Result(
                 name="whole-steps-dense",
                 arguments="--models dense --hosts 4 8 --rates-mbit 100 1000",
                 minutes=40,
+            ),
+            Result(
+                name="whole-steps-dense-16",
+                arguments="--models dense --hosts 16 --rates-mbit 100 --dense-s 0.5",
+                minutes=16,
             ),
             Result(
                 name="whole-steps-dense-few-cores",
