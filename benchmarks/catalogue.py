@@ -769,6 +769,11 @@ BENCHMARKS: Final = (
                 minutes=16,
             ),
             Result(
+                name="whole-steps-dense-16-1000",
+                arguments="--models dense --hosts 16 --rates-mbit 1000 --dense-s 0.5",
+                minutes=20,
+            ),
+            Result(
                 name="whole-steps-dense-few-cores",
                 arguments="--models dense --hosts 8 --rates-mbit 100 --total-mbit 300 --dense-s 0.35",
                 minutes=5,
