@@ -117,20 +117,15 @@ def _advanced(
     runs: Sequence[Rounds[T]], answers: Mapping[int, Mapping[int, Tensor] | None], results: dict[int, T]
 ) -> dict[int, Messages | Gathering]:
     """Return what these runs ask others for, given the answers to what they asked before, and put results there."""
-    asked = {}
+    asked: dict[int, Any] = {}
     given: Mapping[int, Mapping[int, Tensor] | list[int] | None] = answers
     while given:
-        unread = {}
         for index, answer in sorted(given.items(), key=itemgetter(0)):
             try:
-                one = next(runs[index]) if answer is None else runs[index].send(answer)
+                asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
             except StopIteration as ended:
                 results[index] = ended.value
-            else:
-                if isinstance(one, Tensor):
-                    unread[index] = one
-                else:
-                    asked[index] = one
+        unread = {index: asked.pop(index) for index in list(asked) if isinstance(asked[index], Tensor)}
         given = dict(zip(unread, read_together(unread.values()), strict=True))
     return dict(sorted(asked.items()))  # on all ranks in one order
 
