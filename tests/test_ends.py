@@ -22,7 +22,8 @@ from resilient_run.launcher.rendezvous.membership import Membership
 close = Membership.close
 
 async def close_second(self, closed):
-    await self._etcd.create(self._prefix + keys.CLOSED, {"reason": "another launcher gave up", "failed": True})
+    key = self._prefix + keys.CLOSED
+    await self._etcd.commit({key: 0}, {key: {"reason": "another launcher gave up", "failed": True}})
     await close(self, closed)
 
 Membership.close = close_second

@@ -105,7 +105,11 @@ def test_put_get_list_delete(etcd_config: EtcdConfig, prefix: str) -> None:
 
 def test_create_only_once(etcd_config: EtcdConfig, prefix: str) -> None:
     async def scenario(etcd: Etcd) -> None:
-        answers = await asyncio.gather(*(etcd.create(f"{prefix}key", {"writer": n}) for n in range(8)))
+        key = f"{prefix}key"
+        answers = [
+            revision > 0
+            for revision in await asyncio.gather(*(etcd.commit({key: 0}, {key: {"writer": n}}) for n in range(8)))
+        ]
         assert sorted(answers) == [False] * 7 + [True]
         entry = await etcd.get(f"{prefix}key")
         assert entry is not None
@@ -189,7 +193,7 @@ def test_lost_lease_is_noticed(etcd_config: EtcdConfig, prefix: str) -> None:
         with pytest.raises(EtcdLeaseLost, match="no longer has the lease"):
             await etcd.put(f"{prefix}a", {}, lease=lease)
         with pytest.raises(EtcdLeaseLost):
-            await etcd.create(f"{prefix}a", {}, lease=lease)
+            await etcd.commit({f"{prefix}a": 0}, {f"{prefix}a": {}}, lease=lease)
 
     with_etcd(etcd_config, scenario)
 

@@ -69,7 +69,8 @@ class Job:
 
     def break_generation(self, kind: str, message: str, unix_s: float) -> None:
         failure = {"host": self.host.name, "kind": kind, "unix_s": unix_s, "message": message}
-        assert self.etcd(lambda etcd: etcd.create(self.key("rdzv/failure/1"), failure))
+        key = self.key("rdzv/failure/1")
+        assert self.etcd(lambda etcd: etcd.commit({key: 0}, {key: failure}))
 
 
 @pytest.fixture

@@ -239,10 +239,6 @@ class Etcd:
         request = _put(key, value, lease)
         await self._rpc.call(lambda member, options: member.kv.Put(request, **options))
 
-    async def create(self, key: str, value: Mapping[str, Any], lease: Lease | None = None) -> bool:
-        """Set the key if it does not exist and tell whether it was set."""
-        return await self.commit({key: 0}, {key: value}, lease=lease) > 0
-
     async def delete(self, key: str) -> None:
         """Delete the key if it exists."""
         request = rpc.DeleteRangeRequest(key=key.encode())
