@@ -35,7 +35,7 @@ from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.records import Closed, Failure, Fingerprint
 from resilient_run.daemon.run.rounds import Round, Seat
 from resilient_run.launcher.rendezvous import claim, membership, rendezvous
-from resilient_run.launcher.rendezvous.agreement import Terms
+from resilient_run.launcher.rendezvous.agreement import Terms, agree
 from resilient_run.launcher.rendezvous.loop import LoopThread
 from resilient_run.launcher.rendezvous.membership import Membership
 from resilient_run.launcher.rendezvous.rendezvous import EtcdRendezvous
@@ -357,6 +357,7 @@ def test_host_that_dies_while_a_round_is_formed(launchers: Launchers, published:
     """Group rank 0 never serves its store, or stands still when it should: its generation ends with its lease."""
 
     async def register(etcd: Etcd) -> Any:
+        await agree(etcd, launchers.run_id, Terms(min_nodes=2, max_nodes=3), abandoned=False)
         lease = await etcd.lease(600, keep_alive=False)
         value = {"session": "x.1", "nproc": 1, "role": "", "addr": "127.0.0.1", "pid": 1, "ready": 1}
         await etcd.put(f"{launchers.prefix}rdzv/members/x", value, lease=lease)
@@ -817,6 +818,27 @@ def test_job_that_is_written_again_holds_nobody_up(etcd: EtcdProcess, monkeypatc
         assert "rdzv/job is damaged (rdzv/job: field 'token'" in running.closed.reason
     finally:
         launchers.close()
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_launcher_begins_no_run_anew_that_others_are_in(launchers: Launchers, formed: bool) -> None:
+    """Somebody has removed its job alone, which those who are in it set again."""
+    for host in "ab":
+        launchers.make(host, (2, 2))
+    waiting = launchers.join("ab" if formed else "a")
+    for future in waiting.values() if formed else ():
+        future.result(WAIT_S)
+    before = launchers.keys()["rdzv/job"].value
+    launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/job"))
+    if formed:
+        standby = launchers.make("c", (2, 2))
+        launchers.join("c")
+        wait_until(lambda: standby.stood_by)
+    else:
+        waiting |= launchers.join("b")
+        assert [future.result(WAIT_S).world_size for future in waiting.values()] == [2, 2]
+    assert launchers.keys()["rdzv/job"].value == before
+    assert [launchers.handlers[host].closed for host in "ab"] == [None, None]
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -58,7 +58,10 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> En
     while True:
         entry = await etcd.get(key)
         if entry is None:
-            await _begin(etcd, run_id, prefix, terms)
+            if not await _begin(etcd, run_id, prefix, terms) and await etcd.get(key) is None:
+                raise RendezvousStateError(
+                    f"etcd key {key} was removed while the run goes on; its launchers set it again: start this one then"
+                )
             continue
         try:
             job = Agreement.parse(entry.value)
@@ -89,8 +92,8 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> En
         )
 
 
-async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
-    """Make the job of a run that etcd does not know, unless another launcher was first."""
+async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
+    """Make the job of a run that etcd does not know, unless another launcher was first or is in it, and tell."""
     pairs, world_size = await asyncio.to_thread(terms.persisted)
     generation, step = pairs[-1] if pairs else (0, 0)
     job = Agreement(
@@ -107,9 +110,12 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> None:
         puts[keys.WATERMARK] = pair_value((generation, step))
         puts[keys.PERSISTED] = {"pairs": pairs}
         puts[keys.COMMITTED] = {"world_size": world_size}
-    if await etcd.commit({prefix + keys.JOB: 0}, {prefix + key: value for key, value in puts.items()}) and pairs:
+    guards = {prefix + keys.JOB: 0, prefix + keys.MEMBERS(): 0}
+    begun = await etcd.commit(guards, {prefix + key: value for key, value in puts.items()}) > 0
+    if begun and pairs:
         what = "imported" if is_import((generation, step)) else "persisted"
         log.warning("run %r begins with the %s step %d", run_id, what, step)
+    return begun
 
 
 def _described(job: Agreement) -> dict[str, str]:

@@ -282,6 +282,8 @@ class Membership:
             self._looking_again = self._start(self._look_again(view, doubt_s), self._tasks)
         if self._lease is not None:
             self._note_end(self._view)
+            if view.job is None and self._is_listed:
+                self._start(self._insist(self._has_missed_end), self._tasks)
             self._note_loss(self._view)
             self._note_standbys(self._view)
         self._on_change()
@@ -417,13 +419,13 @@ class Membership:
         assert self._job is not None
         key, ours = self._prefix + keys.JOB, self._job
         job = await self._etcd.get(key)
-        if job is None and self._seat_revision:
-            # Whoever ends a run removes its round, too: with that, somebody has removed the job alone.
-            if await self._etcd.commit({key: 0, self._prefix + keys.ROUND: self._seat_revision}, {key: ours.value}):
+        if job is None and (member := await self._etcd.get(self._key)) is not None:
+            # While a launcher is in the run, nobody removes its keys or begins it anew: somebody took the job alone.
+            if await self._etcd.commit({key: 0, self._key: member.revision}, {key: ours.value}):
                 log.warning("etcd key %s was removed while the run went on; it is there again", key)
             job = await self._etcd.get(key)
-            if job is None and self._closed is None:
-                return False  # it misses the round in the mirror, which knows whether etcd lost its data
+        if job is None and self._seat_revision and self._closed is None:
+            return False  # it misses the round in the mirror, which knows whether etcd lost its data
         if job is not None and job.revision == ours.revision:
             return False
         try:
@@ -441,7 +443,7 @@ class Membership:
         self._on_change()
         return True
 
-    async def _insist(self, write: Callable[[], Awaitable[None]]) -> None:
+    async def _insist(self, write: Callable[[], Awaitable[object]]) -> None:
         async def written() -> None:
             impatience = Impatience()
             while True:
