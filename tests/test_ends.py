@@ -121,7 +121,9 @@ def test_success_that_etcd_did_not_hear_keeps_what_it_holds(cluster: Cluster, et
     etcd.kill()
     etcd.start()
     codes, said, steps = run(hosts, etcd, STEPS + 4)
-    assert (codes, steps) == ([0], [[*range(STEPS + 1, STEPS + 5)]]), said
+    # As above.
+    assert codes == [0], said
+    assert steps in ([[*range(first, STEPS + 5)]] for first in (STEPS, STEPS + 1)), said
 
 
 def test_run_that_begins_anew_after_a_success_without_a_last_word_is_protected(
