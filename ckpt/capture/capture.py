@@ -1,12 +1,15 @@
-"""Captures behind training: one thread that copies each step's state into a slot, as soon as a slot is free.
+"""Captures: `step()` copies the state of the host into a slot, and one thread completes and announces it behind training.
 
-What is committed is what `step()` saw: that is proven by fingerprints (`copying.py`), not by the waits here. They only
-make captures succeed: an optimizer waits for a copy under way before it changes what is being read. A capture that has
-not begun by then, because the watermark lags or the daemon is away, is skipped and counted.
+If no slot is free, `step()` copies into memory of its own, and the thread moves that into a slot when the news of a
+commit frees one. What is on GPUs is copied behind training: that what is committed is what `step()` saw is proven by
+fingerprints (`copying.py`), not by the waits here. They only make captures succeed: the streams of training wait for a
+copy under way before an optimizer changes what is being read. A capture that has not begun when it must is skipped and
+counted.
 """
 
 import contextlib
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +28,7 @@ from ..format.wire import Message
 from ..link.env import TrainerEnv
 from ..link.link import Link
 from ..state.state import TrainingState
+from ..state.tree import Flattener
 from .copying import CapturePlan, Copier, Staged
 from .slots import MappedSlot, TwoSlots
 from .stats import CaptureStats
@@ -37,11 +41,12 @@ _log = logging.getLogger(__name__)
 
 class _Phase(IntEnum):
     PENDING = 0  # waits for a slot; training may cancel it
-    COPYING = 1  # reads live tensors; a change to them makes the capture fail
-    RELEASED = 2  # live tensors may change, on devices after `Staged.hold`
-    COPIED = 3  # the staging memory may be reused
-    COMPLETE = 4
-    SKIPPED = 5
+    STAGING = 1  # `step()` copies into the slot that it has taken; the thread leaves it alone
+    COPYING = 2  # the thread completes it; a change to what is on devices makes the capture fail
+    RELEASED = 3  # what is on devices may change after `Staged.hold`
+    COPIED = 4  # the memory beside the slots may be used again
+    COMPLETE = 5
+    SKIPPED = 6
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -49,12 +54,11 @@ class _Capture:
     step: int
     node: Node
     plan: CapturePlan
-    staged: Staged
     trained: frozenset[str]
     apart: frozenset[str]
     phase: _Phase = _Phase.PENDING
     target: MappedSlot | None = None
-    hurries: bool = False
+    staged: Staged | None = None
 
 
 class Capturer:
@@ -75,7 +79,7 @@ class Capturer:
         self._newest = 0
         self._told: Message | None = None  # the capture that was missed last, as the daemon knows
         self._capture: _Capture | None = None
-        self._idle = False
+        self._allocating = False  # slots may be unmapped at any moment
         self._closing = False
         self._preferred_offset = 0
         self._stale = True  # the slots must be asked for, again after each attachment
@@ -84,6 +88,8 @@ class Capturer:
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
         self._plan: CapturePlan | None = None
+        self._beside_of: CapturePlan | None = None
+        self._beside: torch.Tensor | None = None  # for a capture that no slot is free for in its step()
         self._digester: tuple[CapturePlan, Digester] | None = None  # of the capture thread
         self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
         self._on_complete: Callable[[str, Pair], None] = lambda path, version: None
@@ -102,10 +108,9 @@ class Capturer:
 
     @property
     def reads(self) -> bool:
-        """Whether a capture reads live tensors, or waits for a slot and then will."""
+        """Whether a capture reads memory of devices, or waits for a slot and then will."""
         capture = self._capture
-        # Copies from devices go on after the release, and the stream of training must still be told.
-        return capture is not None and capture.phase < (_Phase.COMPLETE if capture.staged.captures else _Phase.RELEASED)
+        return capture is not None and capture.phase < _Phase.COMPLETE and bool(capture.plan.live)
 
     def on_attached(self) -> None:
         """Take the news of an attachment: slots may be other files now, and may have room again."""
@@ -140,7 +145,7 @@ class Capturer:
         self._thread.start()
 
     def submit(self, step: int, state: TrainingState, *, eager: bool = False) -> None:
-        """Begin the capture of `state` as it is now, after `step` steps; large leaves are read later, and verified.
+        """Begin the capture of `state` as it is now, after `step` steps; large leaves on devices are read later.
 
         Args:
             step: Completed steps.
@@ -157,6 +162,8 @@ class Capturer:
             self._newest = step
             if self._refused is not None and time.monotonic() - self._refused_s > _REFUSED_S:
                 self._refused = None  # there may be room by now
+            if self._capture is not None and self._capture.phase is _Phase.PENDING:
+                self._skip(self._capture)
             if self._slots.slots and not self._slots.wants(step):
                 self._pass(step)
                 return
@@ -165,25 +172,51 @@ class Capturer:
             plan = self._plan  # the capture thread takes it away when a capture is discarded
             if plan is None or not plan.matches(flat):
                 plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
+            capture = _Capture(step=step, node=flat.node, plan=plan, trained=state.trained, apart=state.apart)
             with self._changed:
                 self._changed.wait_for(lambda: self._capture is None or self._capture.phase >= _Phase.COPIED)
-            staged = plan.stage(flat)
+                self._capture = capture
+                self._changed.notify_all()
+                self._await_slots(capture)
+                if not self._slots.slots:
+                    self._skip(capture)
+                elif capture.phase is _Phase.PENDING and not self._allocating and not self._must_allocate(capture):
+                    self._claim(capture, _Phase.STAGING)
+            self._stage(capture, flat)
         except BaseException:
             # The script may catch it and go on: then the other ranks must not wait for this capture.
             with self._changed:
+                if self._capture is not None and self._capture.step == step:
+                    self._capture.phase = _Phase.SKIPPED
                 self._pass(step, failed=True)
+                self._changed.notify_all()
             raise
-        capture = _Capture(
-            step=step, node=flat.node, plan=plan, staged=staged, trained=state.trained, apart=state.apart
-        )
-        with self._changed:
-            self._capture = capture
-            if self._idle and not self._must_allocate(capture):
-                # Claimed at once, so that a training step shorter than a thread switch is captured all the same.
-                self._claim(capture)
-            self._changed.notify_all()
-            self._await_slots(capture)
         self._raise_failure()
+
+    def _stage(self, capture: _Capture, flat: Flattener) -> None:
+        """Copy what is on the host: into the slot if there is one, else beside it."""
+        plan, target = capture.plan, capture.target
+        if target is not None:
+            self._beside = None
+            target.held = None
+            target.slot.begin()
+            target.zero_gaps(plan.specs, plan.layout)
+            memory = target.payload
+        elif capture.phase is _Phase.PENDING:
+            if self._beside is None or self._beside_of is not plan:
+                # Only what is written takes memory.
+                pages = mmap.mmap(-1, max(1, plan.layout.payload_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._beside, self._beside_of = torch.frombuffer(pages, dtype=torch.uint8), plan
+            memory = self._beside
+        else:
+            return
+        staged = self._copier.stage(plan, flat, memory)
+        with self._changed:
+            if capture.phase is _Phase.STAGING:
+                capture.phase = _Phase.COPYING
+            if capture.phase is not _Phase.SKIPPED:
+                capture.staged = staged
+            self._changed.notify_all()
 
     def _await_slots(self, capture: _Capture) -> None:
         """Wait for the first slots, so that all ranks begin with the same step; shorter for larger ones in their place.
@@ -205,19 +238,20 @@ class Capturer:
         self._patience_spent = not arrived
 
     def release(self) -> None:
-        """Return when live tensors may be changed: wait for a copy under way, give up one that has not begun.
+        """Let training change what is on devices: give up a copy that has not begun; streams wait for one under way.
 
-        Those on devices may be changed by what is put on the current streams from then on, which waits for their copy.
+        What is put on the current streams from then on waits for it. What is on the host may change at any time.
         """
         with self._changed:
             capture = self._capture
-            if capture is None:
+            if capture is None or not capture.plan.live:
                 return
             if capture.phase is _Phase.PENDING:
                 self._skip(capture)
-            capture.hurries = True
             self._changed.wait_for(lambda: capture.phase >= _Phase.RELEASED)
-        capture.staged.hold()
+            staged = capture.staged
+        if staged is not None:
+            staged.hold()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the newest submitted step is captured, waiting up to `timeout_s` for it.
@@ -262,6 +296,7 @@ class Capturer:
             self._changed.notify_all()
         self._link.close()
         self._thread.join()
+        self._copier.close()
         self._slots.close()
 
     @property
@@ -279,10 +314,9 @@ class Capturer:
         while True:
             with self._changed:
                 while (action := self._next_action()) is None:
-                    self._idle = True
                     self._changed.wait()
-                    self._idle = False
                 capture = self._capture
+                self._allocating = action == "allocate"
             if action == "stop" or capture is None:
                 return
             try:
@@ -297,6 +331,11 @@ class Capturer:
                     if action == "allocate":
                         self._refused, self._refused_s = capture.plan, time.monotonic()
                     self._skip(capture)
+            finally:
+                with self._changed:
+                    self._allocating = False
+                    if capture.phase >= _Phase.COMPLETE:
+                        capture.staged = None  # with what it holds of devices
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
         """Return what the capture thread does next, None if it waits; what it copies has claimed its slot."""
@@ -304,10 +343,12 @@ class Capturer:
         if capture is None:
             return "stop" if self._closing else None
         allocates = self._must_allocate(capture)
-        if capture.phase is _Phase.PENDING and not allocates:
-            self._claim(capture)
+        if capture.phase is _Phase.PENDING and capture.staged is not None and not allocates:
+            self._claim(capture, _Phase.COPYING)
         if capture.phase is _Phase.COPYING:
             return "copy"
+        if capture.phase is _Phase.STAGING:
+            return None
         if self._closing:
             return "stop"
         # Slots in use are asked for again at once, so that the daemon hears what they hold; the first ones on demand.
@@ -319,11 +360,11 @@ class Capturer:
     def _outgrown(self, capture: _Capture) -> bool:
         return not self._slots.fits(len(capture.plan.tensors), capture.plan.layout.payload_bytes)
 
-    def _claim(self, capture: _Capture) -> None:
+    def _claim(self, capture: _Capture, phase: _Phase) -> None:
         if not self._outgrown(capture):
             capture.target = self._slots.take(capture.step)
         if capture.target is not None:
-            capture.phase = _Phase.COPYING
+            capture.phase = phase
 
     def _skip(self, capture: _Capture) -> None:
         if capture.phase < _Phase.COMPLETE:
@@ -352,9 +393,8 @@ class Capturer:
             return
         with self._changed:
             self._slots.use(slots)
+            self._allocating = False
             self._tell_missed()
-            if capture.phase is _Phase.PENDING:
-                self._claim(capture)
             self._changed.notify_all()
         for mapped in slots:
             if mapped.held is not None and mapped.held[0] == self._env.generation:
@@ -397,8 +437,9 @@ class Capturer:
         _log.error("no slots of the size that captures need now (%s); captures are skipped", error)
 
     def _copy(self, capture: _Capture) -> None:
-        target, plan = capture.target, capture.plan
+        target, plan, staged = capture.target, capture.plan, capture.staged
         assert target is not None
+        assert staged is not None
         started_s = time.monotonic()
         digester = self._digester_of(capture)
         manifest = encode(plan.tensors, capture.node)
@@ -407,20 +448,23 @@ class Capturer:
                 self._stale = True
                 self._skip(capture)
             return
-        target.held = None
-        target.slot.begin()
-        copied = self._copier.copy(
+        if staged.memory is not target.payload:
+            target.held = None
+            target.slot.begin()
+            target.zero_gaps(plan.specs, plan.layout)
+        self._copier.finish(
             plan,
-            capture.staged,
+            staged,
             target,
-            hurries=lambda: capture.hurries,
             on_released=lambda: self._advance(capture, _Phase.RELEASED),
             on_copied=lambda: self._advance(capture, _Phase.COPIED),
         )
-        if copied.changed is not None:
-            self._discard(capture, copied.changed)
+        payload = target.slot.buffer[target.slot.payload_offset :][: plan.layout.payload_bytes]
+        manifest, checksums = digester.extend(manifest, payload)
+        changed = self._copier.prove(plan, staged, target)
+        if changed is not None:
+            self._discard(capture, changed)
             return
-        payload = target.slot.buffer[target.slot.payload_offset :]
         target.slot.publish(
             run_id=self._env.run_id,
             topology=self._topology,
@@ -429,8 +473,8 @@ class Capturer:
             generation=self._env.generation,
             step=capture.step,
             payload_bytes=plan.layout.payload_bytes,
-            manifest=digester.extend(manifest, payload, copied.checksums, capture.staged.fingerprints),
-            checksums=copied.checksums,
+            manifest=manifest,
+            checksums=checksums,
         )
         target.held = (self._env.generation, capture.step)
         self._announce(target)
@@ -442,12 +486,10 @@ class Capturer:
     def _digester_of(self, capture: _Capture) -> Digester:
         plan = capture.plan
         if self._digester is None or self._digester[0] is not plan:
-            pieces = [(leaf, piece.start) for _, leaf, piece in plan.live_pieces]
             digester = Digester(
                 plan.specs,
                 plan.layout,
                 capture.node,
-                pieces,
                 rank=self._env.rank,
                 trained=capture.trained,
                 apart=capture.apart,

@@ -1,66 +1,52 @@
-"""Copying a state into a slot behind training, with a proof that what was copied is what `step()` saw.
+"""Copying a state into a slot: what is on the host inside `step()`, what is on GPUs behind training, with a proof.
 
-`CapturePlan.stage` runs inside `step()`. It copies small leaves, and takes a *fingerprint* of large ones: the XXH3-64
-of each of their pieces. `Copier.copy` reads the large ones later, while training goes on, and believes no byte of them
-before what arrived in the slot has that fingerprint. Whoever wrote to them meanwhile, by whatever means, makes the
-fingerprints differ, and the capture is given up. Leaves on a GPU have fingerprints of another kind: see `device.py`.
+`Copier.stage` runs inside `step()` and copies every leaf of the host, so nothing of it is read, or referred to, after the
+call. Large leaves on a GPU are hashed there and copied later, while training goes on: `Copier.prove` believes no byte of
+them before what arrived in the slot has that hash (`device.py`). Whoever wrote to them meanwhile, by whatever means,
+makes the hashes differ, and the capture is given up.
 """
 
 import ctypes
-import errno
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
-from ..format.slot import CHUNK_BYTES, chunk_count
+from ..format.slot import CHUNK_BYTES
 from ..state.tree import Flattener, Leaf
 from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, GpuStreams, device_of
 from .slots import MappedSlot
 
 _SMALL_BYTES: Final = 64 << 10
-"""Leaves up to this are copied inside `step()`: that takes no longer than a fingerprint and its bookkeeping."""
+"""Leaves of a GPU up to this are copied inside `step()`: that takes no longer than a fingerprint and its bookkeeping."""
+
+_PIECE_BYTES: Final = 4 << 20
+"""The longest piece that one thread copies at a time."""
+
+_SHARE_BYTES: Final = 8 << 20
+"""With less than this for each of them, threads take longer to begin than they save."""
 
 CudaEvents = list[tuple[torch.device, torch.cuda.Event]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """The payload bytes from `start` to `end`, within one chunk.
-
-    Attributes:
-        leaf: Index of the live leaf that they are part of, None if they are staged.
-        offset: Where they begin in that leaf, or in the staging memory.
-    """
-
-    start: int
-    end: int
-    leaf: int | None
-    offset: int
+_Piece = tuple[int, int, int, int]
+"""Where bytes lie in the payload; the place of their leaf among those that are moved; their offset in it; how many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """One state at the moment of its `step()`, ready to be copied.
+    """One state at the moment of its `step()`.
 
     Attributes:
-        live: The live leaves on the host by index; they stay allocated as long as this refers to them.
-        addresses: Where each of them was, by index.
-        fingerprints: One XXH3-64 per piece of a live leaf on the host, in the order of the pieces.
-        captures: Of the live leaves on each device that has some.
-        ready: Per CUDA device in use, the event after which the staged copies are right.
+        memory: Where the leaves of the host are, as in the payload: the payload itself, or memory beside it.
+        captures: Of the leaves that are copied behind training, for each device that has some.
+        ready: Per CUDA device in use, the event after which `memory` is right.
     """
 
-    live: dict[int, torch.Tensor]
-    addresses: dict[int, int]
-    fingerprints: list[int]
+    memory: torch.Tensor
     captures: list[DeviceCapture]
     ready: CudaEvents
 
@@ -68,19 +54,6 @@ class Staged:
         """Let whatever training puts on its current streams from now on wait for copies under way; does not wait."""
         for capture in self.captures:
             capture.hold()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
-    """What `Copier.copy` made.
-
-    Attributes:
-        checksums: The XXH3-64 of each chunk; meaningless if a leaf changed.
-        changed: The path of a live leaf that is not what it was in `step()`, None if all are.
-    """
-
-    checksums: npt.NDArray[np.uint64]
-    changed: str | None
 
 
 class CapturePlan:
@@ -91,12 +64,13 @@ class CapturePlan:
         layout: Where it lies in the payload.
         tensors: The tensors' part of the manifest, encoded.
         paths: The dotted path of each leaf, by index.
-        live: Indices of the leaves that are read behind training; the other ones are staged.
-        on_devices: How those of them are captured that are on devices.
-        chunks: The pieces of each chunk of the payload, but for those of `on_devices`.
-        live_pieces: Chunk, leaf and piece of each live one among them, in their order.
-        staged_pieces: The other ones.
-        whole: Of each chunk, whether it is one piece of a live leaf, whose fingerprint is then its checksum.
+        live: Indices of the leaves that are read behind training; all others are copied inside `step()`.
+        on_devices: How those of `live` are captured.
+        moved: Indices of the leaves whose memory is what the payload shall have, byte for byte.
+        others: Indices of the leaves that are copied through views.
+        pieces: The pieces in which they are.
+        late: The chunks that hold something of `live`.
+        on_host: From where to where the payload has leaves that are not `live`.
         devices: The CUDA devices that hold leaves.
     """
 
@@ -105,270 +79,189 @@ class CapturePlan:
 
         Args:
             flat: A flattened state.
-            eager: Names of registered objects of which every leaf is staged; "*" stands for all of them.
+            eager: Names of registered objects of which every leaf is copied inside `step()`; "*" stands for all.
         """
         self.specs = flat.specs()
         paths = leaf_paths(flat.node)
         self.layout = plan_payload(self.specs, leaf_parts(paths).values())
         self.tensors = encode_tensors(self.specs, self.layout)
         self.paths = {index: path.removeprefix("objects.") for path, index in paths.items()}
-        self.live = [
-            index
-            for index, leaf in enumerate(flat.leaves)
-            if self.specs[index].nbytes > _SMALL_BYTES
-            and is_plain(leaf)
-            and "*" not in eager
-            and object_name(self.paths[index]) not in eager
-        ]
         self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
         self._keys = flat.keys
         by_device: dict[GpuStreams, dict[int, tuple[int, int]]] = {}
-        for index in self.live:
-            if (device := device_of(_tensor(flat.leaves[index]))) is not None:
-                start = self.layout.offsets[index]
-                by_device.setdefault(device, {})[index] = (start, start + self.specs[index].nbytes)
+        self.moved: list[int] = []
+        self.others: list[int] = []
+        for index, leaf in enumerate(flat.leaves):
+            start, end = self._place(index)
+            device = (
+                device_of(_tensor(leaf))
+                if end - start > _SMALL_BYTES
+                and _is_readable(leaf)
+                and "*" not in eager
+                and object_name(self.paths[index]) not in eager
+                else None
+            )
+            if device is not None:
+                by_device.setdefault(device, {})[index] = (start, end)
+            elif start < end:
+                (self.moved if _lies_plain(leaf) and not _is_cuda(leaf) else self.others).append(index)
         self.on_devices = [DeviceLeaves(device, places) for device, places in by_device.items()]
-        elsewhere = {index for places in by_device.values() for index in places}
-        self._on_host = [index for index in self.live if index not in elsewhere]
-        self._staging: dict[int, torch.Tensor] = {}
-        self._staging_address = 0
-        self.chunks: list[list[_Piece]] = [[] for _ in range(chunk_count(self.layout.payload_bytes))]
-        # Later steps write to its memory as well, in whatever mode this one is.
-        with torch.inference_mode(False):
-            self._cut()
-        cut = [(chunk, piece) for chunk, pieces in enumerate(self.chunks) for piece in pieces]
-        self.live_pieces = [(chunk, piece.leaf, piece) for chunk, piece in cut if piece.leaf is not None]
-        self.staged_pieces = [piece for _, piece in cut if piece.leaf is None]
-        ends = [
-            min(end, self.layout.payload_bytes)
-            for end in range(CHUNK_BYTES, CHUNK_BYTES * (len(self.chunks) + 1), CHUNK_BYTES)
+        self.live = sorted(index for places in by_device.values() for index in places)
+        self.pieces: list[_Piece] = [
+            (self.layout.offsets[index] + offset, place, offset, min(_PIECE_BYTES, self.specs[index].nbytes - offset))
+            for place, index in enumerate(self.moved)
+            for offset in range(0, self.specs[index].nbytes, _PIECE_BYTES)
         ]
-        self.whole = [
-            len(pieces) == 1
-            and pieces[0].leaf is not None
-            and (pieces[0].start, pieces[0].end) == (index * CHUNK_BYTES, end)
-            for index, (pieces, end) in enumerate(zip(self.chunks, ends, strict=True))
-        ]
+        self.late = sorted(
+            {
+                chunk
+                for start, end in map(self._place, self.live)
+                for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+            }
+        )
+        live = set(self.live)
+        filled = [index for index, spec in enumerate(self.specs) if spec.nbytes]
+        runs = [(is_live, list(run)) for is_live, run in groupby(filled, key=live.__contains__)]
+        self.on_host = [(self._place(run[0])[0], self._place(run[-1])[1]) for is_live, run in runs if not is_live]
 
     def matches(self, flat: Flattener) -> bool:
-        """Tell whether `flat` has the planned structure, and its live leaves can be read as they lie in memory."""
-        return flat.keys == self._keys and all(is_plain(flat.leaves[index]) for index in self.live)
+        """Tell whether `flat` has the planned structure, and devices can read their leaves where they lie now."""
+        return flat.keys == self._keys and all(_is_readable(flat.leaves[index]) for index in self.live)
 
-    def stage(self, flat: Flattener) -> Staged:
-        """Copy the staged leaves of `flat` and take the fingerprints of the live ones.
-
-        CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
-        """
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for index, staging in self._staging.items():
-            leaf = flat.leaves[index]
-            if _is_cuda(leaf):
-                staging.copy_(_tensor(leaf).detach(), non_blocking=True)
-            elif isinstance(leaf, torch.Tensor):
-                targets.append(staging)
-                sources.append(leaf)
-            elif isinstance(leaf, np.ndarray):
-                np.ndarray(leaf.shape, dtype=leaf.dtype, buffer=staging.numpy())[...] = leaf
-            else:
-                staging.numpy()[:] = np.frombuffer(leaf, dtype=np.uint8)
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)  # one call each would take longer than the copies
-        ready = [(device, torch.cuda.current_stream(device).record_event()) for device in self.devices]
-        tensors = {index: _tensor(flat.leaves[index]) for index in self.live}
-        captures = [each.fingerprint(tensors) for each in self.on_devices]
-        # Aliases of their own keep the memory there, whatever the tensors themselves are made to refer to.
-        live = {index: tensors[index].detach() for index in self._on_host}
-        addresses = {index: leaf.data_ptr() for index, leaf in live.items()}
-        views = {index: _memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
-        fingerprints = [
-            xxhash.xxh3_64_intdigest(views[leaf][piece.offset : piece.offset + piece.end - piece.start])
-            for _, leaf, piece in self.live_pieces
-        ]
-        return Staged(live=live, addresses=addresses, fingerprints=fingerprints, captures=captures, ready=ready)
-
-    def staged_address(self, piece: _Piece) -> int:
-        """Return where the staged bytes of `piece` are."""
-        return self._staging_address + piece.offset
-
-    def _cut(self) -> None:
-        """Cut the payload into pieces, and make staging memory that mirrors each run of staged leaves with its gaps."""
-        live, on_host = set(self.live), set(self._on_host)
-        filled = [index for index, spec in enumerate(self.specs) if spec.nbytes]
-        ends = {index: self.layout.offsets[index] + self.specs[index].nbytes for index in filled}
-        staged: list[tuple[int, list[int]]] = []
-        staging_bytes = 0
-        for is_live, group in groupby(filled, key=live.__contains__):
-            run = list(group)
-            if is_live:
-                for index in filter(on_host.__contains__, run):
-                    self._add(self.layout.offsets[index], ends[index], index, 0)
-                continue
-            start = self.layout.offsets[run[0]]
-            self._add(start, ends[run[-1]], None, staging_bytes)
-            staged.append((staging_bytes - start, run))
-            # As aligned as the payload, so that every leaf can be viewed as its dtype.
-            staging_bytes += -(-(ends[run[-1]] - start) // 64) * 64
-        buffer = torch.zeros(staging_bytes, dtype=torch.uint8, device="cpu", pin_memory=bool(self.devices))
-        self._staging_address = buffer.data_ptr()
-        for shift, run in staged:
-            for index in run:
-                spec, start = self.specs[index], self.layout.offsets[index] + shift
-                data = buffer[start : start + spec.nbytes]
-                is_torch = spec.kind == "torch"
-                self._staging[index] = data.view(getattr(torch, spec.dtype)).view(spec.shape) if is_torch else data
-
-    def _add(self, start: int, end: int, leaf: int | None, offset: int) -> None:
-        while start < end:
-            chunk = start // CHUNK_BYTES
-            stop = min(end, (chunk + 1) * CHUNK_BYTES)
-            self.chunks[chunk].append(_Piece(start=start, end=stop, leaf=leaf, offset=offset))
-            offset += stop - start
-            start = stop
-
-
-class _Proof:
-    """The checksums of what has arrived in a slot, made where that is compared with what `step()` saw."""
-
-    def __init__(self, plan: CapturePlan, target: MappedSlot) -> None:
-        self.checksums = np.zeros(len(plan.chunks), dtype=np.uint64)
-        self._plan = plan
-        self._target = target
-        start = target.slot.payload_offset
-        self._payload = target.slot.buffer[start : start + plan.layout.payload_bytes]
-
-    def piece(self, chunk: int, piece: _Piece) -> int:
-        """Return the hash of a piece, which is the checksum of its chunk if it is all of that."""
-        digest = xxhash.xxh3_64_intdigest(self._payload[piece.start : piece.end])
-        self.checksums[chunk] = digest
-        return digest
-
-    def rest(self, staged: Staged) -> int | None:
-        """Add the checksums of all other chunks; return a leaf on a device of which one has not what it had, if any."""
-        for chunk, whole in enumerate(self._plan.whole):
-            if whole:
-                continue
-            arrived = self._payload[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-            self.checksums[chunk] = xxhash.xxh3_64_intdigest(arrived)
-            # After the checksum, so that nothing can change between this proof and what vouches for it later.
-            differ = (capture.differs(self._target.payload, chunk) for capture in staged.captures)
-            if (changed := next((leaf for leaf in differ if leaf is not None), None)) is not None:
-                return changed
-        return None
+    def _place(self, index: int) -> tuple[int, int]:
+        start = self.layout.offsets[index]
+        return start, start + self.specs[index].nbytes
 
 
 class Copier:
-    """Copies staged states into slots and computes the chunk checksums, in the thread that calls it."""
+    """Copies states into slots."""
 
     def __init__(self) -> None:
         """Prepare the copy functions."""
         # Large copies run without the interpreter lock. Small ones keep it: giving it up and taking it again would
-        # cost more than the copy, and up to a switch interval when the training thread runs Python.
-        self._copy_large, self._write_large = _functions(ctypes.CDLL(None, use_errno=True))
-        self._copy_small, self._write_small = _functions(ctypes.PyDLL(None, use_errno=True))
+        # cost more than the copy, and up to a switch interval when another thread runs Python.
+        self._move_large, self._move_small = (_memmove(kind(None)) for kind in (ctypes.CDLL, ctypes.PyDLL))
+        self._pool: ThreadPoolExecutor | None = None
 
-    def copy(
+    def stage(self, plan: CapturePlan, flat: Flattener, memory: torch.Tensor) -> Staged:
+        """Copy the leaves of `flat` that are on the host into `memory`, and let GPUs hash theirs.
+
+        CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
+        As many threads as torch uses for an operation copy at once; training's thread is here, so they are free.
+
+        Args:
+            plan: One that `flat` matches.
+            flat: The state.
+            memory: uint8 of the CPU, as long as the payload, with zeros between the leaves.
+        """
+        for index in plan.others:
+            start = plan.layout.offsets[index]
+            _fill(memory[start : start + plan.specs[index].nbytes], flat.leaves[index])
+        ready = [(device, torch.cuda.current_stream(device).record_event()) for device in plan.devices]
+        tensors = {index: _tensor(flat.leaves[index]) for index in plan.live}
+        captures = [each.fingerprint(tensors) for each in plan.on_devices]
+        addresses = [flat.leaves[index].data_ptr() for index in plan.moved]  # type: ignore[union-attr]
+        base = memory.data_ptr()
+        shares = min(torch.get_num_threads(), sum(end - start for start, end in plan.on_host) // _SHARE_BYTES)
+        if shares > 1:
+            self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads(), "resilient-copy")
+            others = [
+                self._pool.submit(self._copy, plan.pieces[share::shares], addresses, base) for share in range(1, shares)
+            ]
+            try:
+                self._copy(plan.pieces[::shares], addresses, base)
+            finally:
+                wait(others)  # whatever happened: they write to `memory`
+            for other in others:
+                other.result()
+        else:
+            self._copy(plan.pieces, addresses, base)
+        return Staged(memory=memory, captures=captures, ready=ready)
+
+    def finish(
         self,
         plan: CapturePlan,
         staged: Staged,
         target: MappedSlot,
         *,
-        hurries: Callable[[], bool],
         on_released: Callable[[], None],
         on_copied: Callable[[], None],
-    ) -> Copied:
-        """Copy `staged` into `target`, which is marked WRITING, as far as it is what `step()` saw.
+    ) -> None:
+        """Complete in `target`, which is marked WRITING, what was staged; `prove` tells whether it is right.
 
         Args:
-            plan: The plan that made `staged`.
+            plan: The plan that `staged` was made with.
             staged: What to copy.
             target: Where to.
-            hurries: Tells whether somebody waits for `on_released`: then what need not happen before it is put off.
-            on_released: Called once no live leaf on the host is read any more; `staged.hold` covers all others.
-            on_copied: Called once the staged copies may be overwritten.
+            on_released: Called once `staged.hold` covers whatever is still read of training's memory.
+            on_copied: Called once `staged.memory` may be written, if it is not the slot's.
         """
-        proof = _Proof(plan, target)
         try:
-            target.zero_gaps(plan.specs, plan.layout)
-            moved = [capture.begin(target.payload) for capture in staged.captures]
-            changed, put_off = self._copy_live(plan, staged, target, proof, hurries)
+            for capture in staged.captures:
+                capture.begin(target.payload)
             on_released()
-            if changed is None:
-                changed = next((leaf for chunk, leaf, piece, saw in put_off if proof.piece(chunk, piece) != saw), None)
-            changed = next((leaf for leaf in moved if leaf is not None), changed)
             for _, ready in staged.ready:
                 ready.synchronize()
-            if changed is None:
-                for piece in plan.staged_pieces:
-                    self._move(target.address + piece.start, plan.staged_address(piece), piece.end - piece.start)
+            if staged.memory is not target.payload:
+                for start, end in plan.on_host:
+                    self._move(target.address + start, staged.memory.data_ptr() + start, end - start)
             on_copied()
-            for capture in staged.captures:
-                capture.finish()
-            if changed is None:
-                changed = proof.rest(staged)
-            return Copied(checksums=proof.checksums, changed=None if changed is None else plan.paths[changed])
         finally:
             # Whatever happened: nothing may arrive in a slot that is used for something else, or is gone.
             for capture in staged.captures:
                 capture.finish()
 
-    def _copy_live(
-        self, plan: CapturePlan, staged: Staged, target: MappedSlot, proof: "_Proof", hurries: Callable[[], bool]
-    ) -> tuple[int | None, list[tuple[int, int, _Piece, int]]]:
-        """Copy the live leaves; return the first that changed, if any, and what training did not wait to see proven."""
-        put_off: list[tuple[int, int, _Piece, int]] = []
-        for (chunk, leaf, piece), fingerprint in zip(plan.live_pieces, staged.fingerprints, strict=True):
-            address = staged.addresses[leaf]
-            if staged.live[leaf].data_ptr() != address or not self._write(piece, address, target):
-                return leaf, put_off
-            # While it is in the processor's cache, unless training waits.
-            if hurries():
-                put_off.append((chunk, leaf, piece, fingerprint))
-            elif proof.piece(chunk, piece) != fingerprint:
-                return leaf, put_off
-        return None, put_off
+    def prove(self, plan: CapturePlan, staged: Staged, target: MappedSlot) -> str | None:
+        """Return the path of a leaf of a device that has not arrived as it was in `step()`, None if all have.
 
-    def _write(self, piece: _Piece, address: int, target: MappedSlot) -> bool:
-        """Copy a piece of the live leaf at `address`; False when there is no such memory any more.
-
-        The system copies it, because a storage may be resized at any moment: reading what is unmapped then is an error
-        for the system, but the end of a process that does it by itself.
+        Call it after the checksums of `target` are made, so that nothing can change between the two.
         """
-        size, place = piece.end - piece.start, target.slot.payload_offset + piece.start
-        write = self._write_large if size > _SMALL_BYTES else self._write_small
-        written = write(target.descriptor, address + piece.offset, size, place)
-        if written < 0 and (number := ctypes.get_errno()) != errno.EFAULT:
-            raise OSError(number, os.strerror(number), str(target.slot.path))
-        return bool(written == size)
+        differ = (capture.differs(target.payload, chunk) for chunk in plan.late for capture in staged.captures)
+        changed = next((leaf for leaf in differ if leaf is not None), None)
+        return None if changed is None else plan.paths[changed]
+
+    def close(self) -> None:
+        """Let the threads end."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _copy(self, pieces: Sequence[_Piece], addresses: Sequence[int], base: int) -> None:
+        for to, place, offset, size in pieces:
+            self._move(base + to, addresses[place] + offset, size)
 
     def _move(self, target: int, source: int, size: int) -> None:
-        (self._copy_large if size > _SMALL_BYTES else self._copy_small)(target, source, size)
+        (self._move_large if size > _SMALL_BYTES else self._move_small)(target, source, size)
 
 
-def is_plain(leaf: Leaf) -> bool:
-    """Tell whether a leaf's memory is, byte for byte, what the slot shall hold, and can be read behind training."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and (leaf.is_cpu or (leaf.data_ptr() % WORD_BYTES == 0 and device_of(leaf) is not None))
-        and leaf.is_contiguous()
-        and not leaf.is_conj()
-        and not leaf.is_neg()
-    )
+def _fill(target: torch.Tensor, leaf: Leaf) -> None:
+    """Write the content of a leaf to `target`, uint8; of a CUDA tensor only put that on the current stream."""
+    if isinstance(leaf, bytes):
+        target.numpy()[:] = np.frombuffer(leaf, dtype=np.uint8)
+        return
+    if isinstance(leaf, np.ndarray):
+        np.ndarray(leaf.shape, dtype=leaf.dtype, buffer=target.numpy())[...] = leaf
+        return
+    source = leaf.detach()
+    if source.dtype is torch.bool:
+        source = source.view(torch.uint8)  # copies of bool write 1 for each other byte that is not 0
+    target.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
 
 
-def _memory(address: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_char * size).from_address(address))
+def _lies_plain(leaf: Leaf) -> bool:
+    """Tell whether a leaf's memory is, byte for byte, what the slot shall hold."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
 
 
-def _functions(library: ctypes.CDLL) -> tuple[Callable[[int, int, int], None], Callable[[int, int, int, int], int]]:
-    """Return C's `memmove` and `pwrite`."""
-    copy, write = library.memmove, library.pwrite
-    copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    copy.restype = None
-    write.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
-    write.restype = ctypes.c_ssize_t
-    return copy, write
+def _is_readable(leaf: Leaf) -> bool:
+    """Tell whether a device can read a leaf behind training."""
+    return _lies_plain(leaf) and _tensor(leaf).data_ptr() % WORD_BYTES == 0
+
+
+def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], None]:
+    move = library.memmove
+    move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    move.restype = None
+    return move
 
 
 def _is_cuda(leaf: Leaf) -> bool:

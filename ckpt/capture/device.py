@@ -121,15 +121,17 @@ class DeviceCapture:
         self._found = found
         self._ready = plan.device.record()
         self._copied: Event | None = None
+        self._moved: int | None = None
 
-    def begin(self, payload: Tensor) -> int | None:
-        """Put the copy into `payload` on the side stream; instead, return a leaf that has moved, if any."""
-        for index, leaf in self._leaves.items():
-            if leaf.data_ptr() != self._addresses[index]:
-                return index  # its memory may be gone
+    def begin(self, payload: Tensor) -> None:
+        """Put the copy into `payload` on the side stream, unless a leaf has moved: its memory may be gone."""
+        self._moved = next(
+            (index for index, at in self._addresses.items() if self._leaves[index].data_ptr() != at), None
+        )
+        if self._moved is not None:
+            return
         self._expected = torch.empty(self._found.shape, dtype=self._found.dtype, pin_memory=self._found.is_cuda)
         self._copied = self._plan.device.beside(self._ready, lambda: self._copy(payload))
-        return None
 
     def hold(self) -> None:
         """Let whatever is put on the current stream from now on wait for the copy, if it has begun."""
@@ -143,7 +145,7 @@ class DeviceCapture:
 
     def differs(self, payload: Tensor, chunk: int) -> int | None:
         """Return a leaf of which the bytes that arrived in a chunk are not those that `step()` saw, if any."""
-        return self._plan.differs(payload, chunk, self._expected)
+        return self._plan.differs(payload, chunk, self._expected) if self._moved is None else self._moved
 
     def _copy(self, payload: Tensor) -> None:
         self._expected.copy_(self._found, non_blocking=True)

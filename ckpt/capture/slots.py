@@ -70,9 +70,10 @@ class MappedSlot:
         """Zero the bytes between tensors of `layout`; the slot must be marked WRITING."""
         if layout is self.layout:
             return
-        end = 0
+        payload, end = self.payload.numpy(), 0
         for spec, offset in zip(specs, layout.offsets, strict=True):
-            self.payload[end:offset] = 0
+            if end < offset:
+                payload[end:offset] = 0
             end = offset + spec.nbytes
         self.layout = layout
 

@@ -11,6 +11,7 @@ pieces, of a DTensor the same shard; only those are compared.
 import base64
 import binascii
 import json
+import time
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -20,13 +21,15 @@ import xxhash
 
 from ..errors import SlotError
 from .manifest import Layout, Node, ShardSpec, TensorSpec, is_large, leaf_parts, leaf_paths
-from .slot import CHUNK_BYTES
+from .slot import CHUNK_BYTES, chunk_count
 
 MAX_DIGESTS: Final = 4096
 """Of all parts together; a part of too many leaves has one digest for several neighbours, the largest parts first."""
 
 _COMPARED: Final = b',"compared":'
 _DIGESTS: Final = b',"digests":"'
+_YIELD_S: Final = 20e-6
+"""XXH3 keeps the interpreter lock, and whoever waits for it gets it only if it is free for as long as he takes to wake."""
 _INTEGERS: Final = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _COUNTER: Final = ".num_batches_tracked"
 """Of BatchNorm, which each rank counts by itself: as long as all have seen as many batches it is the same by chance."""
@@ -84,7 +87,7 @@ def combined(values: U64, mask: npt.NDArray[np.bool_]) -> str:
 
 
 class Digester:
-    """Makes the digests of captures of one structure out of what their copy has hashed already.
+    """Makes the checksums and the digests of captures of one structure, in one pass over each.
 
     A leaf's digest is the XXH3-64 of the XXH3-64s of its pieces. Of a large part, which begins where a chunk does, they
     are cut where chunks of the payload end; of a smaller one a leaf is one piece. So a digest is the same whether a
@@ -94,7 +97,6 @@ class Digester:
         specs: What each leaf takes.
         layout: Where it lies in the payload.
         node: The tree that refers to it.
-        pieces: The live leaf and first byte of each fingerprint that captures have, in their order.
         rank: The rank that captures.
         trained: Names of the registered modules, optimizers and holders of optimizers, of which every tensor is
             compared but for the counters of BatchNorm; of other objects only floating-point tensors are, because the
@@ -107,16 +109,13 @@ class Digester:
         specs: Sequence[TensorSpec],
         layout: Layout,
         node: Node,
-        pieces: Sequence[tuple[int, int]],
         *,
         rank: int,
         trained: Collection[str],
         apart: Collection[str] = (),
     ) -> None:
-        self._known = {piece: number for number, piece in enumerate(pieces)}
         self._layout = layout
         self._chunks: list[tuple[int, int]] = []
-        self._fingerprints: list[tuple[int, int]] = []
         self._bytes: list[tuple[int, int, int]] = []
         self._count = 0
         self._ends: list[int] = []
@@ -141,31 +140,36 @@ class Digester:
             structure = xxhash.xxh3_64_intdigest(json.dumps([together, described]).encode())
             self._parts.append((structure, len(self._ends)))
             compared[name] = [together, *(group[0] for group in groups)]
+        self._bytes.sort(key=lambda piece: piece[2])
         self._head = _COMPARED + json.dumps(compared, separators=(",", ":")).encode() + _DIGESTS
         self.encoded_bytes = len(self._encode(np.zeros(len(self._ends), dtype="<u8")))
 
-    def extend(self, manifest: bytes, payload: memoryview, checksums: U64, fingerprints: Sequence[int]) -> bytes:
-        """Return `manifest` with the digests of a verified capture, longer by `encoded_bytes`.
+    def extend(self, manifest: bytes, payload: memoryview) -> tuple[bytes, U64]:
+        """Return `manifest` with the digests of a capture, longer by `encoded_bytes`, and the XXH3-64 of each chunk.
 
         Args:
             manifest: The one of the capture.
             payload: What was captured.
-            checksums: The XXH3-64 of each chunk of it.
-            fingerprints: The XXH3-64 of each piece of a live leaf.
         """
+        checksums = np.zeros(chunk_count(len(payload)), dtype="<u8")
         pieces = np.zeros(self._count, dtype="<u8")
+        due = iter([*self._bytes, (0, 0, len(payload) + 1)])
+        place, start, stop = next(due)
+        for chunk in range(len(checksums)):
+            end = (chunk + 1) * CHUNK_BYTES
+            checksums[chunk] = xxhash.xxh3_64_intdigest(payload[chunk * CHUNK_BYTES : end])
+            time.sleep(_YIELD_S)
+            while stop <= end and stop <= len(payload):  # what has just been read is in the processor's cache
+                pieces[place] = xxhash.xxh3_64_intdigest(payload[start:stop])
+                place, start, stop = next(due)
         if self._chunks:
             at, chunks = np.array(self._chunks).T
             pieces[at] = checksums[chunks]
-        for place, number in self._fingerprints:
-            pieces[place] = fingerprints[number]
-        for place, start, stop in self._bytes:
-            pieces[place] = xxhash.xxh3_64_intdigest(payload[start:stop])
         data, starts = memoryview(pieces.tobytes()), [0, *self._ends[:-1]]
         values = [
             xxhash.xxh3_64_intdigest(data[8 * start : 8 * end]) for start, end in zip(starts, self._ends, strict=False)
         ]
-        return manifest[:-1] + self._encode(np.array(values, dtype="<u8")) + b"}"
+        return manifest[:-1] + self._encode(np.array(values, dtype="<u8")) + b"}", checksums
 
     def _add(self, index: int, spec: TensorSpec, cut: bool) -> None:
         """Add the pieces of a leaf, each with where its hash comes from."""
@@ -176,8 +180,6 @@ class Digester:
             stop = min(end, chunk_end) if cut else end
             if (start, stop) == (chunk * CHUNK_BYTES, min(chunk_end, self._layout.payload_bytes)):
                 self._chunks.append((self._count, chunk))
-            elif stop <= chunk_end and (number := self._known.get((index, start))) is not None:
-                self._fingerprints.append((self._count, number))
             else:
                 self._bytes.append((self._count, start, stop))
             self._count, start = self._count + 1, stop

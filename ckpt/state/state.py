@@ -1,5 +1,7 @@
 """The training state: what the user registered, gathered as one tree; `loading.py` replaces it by a checkpoint."""
 
+import contextlib
+import gc
 import json
 import random
 import sys
@@ -131,6 +133,10 @@ class TrainingState:
         Raises:
             StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
+        with _no_collection():
+            return self._flatten()
+
+    def _flatten(self) -> Flattener:
         for name, several in self.held.items():
             for optimizer in several:
                 if (key := mistaken_key(optimizer)) is not None:
@@ -290,6 +296,19 @@ class TrainingState:
                 f"{' and '.join(paths[:3])} share a part of their memory, {problem}, which a checkpoint does not bring "
                 "back: let state_dict() return copies, or only one of them"
             )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running: at thousands of tensors it would look at all of them dozens of times."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _state_of(name: str, item: Any, is_watched: bool) -> Any:

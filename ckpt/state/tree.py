@@ -15,7 +15,7 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -88,7 +88,11 @@ class Flattener:
         """
         self.leaves: list[Leaf] = []
         self.keys: list[tuple[Any, ...]] = []
-        self._indices: dict[tuple[Any, ...], int] = {}
+        self._first: dict[Hashable, int] = {}  # by address; of leaves that have none, by identity
+        self._others: dict[Hashable, list[int]] = {}  # further leaves at such an address
+        self._tensors: list[int] = []  # those that have memory, with where it begins and ends
+        self._begins: list[int] = []
+        self._ends: list[int] = []
         self.shards: dict[int, Any] = {}
         self.repeating: list[int] = []
         self.arrays: list[int] = []
@@ -96,7 +100,6 @@ class Flattener:
         self.kinds: list[tuple[Place, str]] = []
         self._place: Place = []
         self._containers: dict[int, tuple[Node, list[Place]]] = {}
-        self._storages: dict[int, list[int]] = {}
         # Imported by whoever makes DTensors; importing it here would cost every trainer half a second.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         try:
@@ -107,12 +110,7 @@ class Flattener:
             raise StateError(f"{path}: {error}; {_REMEDY}") from None
         except RecursionError:
             raise StateError(f"state is nested too deeply or contains itself; {_REMEDY}") from None
-        self.sharing = [
-            overlap
-            for indices in self._storages.values()
-            if len(indices) > 1
-            for overlap in overlaps({index: extent(self.leaves[index]) for index in indices})
-        ]
+        self.sharing = self._overlaps()
         self._within: dict[int, tuple[int, int]] = {}
         for overlap in self.sharing:
             if all(self._can_share(index, offset) for index, offset in overlap.items()):
@@ -146,7 +144,7 @@ class Flattener:
         if kind is dict or kind is list or kind is OrderedDict or kind is defaultdict or kind is Counter:
             return self._container(value)
         if kind is tuple:
-            return ["t", *self._children(enumerate(value))]
+            return ["t", *self._children(range(len(value)), value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         return self._rare(value)
@@ -161,66 +159,80 @@ class Flattener:
             return node
         place = self._place.copy()
         if type(value) is list:
-            node = ["l", *self._children(enumerate(value))]
+            node = ["l", *self._children(range(len(value)), value)]
         else:
             tag = "C" if type(value) is Counter else "d"
-            node = [tag, [self._encode(key) for key in value], list(self._children(value.items()))]
+            node = [tag, list(map(self._encode, value)), self._children(value, value.values())]
             kind = _kind(value)
             if kind is not None and len(place) >= _ROOTS:
                 self.kinds.append((place, kind))
         self._containers[id(value)] = node, [place]
         return node
 
-    def _children(self, items: Iterable[tuple[Any, Any]]) -> Iterator[Node]:
-        for position, (key, item) in enumerate(items):
-            self._place.append(position)
-            try:
-                yield self._encode(item)
-            except _UnsupportedError as error:
-                error.path.append(str(key))
-                raise
-            self._place.pop()
+    def _children(self, keys: Iterable[Any], items: Iterable[Any]) -> list[Node]:
+        nodes: list[Node] = []
+        self._place.append(0)
+        try:
+            for item in items:
+                nodes.append(self._encode(item))
+                self._place[-1] += 1
+        except _UnsupportedError as error:
+            error.path.append(str(list(keys)[len(nodes)]))
+            raise
+        self._place.pop()
+        return nodes
 
     def _tensor(self, tensor: torch.Tensor) -> Node:
         shard, shard_key = None, None
         if self._dtensor and isinstance(tensor, self._dtensor):
             shard, tensor = tensor, tensor.to_local()
             shard_key = (shard.shape, shard.stride(), shard.placements, shard.device_mesh)
-        if type(tensor) not in PLAIN_TENSORS:
-            if torch.nn.parameter.is_lazy(tensor):
-                raise _UnsupportedError("it has no data before the module's first forward pass: do one first")
-            raise _UnsupportedError(f"tensors of type {_name(tensor)} are not supported")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            raise _UnsupportedError(f"{'nested' if tensor.is_nested else tensor.layout} tensors are not supported")
-        if tensor.dtype not in _DTYPES:
-            raise _UnsupportedError(f"tensors of {tensor.dtype} are not supported")
-        if tensor.is_meta:
-            raise _UnsupportedError("tensors on the meta device hold no data")
+        dtype = tensor.dtype
+        if (
+            type(tensor) not in PLAIN_TENSORS
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or dtype not in _DTYPES
+            or tensor.is_meta
+        ):
+            raise _UnsupportedError(_why_unsupported(tensor))
+        shape, address, size = tensor.shape, tensor.data_ptr(), tensor.numel()
         stride = None if tensor.is_contiguous() else tensor.stride()
-        key = (tensor.dtype, tensor.shape, tensor.device, stride)
-        is_empty = not tensor.numel()
+        key = (dtype, shape, tensor.device, stride, tensor.is_conj(), tensor.is_neg())
         # Empty tensors have no memory by which to tell them apart.
-        place: tuple[Any, ...] = (key, id(tensor) if is_empty else tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
-        index = self._indices.get(place)
-        if index is not None and self.keys[index][-1] != shard_key:
-            # Hashing how each shard is laid out would take as long as all the rest.
-            place = (*place, shard_key)
-            index = self._indices.get(place)
-        if index is None:
-            storage = tensor.untyped_storage()
-            _check_storage(tensor, storage.nbytes())
-            index = self._indices[place] = len(self.leaves)
-            self.leaves.append(tensor)
-            self.keys.append((*key, tensor.requires_grad, shard_key))
-            if not is_empty:
-                self._storages.setdefault(storage.data_ptr(), []).append(index)
-            if stride is not None and any(
-                size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)
-            ):
-                self.repeating.append(index)
-            if shard is not None:
-                self.shards[index] = shard
+        place = address if size else (id(tensor),)
+        index = self._first.setdefault(place, len(self.leaves))
+        if index < len(self.leaves):
+            others = self._others.setdefault(place, [])
+            for known in (index, *others):
+                # Hashing how each shard is laid out would take as long as all the rest.
+                if self.keys[known][0] == key and self.keys[known][2] == shard_key:
+                    return ["x", known]
+            index = len(self.leaves)
+            others.append(index)
+        self.leaves.append(tensor)
+        self.keys.append((key, tensor.requires_grad, shard_key))
+        if size:
+            if stride is not None:
+                size = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+                if any(count > 1 and not step for count, step in zip(shape, stride, strict=True)):
+                    self.repeating.append(index)
+            _check_storage(tensor, size)
+            self._tensors.append(index)
+            self._begins.append(address)
+            self._ends.append(address + size * dtype.itemsize)
+        if shard is not None:
+            self.shards[index] = shard
         return ["x", index]
+
+    def _overlaps(self) -> list[dict[int, int]]:
+        """Return the sets of tensors that share bytes, each tensor with its distance from the first byte of its set."""
+        begins = np.array(self._begins, dtype=np.uint64)
+        order = begins.argsort()
+        ends = np.maximum.accumulate(np.array(self._ends, dtype=np.uint64)[order])
+        if not (ends[:-1] > begins[order][1:]).any():
+            return []
+        return overlaps(dict(zip(self._tensors, zip(self._begins, self._ends, strict=True), strict=True)))
 
     def _rare(self, value: Any) -> Node:
         match value:
@@ -245,12 +257,11 @@ class Flattener:
 
     def _array(self, array: np.ndarray[Any, Any]) -> Node:
         self._check_numpy(array.dtype)
-        place = ("numpy", id(array))
-        if place not in self._indices:
-            self._indices[place] = len(self.leaves)
-            self.arrays.append(len(self.leaves))
+        index = self._first.setdefault((id(array),), len(self.leaves))
+        if index == len(self.leaves):
+            self.arrays.append(index)
             self._host_leaf(array, ("numpy", array.dtype, array.shape, array.strides))
-        return ["x", self._indices[place]]
+        return ["x", index]
 
     def _host_leaf(self, value: Leaf, key: tuple[Any, ...]) -> Node:
         self.leaves.append(value)
@@ -526,13 +537,23 @@ def _malformed(node: Node) -> NoReturn:
     raise ValueError(f"unknown node {str(node)[:80]}")
 
 
-def _check_storage(tensor: torch.Tensor, held_bytes: int) -> None:
+def _why_unsupported(tensor: torch.Tensor) -> str:
+    if type(tensor) not in PLAIN_TENSORS:
+        if torch.nn.parameter.is_lazy(tensor):
+            return "it has no data before the module's first forward pass: do one first"
+        return f"tensors of type {_name(tensor)} are not supported"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"{'nested' if tensor.is_nested else tensor.layout} tensors are not supported"
+    if tensor.dtype not in _DTYPES:
+        return f"tensors of {tensor.dtype} are not supported"
+    return "tensors on the meta device hold no data"
+
+
+def _check_storage(tensor: torch.Tensor, span: int) -> None:
     """Refuse a tensor whose storage was made smaller than it, as `untyped_storage().resize_(0)` does to free memory."""
-    count = tensor.numel()
-    if count and not tensor.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + count) * tensor.element_size()
-    if count and end > held_bytes:
+    held_bytes = tensor.untyped_storage().nbytes()
+    end = (tensor.storage_offset() + span) * tensor.dtype.itemsize
+    if end > held_bytes:
         raise _UnsupportedError(
             f"its memory was freed: its storage holds {held_bytes} of the {end} bytes up to its end"
         )
