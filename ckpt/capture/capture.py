@@ -328,6 +328,7 @@ class Capturer:
     def _skip(self, capture: _Capture) -> None:
         if capture.phase < _Phase.COMPLETE:
             capture.phase = _Phase.SKIPPED
+            capture.staged.let_go()
             self._pass(capture.step)
         self._changed.notify_all()
 

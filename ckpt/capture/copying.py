@@ -21,6 +21,7 @@ import xxhash
 
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
 from ..format.slot import CHUNK_BYTES, chunk_count
+from ..state.memory import memory
 from ..state.tree import Flattener, Leaf
 from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, GpuStreams, device_of
 from .slots import MappedSlot
@@ -51,7 +52,7 @@ class Staged:
     """One state at the moment of its `step()`, ready to be copied.
 
     Attributes:
-        live: The live leaves on the host by index; they stay allocated as long as this refers to them.
+        live: The live leaves on the host by index, which stay allocated for that; none once they have been copied.
         addresses: Where each of them was, by index.
         fingerprints: One XXH3-64 per piece of a live leaf on the host, in the order of the pieces.
         captures: Of the live leaves on each device that has some.
@@ -68,6 +69,12 @@ class Staged:
         """Let whatever training puts on its current streams from now on wait for copies under way; does not wait."""
         for capture in self.captures:
             capture.hold()
+
+    def let_go(self) -> None:
+        """Keep nothing of training allocated any more: no copy begins, and those under way are waited for."""
+        self.live.clear()
+        for capture in self.captures:
+            capture.finish()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +188,7 @@ class CapturePlan:
         # Aliases of their own keep the memory there, whatever the tensors themselves are made to refer to.
         live = {index: tensors[index].detach() for index in self._on_host}
         addresses = {index: leaf.data_ptr() for index, leaf in live.items()}
-        views = {index: _memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
+        views = {index: memory(address, self.specs[index].nbytes) for index, address in addresses.items()}
         fingerprints = [
             xxhash.xxh3_64_intdigest(views[leaf][piece.offset : piece.offset + piece.end - piece.start])
             for _, leaf, piece in self.live_pieces
@@ -293,6 +300,7 @@ class Copier:
             target.zero_gaps(plan.specs, plan.layout)
             moved = [capture.begin(target.payload) for capture in staged.captures]
             changed, put_off = self._copy_live(plan, staged, target, proof, hurries)
+            staged.live.clear()
             on_released()
             if changed is None:
                 changed = next((leaf for chunk, leaf, piece, saw in put_off if proof.piece(chunk, piece) != saw), None)
@@ -310,8 +318,7 @@ class Copier:
             return Copied(checksums=proof.checksums, changed=None if changed is None else plan.paths[changed])
         finally:
             # Whatever happened: nothing may arrive in a slot that is used for something else, or is gone.
-            for capture in staged.captures:
-                capture.finish()
+            staged.let_go()
 
     def _copy_live(
         self, plan: CapturePlan, staged: Staged, target: MappedSlot, proof: "_Proof", hurries: Callable[[], bool]
@@ -355,10 +362,6 @@ def is_plain(leaf: Leaf) -> bool:
         and not leaf.is_conj()
         and not leaf.is_neg()
     )
-
-
-def _memory(address: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_char * size).from_address(address))
 
 
 def _functions(library: ctypes.CDLL) -> tuple[Callable[[int, int, int], None], Callable[[int, int, int, int], int]]:

@@ -13,7 +13,7 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .fits import Layout, difference, layout
-from .held import ParameterOrder, held_optimizers, local, mistaken_key, parameters, state_of
+from .held import ParameterOrder, held_optimizers, keyed_parameters, local, mistaken_key, parameters, state_of
 from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
@@ -122,8 +122,8 @@ class TrainingState:
         return None if self._begun is None else difference(self._begun, self._layout)
 
     def outside(self) -> dict[str, Any]:
-        """Return what the state depends on and no `state_dict()` says; call it after `flatten`."""
-        return outside(self.held, self.modules, self.order.in_modules)
+        """Return what the state depends on and no `state_dict()` says."""
+        return outside(self.held, self.modules, keyed_parameters(self.modules))
 
     def flatten(self) -> Flattener:
         """Return the current state, its tensors by reference.
@@ -142,9 +142,10 @@ class TrainingState:
         rng = get_rng() if self.has_rng else None
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
-            flat.add("order", self.order.names(self.held, self.modules, flat))
-            flat.add("outside", self.outside())
-            self.unsaved.take(self.objects, self.held, objects, self.order, flat)
+            in_modules = keyed_parameters(self.modules)
+            flat.add("order", self.order.names(self.held, in_modules, flat))
+            flat.add("outside", outside(self.held, self.modules, in_modules))
+            self.unsaved.take(self.objects, self.held, objects, in_modules, self.order, flat)
             flat.add("unsaved", self.unsaved.to_compare())
             if flat.shared:
                 flat.add("shared", flat.shared)

@@ -1,6 +1,5 @@
 """What training goes on with and no `state_dict()` shows as it is: of it a checkpoint has digests, and no more."""
 
-import weakref
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
@@ -12,6 +11,7 @@ from ..format.manifest import Node
 from .held import (
     Optimizer,
     ParameterOrder,
+    Seen,
     equal_leaves,
     has_hooks,
     local,
@@ -34,7 +34,7 @@ _KINDS: Final = frozenset({_PARAMETERS, _BUFFERS, _CHANGED, _OPTIMIZERS, _PLACES
 REMEDY: Final = "Register the module or the optimizer that has it, or a list of such tensors"
 _REMEDY: Final = f"{REMEDY}; if a hook or a method makes state_dict() give something else, remove it"
 
-_Known = tuple["weakref.ref[torch.Tensor]", int, int, str]
+_Known = tuple[Seen, str]
 
 
 class Unsaved:
@@ -66,6 +66,7 @@ class Unsaved:
         objects: dict[str, Any],
         held: dict[str, list[Optimizer]],
         states: dict[str, Any],
+        in_modules: dict[str, torch.Tensor],
         order: ParameterOrder,
         flat: Flattener,
     ) -> None:
@@ -75,6 +76,7 @@ class Unsaved:
             objects: The registered objects by name.
             held: The optimizers that they are or hold, by name.
             states: What the `state_dict()` of each object returned, by name.
+            in_modules: The parameters of registered modules by key.
             order: Of the optimizers' parameters; its `names` was called for `flat`.
             flat: The flattened state.
         """
@@ -82,10 +84,10 @@ class Unsaved:
         self.digests, self._known = {}, {}
         modules = _modules(objects)
         hooked = {name: module for name, module in modules.items() if has_hooks(module)}
-        hidden = list(_hidden(modules, hooked, states, order.in_modules))
+        hidden = list(_hidden(modules, hooked, states, in_modules))
         kept = FlatTensors(flat)
         hidden = [item for item in hidden if item[0] == _CHANGED or item[2] not in kept]
-        every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere.items())]
+        every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere(held).items())]
         # torch does not count what its fused optimizers write.
         written = {id(key) for several in held.values() for each in several for key in state_of(each)} if every else ()
         for kind, path, tensor in every:
@@ -93,7 +95,7 @@ class Unsaved:
             if is_strided(plain) and not plain.is_meta:
                 is_frozen = kind == _PARAMETERS and isinstance(tensor, torch.nn.Parameter) and id(tensor) not in written
                 may_last = kind == _BUFFERS or is_frozen
-                digest = self._digest(path, plain, known.get(path)) if may_last else digest_of(plain)
+                digest = self._digest(path, tensor, known.get(path)) if may_last else digest_of(plain)
                 self.digests.setdefault(kind, {})[path] = digest
         missing, unknown, places = left_out(objects, held, states, kept)
         for kind, found in ((_OPTIMIZERS, missing | unknown), (_EXTRA, dict(_changed_extra(hooked, states)))):
@@ -146,12 +148,11 @@ class Unsaved:
 
     def _digest(self, path: str, tensor: torch.Tensor, known: _Known | None) -> str:
         if tensor.requires_grad or tensor.is_inference():
-            return digest_of(tensor)
-        place = tensor.data_ptr(), tensor._version
-        if known is None or known[0]() is not tensor or known[1:3] != place:
-            known = weakref.ref(tensor), *place, digest_of(tensor)
+            return digest_of(local(tensor))
+        if known is None or not known[0].is_as_before(tensor):
+            known = Seen(tensor), digest_of(local(tensor))
         self._known[path] = known
-        return known[3]
+        return known[1]
 
 
 def parse(node: Node) -> dict[str, dict[str, str]]:
