@@ -22,7 +22,7 @@ import xxhash
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
 from ..format.slot import CHUNK_BYTES, chunk_count
 from ..state.memory import memory
-from ..state.tree import Flattener, Leaf
+from ..state.tree import Flattener, Leaf, raw
 from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, GpuStreams, device_of
 from .slots import MappedSlot
 
@@ -171,10 +171,10 @@ class CapturePlan:
         for index, staging in self._staging.items():
             leaf = flat.leaves[index]
             if _is_cuda(leaf):
-                staging.copy_(_tensor(leaf).detach(), non_blocking=True)
+                staging.copy_(raw(_tensor(leaf).detach()), non_blocking=True)
             elif isinstance(leaf, torch.Tensor):
                 targets.append(staging)
-                sources.append(leaf)
+                sources.append(raw(leaf))
             elif isinstance(leaf, np.ndarray):
                 np.ndarray(leaf.shape, dtype=leaf.dtype, buffer=staging.numpy())[...] = leaf
             else:
@@ -224,7 +224,7 @@ class CapturePlan:
                 spec, start = self.specs[index], self.layout.offsets[index] + shift
                 data = buffer[start : start + spec.nbytes]
                 is_torch = spec.kind == "torch"
-                self._staging[index] = data.view(getattr(torch, spec.dtype)).view(spec.shape) if is_torch else data
+                self._staging[index] = raw(data.view(getattr(torch, spec.dtype))).view(spec.shape) if is_torch else data
 
     def _add(self, start: int, end: int, leaf: int | None, offset: int) -> None:
         while start < end:

@@ -15,11 +15,11 @@ import torch
 from ..errors import SlotError, StateError, TopologyError
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
-from .exact import OwnTensors, put, sharing_kept, without_uncastable
+from .exact import OwnTensors, put, put_flags, sharing_kept, without_uncastable
 from .fits import check_fits, some
 from .held import dict_items, held_optimizers, named_parameters, parameters
 from .state import TrainingState, get_rng, set_rng
-from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, shard_spec, unflatten
+from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
 from .values import renew
 from .verify import Comparison, Difference
 
@@ -147,9 +147,12 @@ def _check(
     strict, lenient, unshared = _differences(state, manifest, payload)
     if strict or unshared:
         for name, loaded in states.items():
-            if isinstance(state.objects[name], torch.nn.Module) or _holds(state.objects[name]):
-                with _loading(f"{name}: state_dict() of what was loaded"):
-                    put(state.objects[name], loaded)
+            item = state.objects[name]
+            with _loading(f"{name}: state_dict() of what was loaded"):
+                if isinstance(item, torch.nn.Module) or _holds(item):
+                    put(item, loaded)
+                else:
+                    put_flags(item.state_dict(), loaded)
         strict, lenient, unshared = _differences(state, manifest, payload)
     if strict:
         raise _inexact(map(str, strict))
@@ -321,7 +324,8 @@ class _LeafLoader:
             made = self._shared(spec, stored, *spec.within)
         else:
             stride = spec.stride or stored.stride()
-            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device).copy_(stored)
+            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device)
+            raw(made).copy_(raw(stored))
         return made if spec.shard is None else self._shard(spec.shard, made)
 
     def _shared(self, spec: TensorSpec, stored: torch.Tensor, first: int, offset: int) -> torch.Tensor:
@@ -330,7 +334,9 @@ class _LeafLoader:
             self._spanning[first] = torch.empty(self._spans[first], dtype=torch.uint8, device=spec.device)
         storage, size = self._spanning[first].untyped_storage(), stored.element_size()
         empty = torch.empty(0, dtype=stored.dtype, device=spec.device)
-        return empty.set_(storage, offset // size, spec.shape, spec.stride or stored.stride()).copy_(stored)
+        made = empty.set_(storage, offset // size, spec.shape, spec.stride or stored.stride())
+        raw(made).copy_(raw(stored))
+        return made
 
     def _shard(self, spec: ShardSpec, local: torch.Tensor) -> Any:
         mesh = self._meshes.get(_mesh_key(spec))

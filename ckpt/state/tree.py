@@ -547,8 +547,13 @@ def _name(value: object) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the content of `tensor` as bytes of the CPU, contiguous; of its memory where that is possible."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = raw(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
     return plain.flatten().view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return flags as the bytes that they are, which torch's copies make 0 or 1; any other tensor as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
@@ -566,9 +571,8 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             return False
-        return torch.equal(
-            left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8)
-        )
+        one, other = (raw(each).contiguous().flatten().view(torch.uint8) for each in (left, right))
+        return torch.equal(one, other)
     if isinstance(left, np.ndarray):
         return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
     return bool(left is right or left == right)
