@@ -2,7 +2,7 @@
 
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Final
@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from ..format.manifest import leaf_paths
 from .memory import Extents, digest
@@ -74,6 +75,14 @@ def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def keyed_parameters(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return the parameters of registered modules by "name.key"."""
     return {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in named_parameters(module)}
+
+
+def state_dict_of(item: Any) -> Any:
+    """Return what `item.state_dict()` does, of a module without what has no data before its first forward pass."""
+    state = item.state_dict()
+    if isinstance(item, torch.nn.Module) and any(map(is_lazy, state.values())):
+        return OrderedDict((key, value) for key, value in state.items() if not is_lazy(value))
+    return state
 
 
 def state_of(optimizer: Optimizer) -> dict[Any, Any]:

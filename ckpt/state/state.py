@@ -13,7 +13,16 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .fits import Layout, difference, layout
-from .held import ParameterOrder, held_optimizers, keyed_parameters, local, mistaken_key, parameters, state_of
+from .held import (
+    ParameterOrder,
+    held_optimizers,
+    keyed_parameters,
+    local,
+    mistaken_key,
+    parameters,
+    state_dict_of,
+    state_of,
+)
 from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
@@ -119,7 +128,7 @@ class TrainingState:
 
     def changed(self) -> str | None:
         """Return what to tell of modules and optimizers that look otherwise since `begin`, None if they do not."""
-        return None if self._begun is None else difference(self._begun, self._layout)
+        return None if self._begun is None else difference(self._begun, self._layout, self.modules)
 
     def outside(self) -> dict[str, Any]:
         """Return what the state depends on and no `state_dict()` says."""
@@ -295,9 +304,9 @@ class TrainingState:
 
 def _state_of(name: str, item: Any, is_watched: bool) -> Any:
     if not is_watched:
-        return item.state_dict()
+        return state_dict_of(item)
     with Watch(name) as watch:
-        state = item.state_dict()
+        state = state_dict_of(item)
     watch.check()
     return state
 

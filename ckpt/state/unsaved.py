@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import SlotError
 from ..format.manifest import Node
@@ -231,12 +232,15 @@ def _hidden(
     begins = tuple(f"{name}." for name in hooked)
     for path, parameter in parameters.items():
         if path not in given:
-            yield _PARAMETERS, path, parameter
+            if not is_lazy(parameter):
+                yield _PARAMETERS, path, parameter
         elif path.startswith(begins) and not is_shown(parameter, given[path]):
             yield _CHANGED, path, parameter
     for name, module in modules.items():
         passing: set[str] | None = None
         for key, buffer in named_buffers(module):
+            if is_lazy(buffer):
+                continue
             if (path := f"{name}.{key}") not in given:
                 passing = _not_persistent(module) if passing is None else passing
                 yield _BUFFERS if key in passing else _PARAMETERS, path, buffer
