@@ -35,8 +35,6 @@ def bits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     """Return a tensor of any bits, NaNs with payloads among them."""
     size = torch.empty(shape, dtype=dtype).nbytes
     made = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, max(size, 1), dtype=np.uint8))[:size].clone()
-    if dtype is torch.bool:
-        made &= 1
     return made.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
 
 

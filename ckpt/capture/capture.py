@@ -1,4 +1,4 @@
-"""Captures: `step()` copies the state of the host into a slot, and one thread completes and announces it behind training.
+"""Captures: `step()` copies the state of the host into a slot; one thread completes and announces it behind training.
 
 If no slot is free, `step()` copies into memory of its own, and the thread moves that into a slot when the news of a
 commit frees one. What is on GPUs is copied behind training: that what is committed is what `step()` saw is proven by
@@ -335,7 +335,7 @@ class Capturer:
                 with self._changed:
                     self._allocating = False
                     if capture.phase >= _Phase.COMPLETE:
-                        capture.staged = None  # with what it holds of devices
+                        capture.staged = None  # with what it refers to on devices
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
         """Return what the capture thread does next, None if it waits; what it copies has claimed its slot."""
@@ -369,6 +369,7 @@ class Capturer:
     def _skip(self, capture: _Capture) -> None:
         if capture.phase < _Phase.COMPLETE:
             capture.phase = _Phase.SKIPPED
+            capture.staged = None
             self._pass(capture.step)
         self._changed.notify_all()
 

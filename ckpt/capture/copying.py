@@ -1,9 +1,9 @@
 """Copying a state into a slot: what is on the host inside `step()`, what is on GPUs behind training, with a proof.
 
-`Copier.stage` runs inside `step()` and copies every leaf of the host, so nothing of it is read, or referred to, after the
-call. Large leaves on a GPU are hashed there and copied later, while training goes on: `Copier.prove` believes no byte of
-them before what arrived in the slot has that hash (`device.py`). Whoever wrote to them meanwhile, by whatever means,
-makes the hashes differ, and the capture is given up.
+`Copier.stage` runs inside `step()` and copies every leaf of the host, so nothing of it is read, or referred to, after
+the call. Large leaves on a GPU are hashed there and copied later, while training goes on: `Copier.prove` believes no
+byte of them before what arrived in the slot has that hash (`device.py`). Whoever wrote to them meanwhile, by whatever
+means, makes the hashes differ, and the capture is given up.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ import torch
 
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
 from ..format.slot import CHUNK_BYTES
-from ..state.tree import Flattener, Leaf
+from ..state.tree import Flattener, Leaf, raw
 from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, GpuStreams, device_of
 from .slots import MappedSlot
 
 _SMALL_BYTES: Final = 64 << 10
-"""Leaves of a GPU up to this are copied inside `step()`: that takes no longer than a fingerprint and its bookkeeping."""
+"""Leaves of a GPU up to this are copied inside `step()`, which takes no longer than a fingerprint of them."""
 
 _PIECE_BYTES: Final = 4 << 20
 """The longest piece that one thread copies at a time."""
@@ -241,9 +241,7 @@ def _fill(target: torch.Tensor, leaf: Leaf) -> None:
     if isinstance(leaf, np.ndarray):
         np.ndarray(leaf.shape, dtype=leaf.dtype, buffer=target.numpy())[...] = leaf
         return
-    source = leaf.detach()
-    if source.dtype is torch.bool:
-        source = source.view(torch.uint8)  # copies of bool write 1 for each other byte that is not 0
+    source = raw(leaf.detach())
     target.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
 
 

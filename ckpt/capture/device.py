@@ -114,7 +114,7 @@ class DeviceCapture:
     def __init__(
         self, plan: DeviceLeaves, leaves: Mapping[int, Tensor], addresses: Mapping[int, int], found: Tensor
     ) -> None:
-        """Take leaves, which stay allocated as long as this exists, and what the kernel on this stream will find."""
+        """Take leaves, which stay allocated until `finish`, and what the kernel on this stream will find."""
         self._plan = plan
         self._leaves = leaves
         self._addresses = addresses
@@ -139,9 +139,10 @@ class DeviceCapture:
             self._plan.device.hold(self._copied)
 
     def finish(self) -> None:
-        """Wait for the copy, if it has begun."""
+        """Wait for the copy, if it has begun, and let go of the leaves."""
         if self._copied is not None:
             self._copied.synchronize()
+        self._leaves = {}
 
     def differs(self, payload: Tensor, chunk: int) -> int | None:
         """Return a leaf of which the bytes that arrived in a chunk are not those that `step()` saw, if any."""

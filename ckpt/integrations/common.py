@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import StateError
 from ..state.held import local
-from ..state.tree import bytes_of, is_strided
+from ..state.memory import digest
+from ..state.tree import is_strided
 
 
 def framework(name: str, requirement: str) -> ModuleType:
@@ -116,8 +116,8 @@ class AfterRestore:
                 group[key] = value.copy_(content) if isinstance(value, torch.Tensor) else content
         for other, state in self._others:
             other.load_state_dict(state)
-        for name, digest in self._digest():
-            if self._digests.get(name, digest) != digest:
+        for name, now in self._digest():
+            if self._digests.get(name, now) != now:
                 raise StateError(
                     f"{name} is not what was restored: a hook that begins the training or the epoch, which is called "
                     "again after a restart, has changed it. Do that where the epoch ends, or at the first step"
@@ -127,4 +127,4 @@ class AfterRestore:
         for module in self._modules:
             for name, tensor in module.state_dict().items():
                 if isinstance(tensor, torch.Tensor) and is_strided(local(tensor)):
-                    yield name, xxhash.xxh3_128_hexdigest(bytes_of(local(tensor)).numpy().data)
+                    yield name, digest(local(tensor))

@@ -17,7 +17,9 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import StateError
+from ..state.memory import memory
 from ..state.state import due_rng, get_rng, set_rng
+from ..state.tree import bytes_of
 
 _END: Final = object()
 
@@ -414,10 +416,9 @@ def _set_generators(loader: Any, states: Mapping[str, torch.Tensor]) -> dict[str
 def _digest(seen: Any, batch: Any) -> None:
     """Add the content of a batch to a digest."""
     if isinstance(batch, torch.Tensor):
-        batch = batch.detach().cpu().contiguous()
         seen.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
-        if batch.numel():
-            seen.update(batch.reshape(-1).view(torch.uint8).numpy())
+        plain = bytes_of(batch)
+        seen.update(memory(plain.data_ptr(), len(plain)))
     elif isinstance(batch, np.ndarray):
         seen.update(f"{batch.dtype} {batch.shape}".encode())
         seen.update(repr(batch.tolist()).encode() if batch.dtype.hasobject else np.ascontiguousarray(batch).tobytes())

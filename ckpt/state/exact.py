@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .held import held_optimizers, local, parameters
-from .tree import extent, is_strided, overlaps, same, same_keys
+from .tree import extent, is_strided, overlaps, raw, same, same_keys
 
 
 def without_uncastable(state: Any) -> Any:
@@ -160,7 +160,8 @@ def _filled(original: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return new
     with torch.no_grad():
         try:
-            return original.copy_(new)
+            _copy(original, new)
+            return original
         except RuntimeError:  # several of its elements are one in memory
             return new
 
@@ -207,13 +208,34 @@ def _become(now: torch.Tensor, wanted: torch.Tensor) -> None:
         return  # a load_state_dict() may shard what it is given
     with torch.no_grad():
         if (now.dtype, now.device.type, now.shape) == (wanted.dtype, wanted.device.type, wanted.shape):
-            now.copy_(wanted)
+            _copy(now, wanted)
         elif type(now) is torch.Tensor:
             now.data = wanted
         else:
             # A DTensor's `data` would leave its shard as it is. One that cannot be swapped is found by the check.
             with contextlib.suppress(RuntimeError):
                 torch.utils.swap_tensors(now, wanted.detach())  # type: ignore[no-untyped-call]
+
+
+def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
+    if to.dtype is torch.bool:
+        to, of = raw(local(to)), raw(local(of))
+    to.copy_(of)
+
+
+def put_flags(now: Any, wanted: Any) -> None:
+    """Let tensors of flags in the state `now` have the bytes of those in `wanted`, where they say the same."""
+    if isinstance(now, torch.Tensor) and isinstance(wanted, torch.Tensor):
+        if now.dtype is wanted.dtype is torch.bool and now.shape == wanted.shape:
+            there = raw(local(wanted)).to(now.device)
+            if torch.equal(raw(local(now)) != 0, there != 0):
+                raw(local(now)).copy_(there)
+    elif isinstance(now, dict) and isinstance(wanted, dict):
+        for key in now.keys() & wanted.keys():
+            put_flags(now[key], wanted[key])
+    elif isinstance(now, list | tuple) and isinstance(wanted, list | tuple):
+        for one, other in zip(now, wanted, strict=False):
+            put_flags(one, other)
 
 
 def _containers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

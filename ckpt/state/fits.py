@@ -16,6 +16,12 @@ from ..format.manifest import Node, TensorSpec
 from .tree import unflatten
 
 _MAX_DIFFERENCES: Final = 5
+_REMEDY: Final = (
+    "Register the same objects with the same shapes (Checkpointer.planned_step says before restore() which step it "
+    "continues from), or start a new run id"
+)
+_RIGID: Final = ("torch.nn.modules.", "torch.nn.utils.", "torch.distributed.", "torch._dynamo.")
+_LAZY: Final = "torch.nn.modules.lazy"
 
 Layout = Mapping[str, object]
 """Path → shape and dtype of a tensor of a module, None while it has none; or the sizes of an optimizer's groups."""
@@ -27,8 +33,11 @@ def check_fits(
     current: dict[str, Node],
     saved_specs: tuple[TensorSpec, ...],
     current_specs: tuple[TensorSpec, ...],
-) -> None:
+) -> dict[str, str]:
     """Compare names, the shapes and dtypes of modules, and the parameter groups of optimizers.
+
+    A module may have code that loads what has another form than it has now, as torch's observers for quantization and
+    its lazy modules do: it is asked to load that, and what it made of it is compared.
 
     Args:
         objects: The registered objects by name.
@@ -37,30 +46,51 @@ def check_fits(
         saved_specs: What the leaves of `saved` are.
         current_specs: What the leaves of `current` are.
 
+    Returns:
+        What to tell of a module, by its name, if it does not load that after all.
+
     Raises:
         StateError: They differ.
         SlotError: A node is malformed.
     """
     differences = [f"{name}: not in the checkpoint" for name in current if name not in saved]
     differences += [f"{name}: in the checkpoint, but not registered" for name in saved if name not in current]
+    doubts: dict[str, list[str]] = {}
     for name, item in objects.items():
         if name not in saved:
             continue
         before = unflatten(saved[name], saved_specs.__getitem__)
         now = unflatten(current[name], current_specs.__getitem__)
-        if isinstance(item, torch.nn.Module):
-            differences += _module_differences(name, before, now)
+        if isinstance(item, torch.nn.Module) and not isinstance(before, dict):
+            differences.append(f"{name}: in the checkpoint, but not as a module")
+        elif isinstance(item, torch.nn.Module):
+            for key, difference in _module_differences(name, before, now):
+                (doubts.setdefault(name, []) if adapts(item, key) else differences).append(difference)
         elif is_optimizer_state(now):
             differences += _optimizer_differences(name, before, now)
         elif isinstance(now, dict) and isinstance(item, torch.optim.Optimizer) and not isinstance(before, dict):
             differences.append(f"{name}: in the checkpoint, but not as an optimizer")
     if differences:
-        raise StateError(
-            "the checkpoint does not fit, nothing was loaded: "
-            + some(differences)
-            + ". Register the same objects with the same shapes (Checkpointer.planned_step says before restore() which "
-            "step it continues from), or start a new run id"
-        )
+        listed = some([*differences, *chain(*doubts.values())])
+        raise StateError(f"the checkpoint does not fit, nothing was loaded: {listed}. {_REMEDY}")
+    return {name: f". The checkpoint does not fit: {some(several)}. {_REMEDY}" for name, several in doubts.items()}
+
+
+def adapts(module: torch.nn.Module, key: str) -> bool:
+    """Tell whether `module` may load, under this key of its state, what has another form than it has now.
+
+    torch's own code refuses that, except in the cases of `check_fits`. A module's may load it for those inside.
+    """
+    inner: Any = module
+    loaders: list[Any] = [module.load_state_dict]
+    for part in key.split("."):
+        if not isinstance(inner, torch.nn.Module):
+            break
+        hooks = (getattr(hook, "hook", hook) for hook in inner._load_state_dict_pre_hooks.values())
+        loaders += [inner._load_from_state_dict, *hooks]
+        inner = getattr(inner, part, None)
+    places = [getattr(loader, "__module__", None) or "" for loader in loaders]
+    return any(place == _LAZY or not place.startswith(_RIGID) for place in places)
 
 
 def some(differences: Iterable[str]) -> str:
@@ -70,25 +100,22 @@ def some(differences: Iterable[str]) -> str:
     return "; ".join(listed[:_MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
 
 
-def _module_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:
-    if not isinstance(saved, dict):
-        yield f"{name}: in the checkpoint, but not as a module"
-        return
+def _module_differences(name: str, saved: dict[str, Any], current: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, before in saved.items():
         if key not in current:
-            yield f"{name}.{key}: in the checkpoint, but not in the model"
+            yield key, f"{name}.{key}: in the checkpoint, but not in the model"
             continue
         now = current[key]
         if is_extra(key):
             continue
         if isinstance(before, TensorSpec) and isinstance(now, TensorSpec):
             if before.content != now.content:
-                yield f"{name}.{key}: {before} in the checkpoint, {now} in the model"
+                yield key, f"{name}.{key}: {before} in the checkpoint, {now} in the model"
         elif isinstance(now, TensorSpec):
-            yield f"{name}.{key}: no tensor in the checkpoint, {now} in the model"
+            yield key, f"{name}.{key}: no tensor in the checkpoint, {now} in the model"
     for key in current:
         if key not in saved:
-            yield f"{name}.{key}: in the model, but not in the checkpoint"
+            yield key, f"{name}.{key}: in the model, but not in the checkpoint"
 
 
 def _optimizer_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:
@@ -138,16 +165,21 @@ def layout(
     return found
 
 
-def difference(before: Layout, now: Layout) -> str | None:
-    """Return what to tell of a layout that is not as it was at `restore()`, None if it is."""
+def difference(before: Layout, now: Layout, modules: Mapping[str, torch.nn.Module]) -> str | None:
+    """Return what to tell of a layout that is not as it was at `restore()`, None if it is, or `modules` adapt to it."""
     if before == now:
         return None
-    new = (f"{path} is new" for path in now if path not in before)
-    gone = (f"{path} is gone" for path in before if path not in now)
+
+    def is_taken(path: str) -> bool:
+        keys = ((item, path.removeprefix(f"{name}.")) for name, item in modules.items())
+        return any(key != path and adapts(item, key) for item, key in keys)
+
+    new = (f"{path} is new" for path in now if path not in before and not is_taken(path))
+    gone = (f"{path} is gone" for path in before if path not in now and not is_taken(path))
     other = (
         f"{path} has other {'groups' if isinstance(now[path], list) else 'shapes'}"
         for path in now
-        if before.get(path) is not None and before[path] != now[path]
+        if before.get(path) is not None and before[path] != now[path] and not is_taken(path)
     )
     change = next(chain(new, gone, other), None)
     return change and (

@@ -1,20 +1,20 @@
 """Which torch optimizers an object holds, whatever its class, and which one trains parameters behind our back."""
 
-import operator
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
 import torch
-import xxhash
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from ..format.manifest import leaf_paths
-from .memory import Extents
-from .tree import Flattener, Leaf, bytes_of, extent, is_strided
+from .memory import Extents, digest
+from .tree import Flattener, Leaf, extent, is_strided
 
 Optimizer = torch.optim.Optimizer
 
@@ -72,6 +72,19 @@ def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     return torch.nn.Module.named_buffers(module, remove_duplicate=False)
 
 
+def keyed_parameters(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the parameters of registered modules by "name.key"."""
+    return {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in named_parameters(module)}
+
+
+def state_dict_of(item: Any) -> Any:
+    """Return what `item.state_dict()` does, of a module without what has no data before its first forward pass."""
+    state = item.state_dict()
+    if isinstance(item, torch.nn.Module) and any(map(is_lazy, state.values())):
+        return OrderedDict((key, value) for key, value in state.items() if not is_lazy(value))
+    return state
+
+
 def state_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return what `optimizer` has for its parameters, by parameter; nothing if it is a wrapper without a state."""
     return getattr(optimizer, "state", None) or {}
@@ -118,6 +131,31 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
+class Seen:
+    """A tensor as it was when it was looked at, to be recognised later.
+
+    This has neither the tensor nor a weak reference to it, which torch's swapping of tensors would fail on. An id and
+    an address are given out again as soon as a tensor is gone, so torch itself tells whether its memory is: it keeps a
+    weak count beside each storage, as for those that it sends to other processes. That frees the memory when nobody
+    has it, stays out of the way of whatever a script does to the tensor or the storage, and never means another one.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Look at a strided tensor, or at the shard of a DTensor, that was not made in inference mode."""
+        self._is = id(tensor), (plain := local(tensor)).data_ptr()
+        self._version = plain._version
+        self._storage = StorageWeakRef(plain.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def is_one_with(self, tensor: torch.Tensor) -> bool:
+        """Tell whether this is `tensor`, written or not."""
+        is_gone = self._storage.expired()  # type: ignore[no-untyped-call]
+        return not is_gone and self._is == (id(tensor), local(tensor).data_ptr())
+
+    def is_as_before(self, tensor: torch.Tensor) -> bool:
+        """Tell whether this is `tensor`, not written since, as far as torch knows."""
+        return self.is_one_with(tensor) and self._version == local(tensor)._version
+
+
 class ParameterOrder:
     """The names of the parameters of registered optimizers, in the order of their states.
 
@@ -125,45 +163,51 @@ class ParameterOrder:
     registered module, or else the path, in the flattened state, of the leaf that is the same tensor in memory, or else
     of the only leaf of no module that is equal to it bit for bit: an object may hand out copies.
 
+    Between two calls there are ids of tensors here, and no tensors. A new one that has got the id of another stands
+    where that one stood in every group and module, or `names` begins anew: it has the name that it would be given, or,
+    if it is only equal to a leaf, that of what it took the place of. `replaced` would warn of it too often, no more.
+
     Attributes:
-        in_modules: The parameters of registered modules by key, when `names` was called last.
         replaced: What to tell of a parameter that left its module since `names` was called before, None if none did.
-        elsewhere: Parameters that are in no registered module, nor a leaf of the state, by what to call them.
-        unkept: What to call one of them that requires grad and is equal to no leaf, None if there is none.
+        unkept: What to call a parameter of those `elsewhere` that requires grad and is equal to no leaf, None if there
+            is none.
     """
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._groups: dict[str, list[list[torch.Tensor]]] = {}
-        self.in_modules: dict[str, torch.Tensor] = {}
-        self._in_leaves: list[tuple[torch.Tensor, int]] = []
+        self._groups: dict[str, list[list[int]]] = {}
+        self._in_modules: dict[str, int] = {}
+        self._in_leaves: list[tuple[int, int]] = []
+        self._elsewhere: dict[str, int] = {}
+        self._sharded: set[int] = set()
         self._named: dict[str, set[int]] = {}
         self._names: dict[str, list[list[str | None]]] = {}
         self.replaced: str | None = None
-        self.elsewhere: dict[str, torch.Tensor] = {}
         self.unkept: str | None = None
 
     def names(
-        self, optimizers: dict[str, list[Optimizer]], modules: dict[str, torch.nn.Module], flat: Flattener
+        self, optimizers: dict[str, list[Optimizer]], in_modules: dict[str, torch.Tensor], flat: Flattener
     ) -> dict[str, list[list[str | None]]]:
         """Return the names of each group's parameters, by the name of the object; None for those without a name.
 
-        Cheap while groups, modules and `flat`, the state with everything registered, have the same tensors in the
-        same places as before; other objects under the same names need a new `ParameterOrder`.
+        Cheap while groups, `in_modules`, what `keyed_parameters` returned, and `flat`, the state with everything
+        registered, have the same tensors in the same places as before; other objects under the same names need a new
+        `ParameterOrder`.
         """
-        groups = {name: _groups(several) for name, several in optimizers.items()}
-        in_modules: dict[str, torch.Tensor] = {
-            f"{name}.{key}": parameter
-            for name, module in modules.items()
-            for key, parameter in named_parameters(module)
-        }
-        if not (_are_same(groups, self._groups) and _are_one(in_modules, self.in_modules) and self._are_leaves(flat)):
-            keys = {id(parameter): key for key, parameter in self.in_modules.items()}
-            self._groups = {name: [list(group) for group in several] for name, several in groups.items()}
-            self.in_modules = in_modules
-            self._find(flat)
-            self.replaced = self._replaced(keys)
+        groups = {name: [list(map(id, group)) for group in _groups(several)] for name, several in optimizers.items()}
+        keys = {key: id(parameter) for key, parameter in in_modules.items()}
+        same = groups == self._groups and list(keys.items()) == list(self._in_modules.items())
+        if not (same and self._are_leaves(optimizers, flat)):
+            before = {identity: key for key, identity in self._in_modules.items()}
+            self._groups, self._in_modules = groups, keys
+            self._find(_by_id(optimizers), in_modules, flat)
+            self.replaced = self._replaced(before)
         return self._names
+
+    def elsewhere(self, optimizers: dict[str, list[Optimizer]]) -> dict[str, torch.Tensor]:
+        """Return parameters that are in no module and no leaf, by what to call them; call it right after `names`."""
+        tensors = _by_id(optimizers) if self._elsewhere else {}
+        return {label: tensors[identity] for label, identity in self._elsewhere.items()}
 
     def differences(self, name: str, saved: list[list[str | None]], *, has_state: bool) -> Iterator[str]:
         """Yield which parameters had another place in `saved` than when `names` was called last.
@@ -174,11 +218,10 @@ class ParameterOrder:
             has_state: Whether the checkpoint has a state for parameters: without one only their groups matter.
         """
         for index, (before, now) in enumerate(zip(saved, self._groups[name], strict=False)):
-            members = {id(parameter) for parameter in now}
             for position, (key, parameter) in enumerate(zip(before, now, strict=False)):
-                allowed = {id(parameter)} if has_state else members
+                allowed = {parameter} if has_state else set(now)
                 is_now = self._names[name][index][position]
-                if key is None and is_now in self.in_modules and not _is_sharded(parameter):
+                if key is None and is_now in self._in_modules and parameter not in self._sharded:
                     yield (
                         f"{name}: parameter {position} of group {index} is {is_now} in the optimizer, which had "
                         f"another one in the checkpoint: what the module had as {is_now} was not trained. Give the "
@@ -193,17 +236,17 @@ class ParameterOrder:
                     )
                     return
 
-    def _find(self, flat: Flattener) -> None:
-        named = [(key, id(parameter)) for key, parameter in self.in_modules.items()]
-        known = {identity for _, identity in named}
-        others = {id(tensor): tensor for several in self._groups.values() for group in several for tensor in group}
-        others = {identity: tensor for identity, tensor in others.items() if identity not in known}
-        self._in_leaves, self.elsewhere, self.unkept = [], {}, None
+    def _find(self, trained: dict[int, torch.Tensor], in_modules: dict[str, torch.Tensor], flat: Flattener) -> None:
+        named = list(self._in_modules.items())
+        known = set(self._in_modules.values())
+        others = {identity: tensor for identity, tensor in trained.items() if identity not in known}
+        self._sharded = {identity for identity, tensor in trained.items() if _is_sharded(tensor)}
+        self._in_leaves, self._elsewhere, self.unkept = [], {}, None
         if others:
             leaves = {in_memory(leaf): index for index, leaf in enumerate(flat.leaves)}
             found = {identity: leaves.get(in_memory(tensor)) for identity, tensor in others.items()}
-            self._in_leaves = [(others[identity], index) for identity, index in found.items() if index is not None]
-            taken = {leaves.get(in_memory(parameter)) for parameter in self.in_modules.values()} | set(found.values())
+            self._in_leaves = [(identity, index) for identity, index in found.items() if index is not None]
+            taken = {leaves.get(in_memory(parameter)) for parameter in in_modules.values()} | set(found.values())
             equal = equal_leaves(
                 {identity: others[identity] for identity, index in found.items() if index is None},
                 {index: leaf for index, leaf in enumerate(flat.leaves) if index not in taken},
@@ -211,25 +254,25 @@ class ParameterOrder:
             paths: dict[int, list[str]] = {}
             for path, index in leaf_paths(flat.node).items():
                 paths.setdefault(index, []).append(path.removeprefix("objects."))
-            places = [(id(tensor), index) for tensor, index in self._in_leaves]
+            places = [*self._in_leaves]
             places += [(identity, indices[0]) for identity, indices in equal.items() if len(indices) == 1]
             named += [(path, identity) for identity, index in places for path in paths[index]]
-            self.elsewhere = {
-                f"{name}: parameter {position} of group {index}": tensor
+            self._elsewhere = {
+                f"{name}: parameter {position} of group {index}": identity
                 for name, several in self._groups.items()
                 for index, group in enumerate(several)
-                for position, tensor in enumerate(group)
-                if id(tensor) in equal
+                for position, identity in enumerate(group)
+                if identity in equal
             }
             covered = Extents(
                 extent(leaf) for leaf in flat.leaves if isinstance(leaf, torch.Tensor) and leaf.is_contiguous()
             )
             unkept = (
                 name
-                for name, tensor in self.elsewhere.items()
-                if tensor.requires_grad
-                and not equal[id(tensor)]
-                and not (is_strided(plain := local(tensor)) and covered.covers(extent(plain)))
+                for name, identity in self._elsewhere.items()
+                if others[identity].requires_grad
+                and not equal[identity]
+                and not (is_strided(plain := local(others[identity])) and covered.covers(extent(plain)))
             )
             self.unkept = next(unkept, None)
         self._named = {}
@@ -237,18 +280,17 @@ class ParameterOrder:
             self._named.setdefault(key, set()).add(identity)
         names = {identity: key for key, identity in reversed(named)}
         self._names = {
-            name: [[names.get(id(tensor)) for tensor in group] for group in several]
-            for name, several in self._groups.items()
+            name: [list(map(names.get, group)) for group in several] for name, several in self._groups.items()
         }
 
     def _replaced(self, keys: dict[int, str]) -> str | None:
         """Return what to tell of a parameter that a module had, by its key, and an optimizer alone has now."""
         found = (
-            (name, keys[id(tensor)])
+            (name, keys[identity])
             for name, several in self._groups.items()
-            for tensor, key in zip(chain(*several), chain(*self._names[name]), strict=True)
+            for identity, key in zip(chain(*several), chain(*self._names[name]), strict=True)
             # The shards that an optimizer has leave FSDP2's modules while those are gathered.
-            if id(tensor) in keys and key is None and keys[id(tensor)] in self.in_modules and not _is_sharded(tensor)
+            if identity in keys and key is None and keys[identity] in self._in_modules and identity not in self._sharded
         )
         for name, key in found:
             return (
@@ -257,16 +299,22 @@ class ParameterOrder:
             )
         return None
 
-    def _are_leaves(self, flat: Flattener) -> bool:
+    def _are_leaves(self, optimizers: dict[str, list[Optimizer]], flat: Flattener) -> bool:
         """Tell whether the parameters that were found in leaves are the same leaves of `flat`."""
+        tensors = _by_id(optimizers) if self._in_leaves else {}
         return all(
-            index < len(flat.leaves) and in_memory(tensor) == in_memory(flat.leaves[index])
-            for tensor, index in self._in_leaves
+            index < len(flat.leaves) and in_memory(tensors[identity]) == in_memory(flat.leaves[index])
+            for identity, index in self._in_leaves
         )
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
+
+
+def _by_id(optimizers: dict[str, list[Optimizer]]) -> dict[int, torch.Tensor]:
+    """Return the parameters of all groups."""
+    return {id(tensor): tensor for several in optimizers.values() for group in _groups(several) for tensor in group}
 
 
 def equal_leaves(tensors: dict[int, torch.Tensor], leaves: dict[int, Leaf]) -> dict[int, list[int]]:
@@ -286,7 +334,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 def _content(tensor: torch.Tensor) -> Hashable:
     if not is_strided(tensor) or tensor.is_meta:
         return id(tensor)
-    return _form(tensor), xxhash.xxh3_128_digest(bytes_of(tensor).numpy().data)
+    return _form(tensor), digest(tensor)
 
 
 def in_memory(leaf: Any) -> Hashable:
@@ -295,21 +343,6 @@ def in_memory(leaf: Any) -> Hashable:
     if isinstance(tensor, torch.Tensor) and is_strided(tensor) and tensor.data_ptr():
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return id(leaf)
-
-
-def _are_same(one: dict[str, list[list[torch.Tensor]]], other: dict[str, list[list[torch.Tensor]]]) -> bool:
-    return one.keys() == other.keys() and all(
-        len(groups) == len(other[name])
-        and all(
-            len(group) == len(known) and all(map(operator.is_, group, known))
-            for group, known in zip(groups, other[name], strict=True)
-        )
-        for name, groups in one.items()
-    )
-
-
-def _are_one(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -415,10 +448,9 @@ class Accumulation:
 
     def __init__(self) -> None:
         """Watch from now on."""
-        # How often an optimizer's gradient was written when it was used last, and those that were written since.
-        self._used: weakref.WeakKeyDictionary[Optimizer, _Writes] = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[torch.Tensor], torch.Tensor | bool]]
-        self._kept = weakref.WeakKeyDictionary()
+        # An optimizer's gradient when it was used last, and, where it was written since, whether any of it is not zero.
+        self._used: weakref.WeakKeyDictionary[Optimizer, Seen] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Optimizer, tuple[Seen, torch.Tensor]] = weakref.WeakKeyDictionary()
         # Those whose leftovers are zeros, which `zero_grad(set_to_none=False)` writes: to look costs a GPU's stream.
         self._zeroed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._step = 0
@@ -427,18 +459,17 @@ class Accumulation:
     def completed(self, step: int) -> None:
         """Note that `step` is completed, and gradients that were written since their optimizer stepped."""
         self._step = step
-        for optimizer, (used, writes) in [] if self._warned else self._used.items():
+        for optimizer, used in [] if self._warned else self._used.items():
             gradient = _gradient(optimizer)
             if gradient is None or optimizer in self._zeroed:
                 continue
-            if used() is not gradient or gradient._version != writes:
-                plain = local(gradient)
-                self._kept[optimizer] = weakref.ref(gradient), plain.any() if is_strided(plain) else True
+            if not used.is_as_before(gradient):
+                self._kept[optimizer] = Seen(gradient), local(gradient).any()
 
     def before_step(self, optimizer: Optimizer) -> str | None:
         """Return what to tell if `optimizer` is about to use one of the gradients that were noted."""
         kept, gradient = self._kept.pop(optimizer, None), _gradient(optimizer)
-        if kept is None or gradient is None or kept[0]() is not gradient or self._warned:
+        if kept is None or gradient is None or not kept[0].is_one_with(gradient) or self._warned:
             return None
         if not kept[1]:
             self._zeroed.add(optimizer)
@@ -454,13 +485,11 @@ class Accumulation:
         """Note that `optimizer` has used its gradients; only now, because a closure makes them in its step."""
         gradient = _gradient(optimizer)
         if gradient is not None:
-            self._used[optimizer] = weakref.ref(gradient), gradient._version
-
-
-_Writes = tuple["weakref.ref[torch.Tensor]", int]
+            self._used[optimizer] = Seen(gradient)
 
 
 def _gradient(optimizer: Optimizer) -> torch.Tensor | None:
-    """Return an optimizer's first gradient, which tells for all: one that is not begun anew stays the same tensor."""
+    """Return an optimizer's first gradient that is not sparse, which tells for all: if not begun anew, it stays."""
     gradients = (parameter.grad for parameter in chain(*_groups([optimizer])))
-    return next((each for each in gradients if each is not None and not each.is_inference()), None)
+    found = (each for each in gradients if each is not None and not each.is_inference() and is_strided(local(each)))
+    return next(found, None)

@@ -11,15 +11,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import SlotError, StateError, TopologyError
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
-from .exact import OwnTensors, put, sharing_kept, without_uncastable
+from .exact import OwnTensors, put, put_flags, sharing_kept, without_uncastable
 from .fits import check_fits, some
-from .held import dict_items, held_optimizers, named_parameters, parameters
+from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of
 from .state import TrainingState, get_rng, set_rng
-from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, shard_spec, unflatten
+from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
 from .values import renew
 from .verify import Comparison, Difference
 
@@ -35,7 +36,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     kinds = kinds_at(manifest.tree, unflatten(saved["kinds"], _no_leaf)) if "kinds" in saved else {}
     if "shared" in saved:
         link(manifest.tree, unflatten(saved["shared"], _no_leaf))
-    check_fits(state.objects, objects, now, manifest.tensors, current.specs())
+    doubts = check_fits(state.objects, objects, now, manifest.tensors, current.specs())
     modules = state.modules
     was_outside = outside.parse(saved["outside"]) if "outside" in saved else None
     if was_outside is not None and (others := list(outside.other_classes(was_outside, state.outside()))):
@@ -64,13 +65,13 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
     before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
-        with _loading(f"{name}: load_state_dict()"), sharing_kept(state.objects[name]):
+        with _loading(f"{name}: load_state_dict()", doubts.get(name, "")), sharing_kept(state.objects[name]):
             state.objects[name].load_state_dict(without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
     for tensors in before:
         tensors.put_back()
     state.find_trained()  # an object may have made its optimizers anew
     with _loading("state_dict() of what was loaded"):
-        leaves = Flattener({name: item.state_dict() for name, item in state.objects.items()}).leaves
+        leaves = Flattener({name: state_dict_of(item) for name, item in state.objects.items()}).leaves
     renew(state.values, values, others=leaves, shared=loader.owned(leaf_paths(saved["objects"]).values()))
     warnings = [
         f"values.{name} is not in the checkpoint and stays what it was" for name in state.values if name not in values
@@ -147,9 +148,12 @@ def _check(
     strict, lenient, unshared = _differences(state, manifest, payload)
     if strict or unshared:
         for name, loaded in states.items():
-            if isinstance(state.objects[name], torch.nn.Module) or _holds(state.objects[name]):
-                with _loading(f"{name}: state_dict() of what was loaded"):
-                    put(state.objects[name], loaded)
+            item = state.objects[name]
+            with _loading(f"{name}: state_dict() of what was loaded"):
+                if isinstance(item, torch.nn.Module) or _holds(item):
+                    put(item, loaded)
+                else:
+                    put_flags(item.state_dict(), loaded)
         strict, lenient, unshared = _differences(state, manifest, payload)
     if strict:
         raise _inexact(map(str, strict))
@@ -215,15 +219,15 @@ def _inexact(differences: Any) -> StateError:
 
 
 @contextlib.contextmanager
-def _loading(what: str) -> Iterator[None]:
+def _loading(what: str, doubts: str = "") -> Iterator[None]:
+    ends = f"the state is loaded in part, and the run ends here{doubts}"
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise StateError(f"{what} raised {error!r}; the state is loaded in part, and the run ends here") from error
+        raise StateError(f"{what} raised {error!r}; {ends}") from error
     except Exception as error:
-        if isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict"):
-            lines = " ".join(str(error).split())
-            raise StateError(f"{what}: {lines}; the state is loaded in part, and the run ends here") from error
+        if isinstance(error, RuntimeError) and (doubts or str(error).startswith("Error(s) in loading state_dict")):
+            raise StateError(f"{what}: {' '.join(str(error).split())}; {ends}") from error
         # It may be a collective that another rank's failure broke: a restart may cure it.
         error.add_note(f"in {what}")
         raise
@@ -253,6 +257,7 @@ def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader", ki
     current = module.state_dict()
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
     state = OrderedDict((key, unflatten(child, loader.own_copy, kinds=kinds)) for key, child in entries(node).items())
+    state |= {key: value for key, value in current.items() if is_lazy(value) and key not in state}
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
     return state
 
@@ -321,7 +326,8 @@ class _LeafLoader:
             made = self._shared(spec, stored, *spec.within)
         else:
             stride = spec.stride or stored.stride()
-            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device).copy_(stored)
+            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device)
+            raw(made).copy_(raw(stored))
         return made if spec.shard is None else self._shard(spec.shard, made)
 
     def _shared(self, spec: TensorSpec, stored: torch.Tensor, first: int, offset: int) -> torch.Tensor:
@@ -330,7 +336,9 @@ class _LeafLoader:
             self._spanning[first] = torch.empty(self._spans[first], dtype=torch.uint8, device=spec.device)
         storage, size = self._spanning[first].untyped_storage(), stored.element_size()
         empty = torch.empty(0, dtype=stored.dtype, device=spec.device)
-        return empty.set_(storage, offset // size, spec.shape, spec.stride or stored.stride()).copy_(stored)
+        made = empty.set_(storage, offset // size, spec.shape, spec.stride or stored.stride())
+        raw(made).copy_(raw(stored))
+        return made
 
     def _shard(self, spec: ShardSpec, local: torch.Tensor) -> Any:
         mesh = self._meshes.get(_mesh_key(spec))

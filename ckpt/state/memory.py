@@ -1,9 +1,28 @@
-"""Addresses of memory: unions of them, and which this process may write."""
+"""Addresses of memory: what is there, unions of them, and which this process may write."""
 
+import ctypes
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from .tree import Extent
+import torch
+import xxhash
+
+from .tree import Extent, bytes_of
+
+
+def memory(address: int, nbytes: int) -> memoryview:
+    """Return the bytes at an address, which the caller sees to it that they stay there.
+
+    Of a script's tensor nothing but this is read: `numpy()` and DLPack would make its storage one that can never be
+    resized again.
+    """
+    return memoryview((ctypes.c_char * nbytes).from_address(address))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of the content of a strided tensor."""
+    plain = bytes_of(tensor)
+    return xxhash.xxh3_128_hexdigest(memory(plain.data_ptr(), len(plain)))
 
 
 class Extents:

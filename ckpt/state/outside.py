@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import SlotError, StateError
 from ..format.manifest import Node
-from .held import Optimizer, local, named_buffers, named_parameters
+from .held import Optimizer, local, named_buffers, named_parameters, state_dict_of
 from .memory import Extents, writable
 from .tree import extent, is_strided, unflatten
 
@@ -97,7 +97,7 @@ def read_only(modules: dict[str, torch.nn.Module]) -> str | None:
     tensors = {
         f"{name}.{key}": local(tensor)
         for name, module in modules.items()
-        for key, tensor in module.state_dict().items()
+        for key, tensor in state_dict_of(module).items()
         if isinstance(tensor, torch.Tensor)
     }
     remedy = "so that no checkpoint could be restored into it: register a copy of it, made by clone()"

@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from .held import Optimizer, dict_items, has_groups, has_hooks, in_memory, local, parameters, state_of
+from .memory import digest
 from .tree import Flattener, bytes_of, extent, is_strided
 
 NOTHING: Final = object()
@@ -259,4 +260,4 @@ def form_of(item: Any) -> str | None:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return what tells a strided tensor from others: its dtype, its shape and a hash of its content."""
-    return f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(bytes_of(tensor).numpy().data)}"
+    return f"{tensor.dtype} {list(tensor.shape)} {digest(tensor)}"

@@ -15,7 +15,16 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .fits import Layout, difference, layout
-from .held import ParameterOrder, held_optimizers, local, mistaken_key, parameters, state_of
+from .held import (
+    ParameterOrder,
+    held_optimizers,
+    keyed_parameters,
+    local,
+    mistaken_key,
+    parameters,
+    state_dict_of,
+    state_of,
+)
 from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
@@ -121,11 +130,11 @@ class TrainingState:
 
     def changed(self) -> str | None:
         """Return what to tell of modules and optimizers that look otherwise since `begin`, None if they do not."""
-        return None if self._begun is None else difference(self._begun, self._layout)
+        return None if self._begun is None else difference(self._begun, self._layout, self.modules)
 
     def outside(self) -> dict[str, Any]:
-        """Return what the state depends on and no `state_dict()` says; call it after `flatten`."""
-        return outside(self.held, self.modules, self.order.in_modules)
+        """Return what the state depends on and no `state_dict()` says."""
+        return outside(self.held, self.modules, keyed_parameters(self.modules))
 
     def flatten(self) -> Flattener:
         """Return the current state, its tensors by reference.
@@ -148,9 +157,10 @@ class TrainingState:
         rng = get_rng() if self.has_rng else None
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
-            flat.add("order", self.order.names(self.held, self.modules, flat))
-            flat.add("outside", self.outside())
-            self.unsaved.take(self.objects, self.held, objects, self.order, flat)
+            in_modules = keyed_parameters(self.modules)
+            flat.add("order", self.order.names(self.held, in_modules, flat))
+            flat.add("outside", outside(self.held, self.modules, in_modules))
+            self.unsaved.take(self.objects, self.held, objects, in_modules, self.order, flat)
             flat.add("unsaved", self.unsaved.to_compare())
             if flat.shared:
                 flat.add("shared", flat.shared)
@@ -313,9 +323,9 @@ def _no_collection() -> Iterator[None]:
 
 def _state_of(name: str, item: Any, is_watched: bool) -> Any:
     if not is_watched:
-        return item.state_dict()
+        return state_dict_of(item)
     with Watch(name) as watch:
-        state = item.state_dict()
+        state = state_dict_of(item)
     watch.check()
     return state
 

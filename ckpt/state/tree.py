@@ -11,6 +11,7 @@ torch.dtype, torch.device, torch.Size
 
 import base64
 import binascii
+import ctypes
 import math
 import struct
 import sys
@@ -44,7 +45,6 @@ Place = list[int]
 """The way from the root of a tree to a node: the positions of children."""
 
 _MAX_WORK: Final = 100_000
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _byte_bounds: Final = getattr(np.lib, "array_utils", np).byte_bounds
 
 PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
@@ -330,15 +330,18 @@ def share(one: Leaf, other: Leaf) -> bool:
     """Tell whether two tensors or arrays have a byte in common; those that cannot be told apart have."""
     try:
         return bool(np.shares_memory(_array(one), _array(other), max_work=_MAX_WORK))  # type: ignore[arg-type]
-    except (np.exceptions.TooHardError, TypeError, RuntimeError):
+    except (np.exceptions.TooHardError, RuntimeError):
         return True
 
 
 def _array(leaf: Leaf) -> Any:
+    """Return an array that lies where `leaf` does; its elements are never read."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    plain = leaf.detach()
-    return (torch.view_as_real(plain) if plain.is_complex() else plain.view(_WORDS[plain.element_size()])).numpy()
+    begin, end = extent(leaf)
+    size = leaf.element_size()
+    there = memoryview((ctypes.c_char * (end - begin)).from_address(begin))
+    return np.ndarray(tuple(leaf.shape), np.dtype((np.void, size)), there, strides=[size * n for n in leaf.stride()])
 
 
 def overlaps(extents: dict[int, Extent]) -> list[dict[int, int]]:
@@ -565,8 +568,13 @@ def _name(value: object) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the content of `tensor` as bytes of the CPU, contiguous; of its memory where that is possible."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = raw(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
     return plain.flatten().view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return flags as the bytes that they are, which torch's copies make 0 or 1; any other tensor as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
@@ -584,9 +592,8 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             return False
-        return torch.equal(
-            left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8)
-        )
+        one, other = (raw(each).contiguous().flatten().view(torch.uint8) for each in (left, right))
+        return torch.equal(one, other)
     if isinstance(left, np.ndarray):
         return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
     return bool(left is right or left == right)

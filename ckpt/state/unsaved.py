@@ -1,17 +1,18 @@
 """What training goes on with and no `state_dict()` shows as it is: of it a checkpoint has digests, and no more."""
 
-import weakref
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import SlotError
 from ..format.manifest import Node
 from .held import (
     Optimizer,
     ParameterOrder,
+    Seen,
     equal_leaves,
     has_hooks,
     local,
@@ -34,7 +35,7 @@ _KINDS: Final = frozenset({_PARAMETERS, _BUFFERS, _CHANGED, _OPTIMIZERS, _PLACES
 REMEDY: Final = "Register the module or the optimizer that has it, or a list of such tensors"
 _REMEDY: Final = f"{REMEDY}; if a hook or a method makes state_dict() give something else, remove it"
 
-_Known = tuple["weakref.ref[torch.Tensor]", int, int, str]
+_Known = tuple[Seen, str]
 
 
 class Unsaved:
@@ -66,6 +67,7 @@ class Unsaved:
         objects: dict[str, Any],
         held: dict[str, list[Optimizer]],
         states: dict[str, Any],
+        in_modules: dict[str, torch.Tensor],
         order: ParameterOrder,
         flat: Flattener,
     ) -> None:
@@ -75,6 +77,7 @@ class Unsaved:
             objects: The registered objects by name.
             held: The optimizers that they are or hold, by name.
             states: What the `state_dict()` of each object returned, by name.
+            in_modules: The parameters of registered modules by key.
             order: Of the optimizers' parameters; its `names` was called for `flat`.
             flat: The flattened state.
         """
@@ -82,10 +85,10 @@ class Unsaved:
         self.digests, self._known = {}, {}
         modules = _modules(objects)
         hooked = {name: module for name, module in modules.items() if has_hooks(module)}
-        hidden = list(_hidden(modules, hooked, states, order.in_modules))
+        hidden = list(_hidden(modules, hooked, states, in_modules))
         kept = FlatTensors(flat)
         hidden = [item for item in hidden if item[0] == _CHANGED or item[2] not in kept]
-        every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere.items())]
+        every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere(held).items())]
         # torch does not count what its fused optimizers write.
         written = {id(key) for several in held.values() for each in several for key in state_of(each)} if every else ()
         for kind, path, tensor in every:
@@ -93,7 +96,7 @@ class Unsaved:
             if is_strided(plain) and not plain.is_meta:
                 is_frozen = kind == _PARAMETERS and isinstance(tensor, torch.nn.Parameter) and id(tensor) not in written
                 may_last = kind == _BUFFERS or is_frozen
-                digest = self._digest(path, plain, known.get(path)) if may_last else digest_of(plain)
+                digest = self._digest(path, tensor, known.get(path)) if may_last else digest_of(plain)
                 self.digests.setdefault(kind, {})[path] = digest
         missing, unknown, places = left_out(objects, held, states, kept)
         for kind, found in ((_OPTIMIZERS, missing | unknown), (_EXTRA, dict(_changed_extra(hooked, states)))):
@@ -146,12 +149,11 @@ class Unsaved:
 
     def _digest(self, path: str, tensor: torch.Tensor, known: _Known | None) -> str:
         if tensor.requires_grad or tensor.is_inference():
-            return digest_of(tensor)
-        place = tensor.data_ptr(), tensor._version
-        if known is None or known[0]() is not tensor or known[1:3] != place:
-            known = weakref.ref(tensor), *place, digest_of(tensor)
+            return digest_of(local(tensor))
+        if known is None or not known[0].is_as_before(tensor):
+            known = Seen(tensor), digest_of(local(tensor))
         self._known[path] = known
-        return known[3]
+        return known[1]
 
 
 def parse(node: Node) -> dict[str, dict[str, str]]:
@@ -230,12 +232,15 @@ def _hidden(
     begins = tuple(f"{name}." for name in hooked)
     for path, parameter in parameters.items():
         if path not in given:
-            yield _PARAMETERS, path, parameter
+            if not is_lazy(parameter):
+                yield _PARAMETERS, path, parameter
         elif path.startswith(begins) and not is_shown(parameter, given[path]):
             yield _CHANGED, path, parameter
     for name, module in modules.items():
         passing: set[str] | None = None
         for key, buffer in named_buffers(module):
+            if is_lazy(buffer):
+                continue
             if (path := f"{name}.{key}") not in given:
                 passing = _not_persistent(module) if passing is None else passing
                 yield _BUFFERS if key in passing else _PARAMETERS, path, buffer

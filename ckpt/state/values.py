@@ -11,7 +11,7 @@ import torch
 
 from .held import local
 from .memory import Extents, overlap, writable
-from .tree import PLAIN_TENSORS, Extent, Leaf, extent, same, same_keys
+from .tree import PLAIN_TENSORS, Extent, Leaf, extent, raw, same, same_keys
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _NAMED: Final = 5
@@ -200,7 +200,7 @@ def _fill(now: Any, wanted: Any) -> bool:
                 if isinstance(now, np.ndarray):
                     now[...] = wanted
                 else:
-                    local(now).copy_(local(wanted))
+                    raw(local(now)).copy_(raw(local(wanted)))
             elif (
                 type(now) in PLAIN_TENSORS
                 and type(wanted) in PLAIN_TENSORS
@@ -225,7 +225,7 @@ def _equal(now: Any, wanted: Any) -> bool:
 
 
 def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.detach().clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else raw(leaf.detach()).clone().view(leaf.dtype)
 
 
 def _alike(one: Any, other: Any) -> bool:
