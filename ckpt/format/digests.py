@@ -29,7 +29,7 @@ MAX_DIGESTS: Final = 4096
 _COMPARED: Final = b',"compared":'
 _DIGESTS: Final = b',"digests":"'
 _YIELD_S: Final = 20e-6
-"""XXH3 keeps the interpreter's lock; a thread that waits for it gets it only if it is free until that thread is awake."""
+"""XXH3 keeps the interpreter's lock, and a thread that waits for it needs so long to wake."""
 _INTEGERS: Final = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _COUNTER: Final = ".num_batches_tracked"
 """Of BatchNorm, which each rank counts by itself: as long as all have seen as many batches it is the same by chance."""
