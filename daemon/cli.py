@@ -11,7 +11,7 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from .base.logs import RepeatFilter, log_formatter
-from .base.process import raise_file_limit
+from .base.process import raise_limits
 from .base.settings import find_settings
 from .base.spec import parse_size
 from .daemon import Daemon, DaemonOptions
@@ -65,7 +65,7 @@ def resilientd(
     repeats = RepeatFilter()
     handler.addFilter(repeats)
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
-    raise_file_limit()
+    raise_limits()
     options = DaemonOptions(
         settings=find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir),
         peer_addr=peer_addr,

@@ -389,6 +389,7 @@ class Job:
             self._protected_generation = pair[0]
             hosts, replicas = self.view.round.hosts, len(self._holders([0]))
             shown = {"hosts": list(hosts), "replicas": replicas, "every": self.view.every}
+            shown["caveats"] = self.slots.budget.caveats(self.slots.key)
             self._event("first_commit", rank=0, step=pair[1], **shown)
 
     async def _follow_pace(self) -> None:

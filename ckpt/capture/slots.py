@@ -10,7 +10,7 @@ import torch
 from ..errors import SlotError
 from ..format.manifest import Layout, TensorSpec
 from ..format.pair import Pair
-from ..format.slot import HEADER_BYTES, Slot, chunk_count
+from ..format.slot import HEADER_BYTES, Slot, chunk_count, open_file
 from ..format.wire import Message
 from ..link.env import TrainerEnv
 
@@ -37,7 +37,7 @@ class MappedSlot:
             OSError: The file cannot be mapped or page-locked.
             SlotError: It is not a slot.
         """
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.descriptor = open_file(path, os.O_RDWR)
         try:
             self.slot = Slot.of(self.descriptor, path, writable=True)
         except (OSError, SlotError):
