@@ -142,7 +142,7 @@ class MemoryBudget:
             f"slots are lost when the daemon ends, because the {shown(_size_bytes(self._shm_dir))} at {self._shm_dir} "
             f"have no room for them (docker run --shm-size=…, mount -o remount,size=…)"
         )
-        return [text for text, applies in ((lost, self._shares[job].apart), (self._unlocked, self._unlocked)) if applies]
+        return [text for text in (lost if self._shares[job].apart else "", self._unlocked) if text]
 
     def _place(self, job: str, needed_bytes: int) -> str | None:
         """Decide whether files of `job` that are yet to be made are apart; return why none can be made, or None."""
