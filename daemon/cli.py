@@ -25,7 +25,7 @@ from .options import directories
     "--memory-limit",
     metavar="SIZE",
     callback=parse_size,
-    help="What all slots may take; by default 80 % of tmpfs or memory.",
+    help="What all slots may take; by default 80 % of the tmpfs, or of half of the memory if that is more.",
 )
 @click.option(
     "--idle-exit",

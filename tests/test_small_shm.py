@@ -93,7 +93,7 @@ def test_slots_leave_a_small_shm_to_the_data_loader(cluster: Cluster, tmp_path: 
     assert {*host.recoveries()[0]["sources"], *host.recoveries()[1]["sources"]} == {"local"}
     line = next(line for line in host.output.splitlines() if "protected: every step, 1 replica" in line)
     assert "slots are lost when the daemon ends, because the 64.00 MiB at" in line
-    assert "slots are not locked in memory and may be swapped out" in line
+    assert "slots are not locked in memory, and may be swapped out" in line
     assert "the daemon may lock 2.00 MiB" in line
 
 

@@ -155,7 +155,8 @@ def _memory(plan: RunPlan) -> Iterator[Finding]:
 
 def _memlock(plan: RunPlan) -> Iterator[Finding]:
     whose, pid = _whose(plan)
-    limit, wanted = resource.prlimit(pid, resource.RLIMIT_MEMLOCK)[0], plan.slots_bytes
+    # A daemon raises its limit to the hard one.
+    limit, wanted = resource.prlimit(pid, resource.RLIMIT_MEMLOCK)[1], plan.slots_bytes
     if limit == resource.RLIM_INFINITY or has_capability(pid, _CAP_IPC_LOCK):
         yield ok("memlock", f"{whose} may lock all memory")
     elif wanted is not None and wanted <= limit:

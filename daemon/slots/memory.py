@@ -131,8 +131,8 @@ class MemoryBudget:
             limit, why = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.strerror(ctypes.get_errno())
             may = "" if limit == resource.RLIM_INFINITY else f"; the daemon may lock {shown(limit)}"
             self._unlocked = (
-                f"slots are not locked in memory and may be swapped out ({why}{may}: ulimit -l unlimited, or "
-                f"LimitMEMLOCK=infinity in the systemd unit)"
+                f"slots are not locked in memory, and may be swapped out if there is swap ({why}{may}: ulimit -l "
+                f"unlimited, or LimitMEMLOCK=infinity in the systemd unit)"
             )
             log.warning("%s", self._unlocked)
 
