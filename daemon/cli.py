@@ -11,7 +11,7 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from .base.logs import RepeatFilter, log_formatter
-from .base.process import raise_file_limit
+from .base.process import raise_limits
 from .base.settings import find_settings
 from .base.spec import parse_size
 from .daemon import Daemon, DaemonOptions
@@ -25,7 +25,7 @@ from .options import directories
     "--memory-limit",
     metavar="SIZE",
     callback=parse_size,
-    help="What all slots may take; by default 80 % of tmpfs or memory.",
+    help="What all slots may take; by default 80 % of the tmpfs, or of half of the memory if that is more.",
 )
 @click.option(
     "--idle-exit",
@@ -65,7 +65,7 @@ def resilientd(
     repeats = RepeatFilter()
     handler.addFilter(repeats)
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
-    raise_file_limit()
+    raise_limits()
     options = DaemonOptions(
         settings=find_settings(os.environ, run_dir=run_dir, shm_dir=shm_dir),
         peer_addr=peer_addr,

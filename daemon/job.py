@@ -385,10 +385,13 @@ class Job:
 
     def _tell_first_commit(self, pair: Pair) -> None:
         """Let the launcher of rank 0 know, once for each generation, what protects the run."""
-        if self._protected_generation != pair[0] and 0 in self.view.own_ranks and self.view.round is not None:
+        # A daemon that has just begun may not hold what was committed before.
+        told = self._protected_generation == pair[0] or self.slots.find(0, pair) is None
+        if not told and 0 in self.view.own_ranks and self.view.round is not None:
             self._protected_generation = pair[0]
             hosts, replicas = self.view.round.hosts, len(self._holders([0]))
             shown = {"hosts": list(hosts), "replicas": replicas, "every": self.view.every}
+            shown["caveats"] = self.slots.budget.caveats(self.slots.key)
             self._event("first_commit", rank=0, step=pair[1], **shown)
 
     async def _follow_pace(self) -> None:

@@ -440,7 +440,8 @@ def _close(
 
 def _died(exitcode: int) -> str:
     if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
+        why = " (as a write to a full tmpfs, such as /dev/shm, ends)" if exitcode == -signal.SIGBUS else ""
+        return f"was killed by {signal.Signals(-exitcode).name}{why}"
     return f"exited with code {exitcode}"
 
 

@@ -162,7 +162,7 @@ def options() -> list[click.Parameter]:
             metavar="SIZE",
             callback=parse_size,
             help="Memory that this host may spend on checkpoints, as 8G or 512MiB. Default: the daemon's limit, 80 % "
-            "of the smallest of tmpfs, memory and control group.",
+            "of the tmpfs, or of half of the memory if that is more.",
         ),
         _option(
             "--rr-warm-workers/--rr-no-warm-workers",

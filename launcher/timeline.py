@@ -157,7 +157,8 @@ class RecoveryTimeline:
                 self._write({**about, **{name: message[name] for name in ("step", "steps_at_risk", "reason")}})
             return
         if message.get("event") == "first_commit":
-            self._protect(message["hosts"], message["replicas"], message["every"])
+            line = protected_line(message["hosts"], message["replicas"], message["every"])
+            self._protect("; ".join([line, *message["caveats"]]))
             return
         with self._lock:
             recovery, event = self._recovery, message.get("event")
@@ -201,9 +202,8 @@ class RecoveryTimeline:
                 # After its restore a script has had no step left to do, and took its own time.
                 self._interrupt(recovery, None if "restore" in recovery.ends_s else time.monotonic())
 
-    def _protect(self, hosts: Sequence[str], replicas: int, every: int) -> None:
+    def _protect(self, line: str) -> None:
         """Announce what protects the run from now on, unless that was announced before."""
-        line = protected_line(hosts, replicas, every)
         with self._lock:
             told, self._protected = self._protected, line
         if line != told:

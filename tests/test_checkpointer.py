@@ -683,6 +683,33 @@ def test_the_estimate_counts_the_optimizer_state_to_come(daemon: SoloDaemon) -> 
         assert 0 <= ckpt.stats.bytes - estimate_bytes < 1000
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "tensors"),
+    [
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("RMSprop", {"momentum": 0.9, "centered": True}, 3),
+        ("Adam", {"amsgrad": True}, 3),
+        ("Adagrad", {}, 1),
+        ("Adafactor", {}, 0),
+    ],
+)
+def test_the_estimate_is_of_what_the_kind_of_optimizer_keeps(
+    daemon: SoloDaemon, name: str, options: dict[str, Any], tensors: int
+) -> None:
+    model = torch.nn.Linear(100, 100)
+    model.bias.requires_grad_(False)
+    optimizer = getattr(torch.optim, name)([model.weight], lr=0.1, **options)
+    with Checkpointer(model=model, optimizer=optimizer, rng=False) as ckpt:
+        estimate_bytes = daemon.wait_for("attach")["estimate_bytes"]
+        assert (estimate_bytes - 400) // 40_000 == 1 + tensors
+        model(torch.randn(1, 100)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        assert is_committed(ckpt)
+        assert 0 <= ckpt.stats.bytes - estimate_bytes < 1000
+
+
 def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

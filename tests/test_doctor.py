@@ -108,16 +108,16 @@ def test_a_person_gets_a_line_for_each(patient: Patient) -> None:
 def test_shared_memory_of_a_container(patient: Patient) -> None:
     mount = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
     report = patient.doctor(prefix=[*MOUNTED, mount, "-"])
-    report.says("shm-size", "fail", found="has 64.00 MiB", remedy="docker run --shm-size=")
+    report.says("shm-size", "warn", found="has 64.00 MiB, too few for slots", remedy="docker run --shm-size=")
 
 
 @ROOT
 def test_shared_memory_that_is_too_small_for_the_state(patient: Patient) -> None:
-    mount = 'mount -t tmpfs -o size=900m none /dev/shm && exec "$@"'
+    mount = 'mount -t tmpfs -o size=1700m none /dev/shm && exec "$@"'
     report = patient.doctor("--state-gb", "0.1", "--nproc", "4", "--peer", "127.0.0.1", prefix=[*MOUNTED, mount, "-"])
-    report.says("shm-size", "fail", found="2 slots * 2 replicas * 4 ranks", remedy="mount -o remount,size=2G /dev/shm")
+    report.says("shm-size", "warn", found="2 slots * 2 replicas * 4 ranks", remedy="mount -o remount,size=3G /dev/shm")
     alone = patient.doctor("--state-gb", "0.1", "--nproc", "3", prefix=[*MOUNTED, mount, "-"])
-    alone.says("shm-size", "ok", found="900.00 MiB")
+    alone.says("shm-size", "ok", found="1.66 GiB")
 
 
 @ROOT

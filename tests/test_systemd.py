@@ -185,6 +185,7 @@ def test_the_unit_keeps_slots_over_a_restart() -> None:
     assert int(service["WatchdogSec"]) > 0
     assert (service["RuntimeDirectory"], service["RuntimeDirectoryPreserve"]) == ("resilientd/%i", "yes")
     assert service["ExecStart"].endswith(" --run-dir /run/resilientd/%i")
+    assert read_unit(UNIT.parent / "user" / "resilientd.service")["Service"]["LimitMEMLOCK"] == "infinity"
     # A private or read-only /dev/shm, or one that is cleared, would cost the slots.
     assert not {"PrivateIPC", "PrivateDevices", "RemoveIPC"} & set(service)
     assert service["ProtectSystem"] == "full"

@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -480,8 +480,8 @@ def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) 
 def test_what_protects_a_run_is_said_again_only_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
     timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
 
-    def committed(generation: int, *hosts: str, replicas: int = 2, every: int = 1) -> None:
-        told = {"hosts": list(hosts), "replicas": replicas, "every": every}
+    def committed(generation: int, *hosts: str, replicas: int = 2, every: int = 1, caveats: Sequence[str] = ()) -> None:
+        told = {"hosts": list(hosts), "replicas": replicas, "every": every, "caveats": list(caveats)}
         timeline.on_event(event("first_commit", 0, generation, step=3, **told))
 
     with caplog.at_level(logging.WARNING):
@@ -491,10 +491,12 @@ def test_what_protects_a_run_is_said_again_only_when_it_has_changed(caplog: pyte
         committed(4, "a", "c", "d", every=3)
         committed(5, "a", replicas=1)
         committed(6, *(f"h{number}" for number in range(10)))
+        committed(7, "a", replicas=1, caveats=["slots may be swapped out"])
     assert caplog.messages == [
         "protected: every step, 2 replicas on hosts a, b",
         "protected: every step, 2 replicas on hosts a, c",
         "protected: one of 3 steps, 2 replicas of each rank on hosts a, c, d",
         "protected: every step, 1 replica on host a, and none elsewhere",
         "protected: every step, 2 replicas of each rank on hosts h0, h1, h2, h3, h4, h5, h6, h7, … (10 in all)",
+        "protected: every step, 1 replica on host a, and none elsewhere; slots may be swapped out",
     ]

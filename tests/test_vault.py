@@ -366,12 +366,12 @@ def test_budget_counts_every_job_and_says_what_to_change(shm_dir: Path) -> None:
     assert budget.used_bytes == 60 * MIB
 
 
-def test_budget_never_promises_more_than_the_tmpfs_has(shm_dir: Path) -> None:
+def test_budget_never_promises_more_than_there_is(shm_dir: Path) -> None:
     stat = os.statvfs(shm_dir)
     assert 0 < default_limit_bytes(shm_dir) <= 0.8 * stat.f_blocks * stat.f_frsize
     free = stat.f_bavail * stat.f_frsize
     budget = MemoryBudget(shm_dir, 4 * free)
-    with pytest.raises(MemoryBudgetError, match="enlarge the tmpfs"):
+    with pytest.raises(MemoryBudgetError, match="of memory left for the"):
         budget.reserve("one", needed_bytes=2 * free, limit_bytes=None, formula="all")
     with pytest.raises(MemoryBudgetError, match="does not fit"):
         budget.allocate("one", 2 * free)

@@ -85,6 +85,7 @@ def test_no_room_is_refused_before_the_first_step(cluster: Cluster, script: Path
     host.launch(["--standalone", "--rr-memory=1MiB"], [str(script), "1024", "5", "0"])
     assert host.wait() == 1
     assert "MemoryBudgetError" in host.output
+    assert "1 own rank, 1 replica)" in host.output
     assert "--rr-memory" in host.output
     assert not host.steps()
 

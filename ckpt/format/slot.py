@@ -7,10 +7,14 @@ a slot may come from another host.
 """
 
 import contextlib
+import errno
 import math
 import mmap
 import os
+import re
 import struct
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -49,6 +53,7 @@ _NUMBERS: Final = (
     "manifest_bytes", "payload_bytes", "manifest_checksum", "table_checksum",
 )  # fmt: skip
 _STATE_AT: Final = slice(8, 16)
+_APART: Final = re.compile(r"/proc/\d+/fd/\d+")
 _CHECKSUM_AT: Final = slice(16, 24)
 
 
@@ -150,10 +155,18 @@ class Slot:
         self.payload_offset = payload_offset
         self.buffer = memoryview(mapping)
         self._mapping = mapping
+        self._release: Callable[[], object] | None = None
 
     @classmethod
-    def create(cls, path: Path | str, *, capacity_bytes: int, payload_offset: int) -> Self:
+    def create(cls, path: Path | str, *, capacity_bytes: int, payload_offset: int, apart: bool = False) -> Self:
         """Return a new EMPTY slot at `path`, every byte allocated now so that no later write can fail.
+
+        Args:
+            path: The file.
+            capacity_bytes: Size of the whole file.
+            payload_offset: Where tensor bytes begin.
+            apart: Make it in memory outside of any file system, and `path` a link by which `open_file` finds it while
+                this process has the slot open; others that have mapped it keep it longer.
 
         Raises:
             OSError: The file exists already, or there is no room for it (then nothing is left behind).
@@ -162,17 +175,24 @@ class Slot:
         path = Path(path)
         if payload_offset % HEADER_BYTES or not HEADER_BYTES < payload_offset <= capacity_bytes:
             raise ValueError(f"payload_offset {payload_offset} is not a page boundary inside {capacity_bytes} bytes")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, capacity_bytes)
-            mapping = _map(descriptor, writable=True)
-        except OSError:
-            path.unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, _WORDS["EMPTY"], 0, payload_offset)
-        return cls(path, mapping, payload_offset)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = os.memfd_create(path.name) if apart else os.open(path, flags, 0o600)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                os.posix_fallocate(descriptor, 0, capacity_bytes)
+                mapping = _map(descriptor, writable=True)
+                if apart:
+                    path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+            except OSError:
+                if not apart:
+                    path.unlink()
+                raise
+            mapping[: _PREFIX.size] = _PREFIX.pack(MAGIC, _WORDS["EMPTY"], 0, payload_offset)
+            slot = cls(path, mapping, payload_offset)
+            if apart:
+                slot._release = weakref.finalize(slot, stack.pop_all().close)
+        return slot
 
     @classmethod
     def open(cls, path: Path | str, *, writable: bool = False) -> Self:
@@ -182,7 +202,7 @@ class Slot:
             OSError: The file cannot be opened.
             SlotError: The file is not a slot of this format, or another user's.
         """
-        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
+        descriptor = open_file(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             return cls.of(descriptor, path, writable=writable)
         finally:
@@ -335,6 +355,8 @@ class Slot:
 
     def close(self) -> None:
         """Unmap the file; views that are still in use keep the mapping alive until they are gone."""
+        if self._release is not None:
+            self._release()
         with contextlib.suppress(BufferError):
             self.buffer.release()
             self._mapping.close()
@@ -363,6 +385,20 @@ class Slot:
     def _write_header(self, page: bytes) -> None:
         self.buffer[_STATE_AT.stop : HEADER_BYTES] = page[_STATE_AT.stop :]
         self._set_state("COMPLETE")
+
+
+def open_file(path: Path | str, flags: int) -> int:
+    """Return a descriptor of the slot file `path`, which may be a link only if `Slot.create` made it.
+
+    Raises:
+        OSError: The file cannot be opened, or is another link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not _APART.fullmatch(target := os.readlink(path)):
+            raise
+    return os.open(target, flags | os.O_CLOEXEC)
 
 
 def _map(descriptor: int, *, writable: bool) -> mmap.mmap:

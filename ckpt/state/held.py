@@ -23,6 +23,16 @@ _MAX_OBJECTS: Final = 10_000
 _MAX_CHILDREN: Final = 1_000
 _OWN: Final = ("state", "param_groups", "defaults")
 """What an optimizer has of its parameters: large, and without optimizers in it."""
+_KEPT: Final = {
+    **dict.fromkeys(("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Rprop", "SparseAdam"), 2),
+    **dict.fromkeys(("ASGD", "RMSprop"), 1),
+    **dict.fromkeys(("Muon", "SGD"), 0),
+}
+"""How many tensors of a parameter's size an optimizer of torch comes to have for each, without those it is asked for.
+
+Those that are not here have them from the start, or other ones.
+"""
+_ASKED: Final = ("momentum", "amsgrad", "centered")
 _LEAVES: Final = (
     torch.Tensor,
     torch.nn.Module,
@@ -88,6 +98,19 @@ def state_dict_of(item: Any) -> Any:
 def state_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return what `optimizer` has for its parameters, by parameter; nothing if it is a wrapper without a state."""
     return getattr(optimizer, "state", None) or {}
+
+
+def later_bytes(optimizer: Optimizer) -> int:
+    """Return what `optimizer`, which has no state yet, will have for its parameters; 0 if it is of no known class."""
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None) or (kept := _KEPT.get(kind.__name__)) is None:
+        return 0
+    return sum(
+        (kept + sum(bool(group.get(name)) for name in _ASKED)) * local(parameter).nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
 
 
 def has_hooks(item: torch.nn.Module | Optimizer) -> bool:

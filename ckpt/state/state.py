@@ -15,16 +15,7 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .fits import Layout, difference, layout
-from .held import (
-    ParameterOrder,
-    held_optimizers,
-    keyed_parameters,
-    local,
-    mistaken_key,
-    parameters,
-    state_dict_of,
-    state_of,
-)
+from .held import ParameterOrder, held_optimizers, keyed_parameters, later_bytes, mistaken_key, state_dict_of, state_of
 from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
@@ -192,13 +183,10 @@ class TrainingState:
                     made.clear()
 
     def estimate_bytes(self) -> int:
-        """Return the bytes of a capture, counting two tensors per parameter for an optimizer that has no state yet."""
+        """Return the bytes of a capture, with those that torch's optimizers without a state will have for theirs."""
         now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
-        fresh = [
-            optimizer for optimizer in self.optimizers if not any(state_of(held) for held in held_optimizers(optimizer))
-        ]
-        later = {id(parameter): parameter for optimizer in fresh for parameter in parameters(optimizer)}
-        return now_bytes + sum(2 * local(parameter).nbytes for parameter in later.values())
+        fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
+        return now_bytes + sum(map(later_bytes, fresh))
 
     def device(self) -> torch.device | None:
         """Return the first GPU that holds tensors of the state, None when there is none."""

@@ -9,12 +9,13 @@ _LIMIT = resource.RLIMIT_NOFILE
 _inherited = resource.getrlimit(_LIMIT)
 
 
-def raise_file_limit() -> None:
-    """Let this process have as many files open as its hard limit says."""
-    hard = _inherited[1]
-    # Where the kernel's own limit is lower than the hard one, what was inherited stays.
-    with suppress(ValueError, OSError):
-        resource.setrlimit(_LIMIT, (hard, hard))
+def raise_limits() -> None:
+    """Let this process have as many files open, and lock as much memory, as its hard limits say."""
+    for limit in (_LIMIT, resource.RLIMIT_MEMLOCK):
+        hard = resource.getrlimit(limit)[1]
+        # Where the kernel's own limit is lower than the hard one, what was inherited stays.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(limit, (hard, hard))
 
 
 def restore_file_limit(pid: int) -> None:

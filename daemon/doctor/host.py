@@ -23,13 +23,12 @@ from ..base.ask import ask_daemon
 from ..base.process import has_capability
 from ..base.record import JobRecord
 from ..base.settings import server_pid
-from ..slots.memory import SHARE, default_limit_bytes, free_bytes, shown
+from ..slots.memory import SHARE, default_limit_bytes, free_bytes, most_bytes, shown
 from ..trust.private import directory_mode
 from .examine import Check, Finding, fail, ok, warn
 from .plan import RunPlan
 
 _GIB = 1 << 30
-_DOCKER_SHM_BYTES = 64 << 20
 _LITTLE = 0.05
 _FEW_FILES, _MANY_FILES = 512, 4096
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 14, 21, 24
@@ -100,8 +99,8 @@ def _shm_size(plan: RunPlan) -> Iterator[Finding]:
     place = _existing(plan.settings.shm_dir)
     mounted, kind = _file_system(place)
     size_bytes, wanted_bytes = os.statvfs(place).f_blocks * os.statvfs(place).f_frsize, plan.slots_bytes
-    # The daemon gives to slots no more than this share of it.
-    enlarge_bytes = (wanted_bytes or 8 * _GIB) / SHARE
+    # The daemon gives to slots no more than this share of it, and leaves 1 GiB.
+    enlarge_bytes = max((wanted_bytes or 8 * _GIB) / SHARE, (wanted_bytes or 0) + _GIB)
     size = f"{max(1, math.ceil(enlarge_bytes / _GIB))}G"
     enlarge = (
         f"docker run --shm-size={size.lower()}, in Kubernetes an emptyDir with medium Memory at /dev/shm, else "
@@ -114,10 +113,9 @@ def _shm_size(plan: RunPlan) -> Iterator[Finding]:
             f"{plan.settings.shm_dir} is on {mounted} ({kind}), not in memory: every step would be written to it",
             "leave out RESILIENT_SHM_DIR, or name a directory on a tmpfs",
         )
-    elif wanted_bytes is not None and size_bytes * SHARE < wanted_bytes:
-        yield fail("shm-size", f"{found}; slots take {shown(wanted_bytes)} ({plan.formula})", enlarge)
-    elif size_bytes <= _DOCKER_SHM_BYTES:
-        yield fail("shm-size", f"{found}, the default size in a container", enlarge)
+    elif most_bytes(place) < (1 if wanted_bytes is None else wanted_bytes):
+        takes = "" if wanted_bytes is None else f"; slots take {shown(wanted_bytes)} ({plan.formula})"
+        yield warn("shm-size", f"{found}, too few for slots{takes}: they are lost when the daemon ends", enlarge)
     else:
         yield ok("shm-size", found)
 
@@ -130,7 +128,8 @@ def _shm_free(plan: RunPlan) -> Iterator[Finding]:
     remedy = f"`resilientctl gc` removes what dead runs left; look for the rest with `du -ah {mounted} | sort -h`"
     ours = _slots_of(plan)
     if plan.slots_bytes is not None and free + ours < plan.slots_bytes:
-        yield fail("shm-free", f"{found}; slots take {shown(plan.slots_bytes)} ({plan.formula})", remedy)
+        takes = f"slots take {shown(plan.slots_bytes)} ({plan.formula}): they are lost when the daemon ends"
+        yield warn("shm-free", f"{found}; {takes}", remedy)
     elif plan.slots_bytes is None and not ours and free < _LITTLE * size_bytes:
         yield fail("shm-free", f"only {found}", remedy)
     else:
@@ -156,7 +155,8 @@ def _memory(plan: RunPlan) -> Iterator[Finding]:
 
 def _memlock(plan: RunPlan) -> Iterator[Finding]:
     whose, pid = _whose(plan)
-    limit, wanted = resource.prlimit(pid, resource.RLIMIT_MEMLOCK)[0], plan.slots_bytes
+    # A daemon raises its limit to the hard one.
+    limit, wanted = resource.prlimit(pid, resource.RLIMIT_MEMLOCK)[1], plan.slots_bytes
     if limit == resource.RLIM_INFINITY or has_capability(pid, _CAP_IPC_LOCK):
         yield ok("memlock", f"{whose} may lock all memory")
     elif wanted is not None and wanted <= limit:

@@ -220,8 +220,8 @@ class Replicator:
                     )
                 return Restored(path=str(file.slot.path), source=self._sources.origins.get((rank, pair), "local"))
             if not again or late:
-                corrupt = self._slots.corrupt.get(rank)
-                missing = "no local slot" + (f" (one was corrupt: {corrupt})" if corrupt else "")
+                lost = self._slots.lost.get(rank)
+                missing = "no local slot" + (f" ({lost})" if lost else "")
                 raise RestoreError(
                     f"no verified copy of rank {rank} at step {pair[1]} (generation {pair[0]}) is left: "
                     f"{'; '.join([missing, *tried])}. Start a new run id"

@@ -1,9 +1,10 @@
-"""How much memory the slots of a host may take, and keeping them from being swapped out."""
+"""How much memory the slots of a host may take and where, and keeping them from being swapped out."""
 
 import ctypes
 import logging
 import os
 import re
+import resource
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +21,37 @@ SLOTS_PER_RANK = 2
 SHARE = 0.8
 """Of the smallest of what limits memory, for slots: training needs the rest."""
 
+_LEFT_BYTES = 1 << 30
+"""What slots leave of /dev/shm at least: batches of data loaders and messages between ranks travel through it, too."""
+
+FEWER = "let a host hold fewer ranks (--nproc-per-node; of several hosts --rr-replicas)"
+_RAISE = f"raise the limit (--rr-memory, resilientd --memory-limit), or {FEWER}"
+
 _CGROUP_LIMITS = ("/sys/fs/cgroup{}/memory.max", "/sys/fs/cgroup/memory{}/memory.limit_in_bytes")
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one job may take, was promised, and has."""
+    """What one job may take, was promised, and has; `apart`: new files of it are not in the tmpfs."""
 
     limit_bytes: int
     reserved_bytes: int = 0
     allocated_bytes: int = 0
+    apart: bool = False
 
     @property
     def committed_bytes(self) -> int:
         return max(self.reserved_bytes, self.allocated_bytes)
 
+    @property
+    def promised_bytes(self) -> int:
+        return self.committed_bytes - self.allocated_bytes
+
 
 class MemoryBudget:
-    """What the slots of all jobs on this host may take together.
+    """What the slots of all jobs on this host may take together, and whether a job's are in the tmpfs or apart.
 
-    The limit is `limit_bytes`, or else 80 % of the smallest of the tmpfs, the machine's memory and the
-    control group's memory: tmpfs pages count against all three, and training needs the rest.
+    A job whose slots do not all fit in the tmpfs (see `most_bytes`) has new ones apart: in memory of the daemon.
 
     Args:
         shm_dir: An existing directory of the tmpfs.
@@ -50,8 +61,9 @@ class MemoryBudget:
     def __init__(self, shm_dir: Path, limit_bytes: int | None) -> None:
         self._shm_dir = shm_dir
         self.limit_bytes = default_limit_bytes(shm_dir) if limit_bytes is None else limit_bytes
+        self._most_bytes = most_bytes(shm_dir)
         self._shares: defaultdict[str, _Share] = defaultdict(lambda: _Share(limit_bytes=self.limit_bytes))
-        self._warned = False
+        self._unlocked = ""
 
     @property
     def used_bytes(self) -> int:
@@ -75,39 +87,29 @@ class MemoryBudget:
         if others + needed_bytes > limit:
             raise MemoryBudgetError(
                 f"checkpoints need {shown(needed_bytes)} ({formula}), other jobs have {shown(others)} and the limit is "
-                f"{shown(limit)}: use fewer replicas (--rr-replicas), or raise the limit (--rr-memory, "
-                f"resilientd --memory-limit)"
+                f"{shown(limit)}: {_RAISE}"
             )
-        missing = max(0, needed_bytes - self._shares[job].allocated_bytes)
-        promised = missing + sum(
-            share.committed_bytes - share.allocated_bytes for key, share in self._shares.items() if key != job
-        )
-        free = free_bytes(self._shm_dir)
-        if promised > free:
-            raise MemoryBudgetError(
-                f"checkpoints need {shown(needed_bytes)} ({formula}), but {self._shm_dir} has only {shown(free)} free "
-                f"for the {shown(promised)} that are promised and not allocated yet: enlarge the tmpfs "
-                f"(mount -o remount,size=…), remove what else is in it, or use fewer replicas (--rr-replicas)"
-            )
+        if (trouble := self._place(job, needed_bytes)) is not None:
+            raise MemoryBudgetError(f"checkpoints need {shown(needed_bytes)} ({formula}), {trouble}")
         self._shares[job].limit_bytes = limit
         self._shares[job].reserved_bytes = needed_bytes
 
-    def allocate(self, job: str, size_bytes: int) -> None:
-        """Count a file of `size_bytes` that is about to be created for `job`.
+    def allocate(self, job: str, size_bytes: int) -> bool:
+        """Count a file of `size_bytes` that is about to be created for `job`; True if it belongs apart.
 
         Raises:
-            MemoryBudgetError: It would exceed the limit, or more than is free in the tmpfs.
+            MemoryBudgetError: It would exceed the limit, or more than is available.
         """
-        share, others, free = self._shares[job], self._others_bytes(job), free_bytes(self._shm_dir)
+        share, others = self._shares[job], self._others_bytes(job)
         own = share.allocated_bytes + size_bytes
-        if max(share.reserved_bytes, own) + others > share.limit_bytes or size_bytes > free:
+        needed, trouble = max(share.reserved_bytes, own), None
+        if needed + others > share.limit_bytes or (trouble := self._place(job, needed)) is not None:
             raise MemoryBudgetError(
                 f"a slot of {shown(size_bytes)} does not fit: this job has {shown(share.allocated_bytes)} in slots, "
-                f"other jobs have {shown(others)}, the limit is {shown(share.limit_bytes)} and {self._shm_dir} has "
-                f"{shown(free)} free; use fewer replicas (--rr-replicas), or raise the limit (--rr-memory, "
-                f"resilientd --memory-limit)"
+                + (trouble or f"other jobs have {shown(others)} and the limit is {shown(share.limit_bytes)}: {_RAISE}")
             )
         share.allocated_bytes = own
+        return share.apart
 
     def found(self, job: str, size_bytes: int) -> None:
         """Count a file that exists already."""
@@ -125,13 +127,41 @@ class MemoryBudget:
         """Lock `buffer`, a whole mapping, in memory until it is unmapped; warn once when that is not allowed."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(buffer))) and not self._warned:
-            self._warned = True
-            log.warning(
-                "cannot lock slots in memory (%s); they may be swapped out. Remedy: raise RLIMIT_MEMLOCK "
-                "(ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit)",
-                os.strerror(ctypes.get_errno()),
+        if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(buffer))) and not self._unlocked:
+            limit, why = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.strerror(ctypes.get_errno())
+            may = "" if limit == resource.RLIM_INFINITY else f"; the daemon may lock {shown(limit)}"
+            self._unlocked = (
+                f"slots are not locked in memory, and may be swapped out if there is swap ({why}{may}: ulimit -l "
+                f"unlimited, or LimitMEMLOCK=infinity in the systemd unit)"
             )
+            log.warning("%s", self._unlocked)
+
+    def caveats(self, job: str) -> list[str]:
+        """Return what a person should know of the memory in which the slots of `job` are."""
+        lost = (
+            f"slots are lost when the daemon ends, because the {shown(_size_bytes(self._shm_dir))} at {self._shm_dir} "
+            f"have no room for them (docker run --shm-size=…, mount -o remount,size=…)"
+        )
+        return [text for text in (lost if self._shares[job].apart else "", self._unlocked) if text]
+
+    def _place(self, job: str, needed_bytes: int) -> str | None:
+        """Decide whether files of `job` that are yet to be made are apart; return why none can be made, or None."""
+        share, others = self._shares[job], [each for key, each in self._shares.items() if key != job]
+        inside = [each for each in others if not each.apart]
+        if (missing := needed_bytes - share.allocated_bytes) <= 0:
+            return None
+        fits = needed_bytes + sum(each.committed_bytes for each in inside) <= self._most_bytes
+        promised = missing + sum(each.promised_bytes for each in inside)
+        if not share.apart and fits and promised <= free_bytes(self._shm_dir):
+            return None
+        promised, available = missing + sum(each.promised_bytes for each in others), psutil.virtual_memory().available
+        if promised > available:
+            return (
+                f"but this host has only {shown(available)} of memory left for the {shown(promised)} that are promised "
+                f"and not allocated yet: end what else uses it, or {FEWER}"
+            )
+        share.apart = True
+        return None
 
     def _others_bytes(self, job: str) -> int:
         return sum(share.committed_bytes for key, share in self._shares.items() if key != job)
@@ -149,10 +179,24 @@ def host_bytes(state_bytes: int, *, kept_ranks: int, copied_ranks: int) -> int:
 
 
 def default_limit_bytes(shm_dir: Path) -> int:
-    """Return 80 % of the smallest of the tmpfs at `shm_dir`, physical memory and the control group's limit."""
+    """Return 80 % of the memory: of the machine's or the control group's, but no more than the tmpfs at `shm_dir` has.
+
+    A tmpfs of less than half of the memory, which is what the kernel gives one, limits nothing: slots may be apart.
+    """
+    memory = min([psutil.virtual_memory().total, *_cgroup_limits_bytes()])
+    return int(SHARE * min(memory, max(_size_bytes(shm_dir), memory // 2)))
+
+
+def most_bytes(shm_dir: Path) -> int:
+    """Return what slots may take of the tmpfs at `shm_dir`: 80 % of it, and of /dev/shm all but 1 GiB at most."""
+    size_bytes, shared = _size_bytes(shm_dir), Path("/dev/shm")
+    is_shared = shared.exists() and shared.stat().st_dev == shm_dir.stat().st_dev
+    return max(0, min(int(SHARE * size_bytes), size_bytes - _LEFT_BYTES * is_shared))
+
+
+def _size_bytes(shm_dir: Path) -> int:
     stat = os.statvfs(shm_dir)
-    candidates = [stat.f_blocks * stat.f_frsize, psutil.virtual_memory().total, *_cgroup_limits_bytes()]
-    return int(SHARE * min(candidates))
+    return stat.f_blocks * stat.f_frsize
 
 
 def _cgroup_limits_bytes() -> list[int]:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import re
 import resource
 import shutil
@@ -24,7 +25,7 @@ from ..base.record import RECORD_NAME, JobRecord
 from ..run.commit import Agreed, is_dead
 from ..run.rounds import Round
 from .keeping import is_kept, version_of
-from .memory import SLOTS_PER_RANK, MemoryBudget
+from .memory import FEWER, SLOTS_PER_RANK, MemoryBudget
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ class JobSlots:
     record: JobRecord
     budget: MemoryBudget
     adopted: bool = False
-    corrupt: dict[int, str] = field(default_factory=dict)
-    """Rank → why its slot that was last found corrupt was cleared."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Rank → what became of its slot that was last lost."""
     received_bytes: int = 0
     """Of replicas that came from other hosts, or from the persistent tier."""
     receiving: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
@@ -169,6 +170,10 @@ class JobSlots:
                 file = await in_thread(self._adopt, path, int(match[1])) if match and version == MAGIC else None
                 if file is not None:
                     found.append(file)
+                elif match and path.is_symlink():
+                    log.warning("%s was in the memory of a daemon that has ended", path)
+                    self.lost[int(match[1])] = "it was in the memory of a daemon that has ended"
+                    _remove(path)
                 elif version in (b"", MAGIC):
                     log.error("removing %s, which is damaged or was never finished", path)
                     _remove(path)
@@ -288,7 +293,8 @@ class JobSlots:
     async def remove(self) -> int:
         """Remove the job's directory with all its slots and return the bytes freed; no fetch may be running."""
         async with self._changing:
-            freed_bytes = sum(path.lstat().st_size for path in self.directory.glob("*.slot"))
+            # Links of an earlier daemon lead nowhere.
+            freed_bytes = sum(path.stat().st_size for path in self.directory.glob("*.slot") if path.exists())
             for file in self.files():
                 file.slot.close()
             self._files.clear()
@@ -326,7 +332,7 @@ class JobSlots:
 
     def _clear_corrupt(self, slot: Slot, rank: int, cause: str) -> None:
         log.error("%s is corrupt and was cleared: %s", slot.path, cause)
-        self.corrupt[rank] = cause
+        self.lost[rank] = f"one was corrupt: {cause}"
         slot.clear()
 
     def _fitting(self, rank: int, geometry: Geometry, agreed: Agreed) -> list[SlotFile]:
@@ -339,11 +345,11 @@ class JobSlots:
 
     async def _create(self, rank: int, geometry: Geometry) -> SlotFile:
         paths = (self.directory / f"rank{rank}.{i}.slot" for i in itertools.count())
-        path = next(path for path in paths if not path.exists())
+        path = next(path for path in paths if not os.path.lexists(path))
         capacity_bytes = -(-geometry.capacity_bytes // HEADER_BYTES) * HEADER_BYTES
-        self.budget.allocate(self.key, capacity_bytes)
+        apart = self.budget.allocate(self.key, capacity_bytes)
         try:
-            slot = await in_thread(self._create_slot, path, capacity_bytes, geometry.payload_offset)
+            slot = await in_thread(self._create_slot, path, capacity_bytes, geometry.payload_offset, apart)
         except BaseException as error:
             # Also when cancelled: the thread has made the file all the same.
             path.unlink(missing_ok=True)
@@ -357,15 +363,15 @@ class JobSlots:
                     f"where it is started, which is where resilient-run is unless resilientd runs as a service"
                 ) from error
             raise MemoryBudgetError(
-                f"cannot allocate a slot of {capacity_bytes} bytes in {self.directory.parent}: {error}; enlarge the "
-                f"tmpfs (mount -o remount,size=…) or use fewer replicas (--rr-replicas)"
+                f"cannot allocate a slot of {capacity_bytes} bytes in {'memory' if apart else self.directory.parent}: "
+                f"{error}; make room, or {FEWER}"
             ) from error
         file = SlotFile(slot=slot, rank=rank)
         self._files.setdefault(rank, []).append(file)
         return file
 
-    def _create_slot(self, path: Path, capacity_bytes: int, payload_offset: int) -> Slot:
-        slot = Slot.create(path, capacity_bytes=capacity_bytes, payload_offset=payload_offset)
+    def _create_slot(self, path: Path, capacity_bytes: int, payload_offset: int, apart: bool) -> Slot:
+        slot = Slot.create(path, capacity_bytes=capacity_bytes, payload_offset=payload_offset, apart=apart)
         self.budget.pin(slot.buffer)
         return slot
 

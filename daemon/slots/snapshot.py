@@ -12,7 +12,7 @@ _PIECE_BYTES = 64 << 20
 
 
 class Snapshot:
-    """What one slot held at one moment, in an unlinked tmpfs file that the memory budget counts.
+    """What one slot held at one moment, in an unlinked file in memory that the memory budget counts.
 
     Attributes:
         rank: Whose capture.
@@ -42,10 +42,10 @@ class Snapshot:
             raise SlotError(f"rank {rank}: no slot holds generation {pair[0]} step {pair[1]} any more")
         header = file.slot.header()
         page, size_bytes = bytes(file.slot.buffer[:HEADER_BYTES]), file.slot.capacity_bytes
-        slots.budget.allocate(slots.key, size_bytes)
+        apart = slots.budget.allocate(slots.key, size_bytes)
         try:
             # A slice keeps the mapping alive, whatever becomes of the slot meanwhile.
-            copy = await in_thread(_copy, slots, rank, header, file.slot.buffer[: header.used_bytes], size_bytes)
+            copy = await in_thread(_copy, slots, rank, header, file.slot.buffer[: header.used_bytes], size_bytes, apart)
         except BaseException:
             slots.budget.free(slots.key, size_bytes)
             raise
@@ -75,11 +75,11 @@ class Snapshot:
             self._slots.budget.free(self._slots.key, self._size_bytes)
 
 
-def _copy(slots: JobSlots, rank: int, header: SlotHeader, source: memoryview, size_bytes: int) -> Slot:
+def _copy(slots: JobSlots, rank: int, header: SlotHeader, source: memoryview, size_bytes: int, apart: bool) -> Slot:
     # Not named as a slot is, so that no later daemon adopts what a killed one left; the next snapshot removes it.
     path = slots.directory / f"rank{rank}.snapshot"
     path.unlink(missing_ok=True)
-    copy = Slot.create(path, capacity_bytes=size_bytes, payload_offset=header.payload_offset)
+    copy = Slot.create(path, capacity_bytes=size_bytes, payload_offset=header.payload_offset, apart=apart)
     path.unlink()
     # numpy copies without the interpreter lock, a memoryview does not.
     target, data = np.frombuffer(copy.buffer, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8)

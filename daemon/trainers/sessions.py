@@ -129,7 +129,7 @@ class Sessions:
                 f"{pid}): make one Checkpointer for each worker, or let resilient-run start every process that trains "
                 "(--nproc-per-node)"
             )
-        self._reserve(estimate_bytes)
+        self._reserve(estimate_bytes, len(round_.holders(rank, self._view.replicas)))
         if self._slots.refresh([rank]):
             self._view.notify()
         trainer = Trainer(
@@ -297,7 +297,7 @@ class Sessions:
         event = "unprotected" if reason else "protected"
         self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
 
-    def _reserve(self, estimate_bytes: int) -> None:
+    def _reserve(self, estimate_bytes: int, replicas: int) -> None:
         ranks, own = len(self._view.kept_ranks), len(self._view.own_ranks)
         copies = 0 if self._spec.policy.persist.target is None else own
         persisting = f", and {copies} copies while they are persisted" if copies else ""
@@ -306,7 +306,7 @@ class Sessions:
             needed_bytes=host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies),
             limit_bytes=self._spec.memory_limit_bytes,
             formula=f"{SLOTS_PER_RANK} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
-            f"{own} own ranks, {self._spec.replicas} replicas",
+            f"{own} own rank{'s' * (own != 1)}, {replicas} replica{'s' * (replicas != 1)}",
         )
 
     def _check(self) -> None:
