@@ -227,7 +227,8 @@ class TrainingState:
         # Only a restart needs it.
         from .loading import load
 
-        return load(self, manifest, payload)
+        with _no_collection():
+            return load(self, manifest, payload)
 
     def find_trained(self) -> None:
         """Look for the modules and optimizers of the objects, which may make others when they load."""
