@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def make_slot(path: Path, tree: Any, *, rank: int, world_size: int, shards: dict[int, ShardSpec] | None = None) -> Slot:
     """Write a slot with `tree`; `shards` says of which DTensors some leaves are shards."""
     flat = Flattener(tree)
-    specs = [replace(spec, shard=(shards or {}).get(index)) for index, spec in enumerate(flat.specs())]
+    specs = [replace(spec, shard=(shards or {}).get(index, spec.shard)) for index, spec in enumerate(flat.specs())]
     layout = plan_payload(specs)
     manifest = encode(encode_tensors(specs, layout), flat.node)
     payload_offset, capacity_bytes = plan_layout(len(manifest), layout.payload_bytes)
