@@ -173,6 +173,7 @@ def test_a_host_without_all_ranks_names_those_that_are_missing(
             host.kill()
             host.start()
             assert "world_size" not in host.status()["jobs"][0]
+            wait_until(lambda: host.held().keys() == {0, 1}, timeout_s=30, what="verified slots")
         for format_ in ("dcp", "torch"):
             done = ctl(host, "--to", str(tmp_path / "out"), "--format", format_)
             assert done.exit_code == 1

@@ -93,7 +93,7 @@ def place(path: str, spec: ShardSpec, rank: int, local: Sequence[int]) -> tuple[
     if any(indices and indices[-1].stop - indices[0].start != sum(map(len, indices)) for indices in runs):
         raise StateError(f"{path}: what rank {rank} holds does not lie together ({spec.placements})")
     # torch gives a shard without elements whatever shape.
-    if prod(local) != prod(size) or (prod(size) and tuple(local) != size):
+    if tuple(local) != size and (0 not in local or 0 not in size):
         raise StateError(f"{path}: rank {rank} holds {list(local)}, its place has {list(size)}")
     return tuple(indices[0].start if indices else 0 for indices in runs), size
 

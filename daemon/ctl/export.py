@@ -97,10 +97,9 @@ def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[
             held.setdefault(pair, {})[slot["rank"]] = Path(job["directory"]) / slot["file"]
     fitting = sorted((pair for pair in held if step is None or pair[1] == step), reverse=True)
     if not fitting:
-        raise click.ClickException(
-            f"this host has nothing of {'any step' if step is None else f'step {step}'} of run {job['run_id']!r}, but "
-            f"of steps {sorted({pair[1] for pair in held})}; {_REMEDY}"
-        )
+        wanted = "any step" if step is None else f"step {step}"
+        others = f", but of steps {sorted({pair[1] for pair in held})}" if held else ""
+        raise click.ClickException(f"this host has nothing of {wanted} of run {job['run_id']!r}{others}; {_REMEDY}")
     lacking = []
     for pair in fitting:
         ranks = held[pair]
