@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .checkpointer import Checkpointer
-from .convert.export import TensorPieces, merge, read
+from .convert.export import merge, read
+from .convert.pieces import TensorPieces
 from .errors import DaemonError, StateError
 from .format.slot import Slot
 from .link.env import TrainerEnv
@@ -152,7 +153,7 @@ class ItemReader(StorageReader):
 
     def _check_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Check what DCP does not: that the parts that are there fill every tensor of the plan."""
-        partial = {name for name, item in self._items.items() if isinstance(item, TensorPieces) and not _is_whole(item)}
+        partial = {name for name, item in self._items.items() if isinstance(item, TensorPieces) and item.missing(name)}
         if not partial:
             return
         if not isinstance(planner, DefaultLoadPlanner):
@@ -348,7 +349,3 @@ def _describe(item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         return BytesStorageMetadata()
     chunks = [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape) for offset, part in item.parts.items()]
     return TensorStorageMetadata(properties=TensorProperties(dtype=item.dtype), size=item.shape, chunks=chunks)
-
-
-def _is_whole(item: TensorPieces) -> bool:
-    return sum(part.numel() for part in item.parts.values()) == item.shape.numel()

@@ -5,9 +5,10 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -190,6 +191,8 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
         if args.rdzv_backend == "c10d":
             # torch's store outlives a restart of the workers, which then read keys of their predecessors.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        if args.rdzv_backend == BACKEND and args.log_dir is None and args.logs_specs is None:
+            args.log_dir = stack.enter_context(_log_directory())
         stack.enter_context(installed(config))
         yield
 
@@ -211,6 +214,18 @@ def _embedded_etcd() -> Iterator[str]:
             yield etcd.endpoint
     except EtcdServerError as error:
         raise click.ClickException(f"{error}; or run without recovery: --rr-off") from error
+
+
+@contextmanager
+def _log_directory() -> Iterator[str]:
+    """Provide the directory that torch's launcher makes when none is asked for, and would leave; logs in it stay."""
+    made = tempfile.mkdtemp(prefix="torchelastic_")
+    try:
+        yield made
+    finally:
+        for directory, _, _ in os.walk(made, topdown=False):
+            with suppress(OSError):
+                os.rmdir(directory)
 
 
 class _EarlySignal(SignalException):

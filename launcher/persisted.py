@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from resilient_run.ckpt.convert.export import merge, read
+from resilient_run.ckpt.convert.export import merge_slots
 from resilient_run.ckpt.dcp import ItemReader
 from resilient_run.daemon.tier.slots import fetch_slots
 from resilient_run.daemon.tier.tier import Tier
@@ -27,4 +27,4 @@ class PersistedReader(ItemReader):
         with tempfile.TemporaryDirectory(prefix="resilient-load-") as scratch:
             # The files stay mapped, and take their space, until the last tensor of them is gone.
             _, slots = fetch_slots(self._tier, self._step, Path(scratch))
-            return merge({rank: read(slot) for rank, slot in enumerate(slots)})
+            return merge_slots(slots)

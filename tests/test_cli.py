@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_api
 
+import resilient_run
 from resilient_run.daemon.etcd.config import is_unix
 from resilient_run.launcher import cli
 from resilient_run.launcher.api import LaunchConfig, elastic_launch, installed, launch_agent
@@ -144,6 +145,15 @@ def test_bad_environment_names_the_option(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(click.BadParameter, match="'lots' is not a size") as info:
         RunConfig.from_environ()
     assert "--rr-memory" in info.value.format_message()
+
+
+def test_version_is_told_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "resilient_run", "--rr-version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"resilient-run {resilient_run.__version__}\n", "")
 
 
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +282,16 @@ def test_exit_codes_are_torchruns(program: str, tmp_path: Path, monkeypatch: pyt
         out, err = launcher.communicate(timeout=120)
         ends[mode] = (launcher.returncode, out, "ChildFailedError" in err, "Root Cause" in err)
     assert len(set(ends.values())) == 1, ends
+    assert not list(tmp_path.glob("torchelastic_*"))
+
+
+def test_logs_that_were_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(MODES, "default", ["--redirects=1"])
+    launcher = _launch("default", tmp_path, "print('kept')")
+    assert launcher.communicate(timeout=120)[0] == ""
+    (log,) = tmp_path.glob("torchelastic_*/*/attempt_0/0/stdout.log")
+    assert log.read_text() == "kept\n"
 
 
 def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +307,7 @@ def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path, monke
         wait_until(lambda worker=worker: not worker.is_running(), timeout_s=30, what="end of the worker")
     assert len(set(codes.values())) == 1, codes
     assert not list(tmp_path.glob("resilient-run-*"))
+    assert not list(tmp_path.glob("torchelastic_*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

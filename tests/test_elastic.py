@@ -65,12 +65,16 @@ def run(tmp_path: Path, etcd_endpoint: str) -> Iterator[Run]:
 
 
 def test_second_host_does_not_disturb_what_it_cannot_join(
-    run: Run, reference: Callable[[int], Host], tmp_path: Path
+    run: Run, reference: Callable[[int], Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"
     script = [*SCRIPT, str(HELD), str(gate)]
     (first,) = run.launch("a", "1:2", script)
     wait_for_commit(first)
+    # Only a launcher that starts as a user's does reads this.
+    monkeypatch.setattr(Host, "forked", False)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (second,) = run.launch("b", "1:2", script)
     wait_until(lambda: "waiting as a standby" in second.output, timeout_s=90, what="the standby", host=second)
     assert "no number of ranks but 1 can restore what is committed" in second.output
@@ -78,6 +82,7 @@ def test_second_host_does_not_disturb_what_it_cannot_join(
     gate.touch()
     assert [host.wait() for host in (first, second)] == [0, 0], first.output + second.output
     assert (first.starts(), second.starts(), first.recoveries()) == (1, 0, [])
+    assert not list((tmp_path / "scratch").iterdir())
     assert_same_training([first, second], reference(1))
 
 

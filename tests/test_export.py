@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from cluster import wait_until
-from hosts import TOPOLOGY, Hosts
+from hosts import TOPOLOGY, Host, Hosts, Trainer
 
 from resilient_run.ckpt.convert.export import RANKS, export, gather
 from resilient_run.ckpt.errors import StateError
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def make_slot(path: Path, tree: Any, *, rank: int, world_size: int, shards: dict[int, ShardSpec] | None = None) -> Slot:
     """Write a slot with `tree`; `shards` says of which DTensors some leaves are shards."""
     flat = Flattener(tree)
-    specs = [replace(spec, shard=(shards or {}).get(index)) for index, spec in enumerate(flat.specs())]
+    specs = [replace(spec, shard=(shards or {}).get(index, spec.shard)) for index, spec in enumerate(flat.specs())]
     layout = plan_payload(specs)
     manifest = encode(encode_tensors(specs, layout), flat.node)
     payload_offset, capacity_bytes = plan_layout(len(manifest), layout.payload_bytes)
@@ -124,9 +124,64 @@ def test_partial_shards_are_refused(tmp_path: Path) -> None:
     tree = {"objects": {"model": {"weight": torch.zeros(5, 4)}}, "values": {}, "rng": None}
     spec = shard((("P", "sum"),), (4,))
     slot = make_slot(tmp_path / "0", tree, rank=0, world_size=1, shards={0: spec})
-    with pytest.raises(StateError, match=r"model\.weight: partial"):
+    with pytest.raises(StateError, match=r"model\.weight: a shard placed as \('P', 'sum'\) cannot be put together"):
         gather([slot])
     slot.close()
+
+
+def complete(trainer: Trainer, scratch: Path) -> None:
+    """Capture the state of the trainer's rank as step 3."""
+    trainer.allocate()
+    made = make_slot(scratch / f"{trainer.rank}", state(trainer.rank), rank=trainer.rank, world_size=trainer.world_size)
+    slot = Slot.open(trainer.paths[1], writable=True)
+    header = made.header()
+    slot.begin()
+    payload = made.buffer[header.payload_offset : header.used_bytes]
+    slot.buffer[slot.payload_offset : slot.payload_offset + len(payload)] = payload
+    table = made.buffer[header.checksums_offset : header.checksums_offset + 8 * header.chunk_count]
+    slot.publish(
+        run_id=trainer.host.run_id, topology=TOPOLOGY, rank=trainer.rank, world_size=trainer.world_size, generation=1,
+        step=3, payload_bytes=len(payload), manifest=made.manifest(), checksums=bytes(table),
+    )  # fmt: skip
+    slot.close()
+    made.close()
+    trainer.notify("complete", path=trainer.paths[1], generation=1, step=3)
+
+
+def ctl(host: Host, *arguments: str) -> Result:
+    """Return what `resilientctl export` came to on a host."""
+    directories = ["--run-dir", str(host.run_dir), "--shm-dir", str(host.shm_dir)]
+    return CliRunner().invoke(resilientctl, [*directories, "export", "--run-id", host.run_id, *arguments])
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("open_", [True, False])
+def test_a_host_without_all_ranks_names_those_that_are_missing(
+    tmp_path: Path, etcd_config: EtcdConfig, open_: bool
+) -> None:
+    """Also when no launcher is there any more, so that only the slots know of how many ranks they are."""
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    try:
+        trainers = hosts.run("abc")
+        for trainer in trainers:
+            complete(trainer, tmp_path)
+        hosts.wait_for_replicas("abc", (1, 3), 6)
+        # What holds ranks 0 and 1, as if there were no other.
+        (host,) = [hosts[name] for name in "abc" if hosts[name].held().keys() == {0, 1}]
+        if not open_:
+            host.drop_clients()
+            host.kill()
+            host.start()
+            assert "world_size" not in host.status()["jobs"][0]
+            wait_until(lambda: host.held().keys() == {0, 1}, timeout_s=30, what="verified slots")
+        for format_ in ("dcp", "torch"):
+            done = ctl(host, "--to", str(tmp_path / "out"), "--format", format_)
+            assert done.exit_code == 1
+            assert "this host does not hold rank(s) [2] of 3 at step 3; run this on a host that holds" in done.output
+            assert "--from persist" in done.output
+        assert not (tmp_path / "out").exists()
+    finally:
+        hosts.close()
 
 
 def test_command_exports_from_memory_and_from_the_tier(tmp_path: Path, etcd_config: EtcdConfig) -> None:
@@ -135,38 +190,21 @@ def test_command_exports_from_memory_and_from_the_tier(tmp_path: Path, etcd_conf
     try:
         trainers = hosts.run("ab")
         for trainer in trainers:
-            trainer.allocate()
-            made = make_slot(tmp_path / f"{trainer.rank}", state(trainer.rank), rank=trainer.rank, world_size=2)
-            slot = Slot.open(trainer.paths[1], writable=True)
-            header = made.header()
-            slot.begin()
-            payload = made.buffer[header.payload_offset : header.used_bytes]
-            slot.buffer[slot.payload_offset : slot.payload_offset + len(payload)] = payload
-            table = made.buffer[header.checksums_offset : header.checksums_offset + 8 * header.chunk_count]
-            slot.publish(
-                run_id=hosts.run_id, topology=TOPOLOGY, rank=trainer.rank, world_size=2, generation=1, step=3,
-                payload_bytes=len(payload), manifest=made.manifest(), checksums=bytes(table),
-            )  # fmt: skip
-            slot.close()
-            made.close()
-            trainer.notify("complete", path=trainer.paths[1], generation=1, step=3)
+            complete(trainer, tmp_path)
         manifest = tmp_path / "tier" / hosts.run_id / "1-3" / "manifest.json"
         wait_until(manifest.exists, timeout_s=60, what="a published step")
 
-        def ctl(*arguments: str) -> Any:
-            directories = ["--run-dir", str(hosts["a"].run_dir), "--shm-dir", str(hosts["a"].shm_dir)]
-            return CliRunner().invoke(resilientctl, [*directories, "export", "--run-id", hosts.run_id, *arguments])
-
         for source in ("memory", "persist"):
-            done = ctl("--from", source, "--to", str(tmp_path / source), "--format", "torch")
+            done = ctl(hosts["a"], "--from", source, "--to", str(tmp_path / source), "--format", "torch")
             assert done.exit_code == 0, done.output
             assert "wrote step 3 (generation 1) of 2 ranks" in done.output
             assert torch.load(tmp_path / source, weights_only=True)["sampler"] == {"at": 5}
-        again = ctl("--from", "memory", "--to", str(tmp_path / "memory"), "--format", "torch")
+        again = ctl(hosts["a"], "--from", "memory", "--to", str(tmp_path / "memory"), "--format", "torch")
         assert "exists already" in again.output
-        absent = ctl("--step", "9", "--to", str(tmp_path / "none"))
-        assert "does not hold step 9 of rank(s) [0, 1] of 2" in absent.output
-        absent = ctl("--step", "9", "--from", "persist", "--to", str(tmp_path / "none"))
+        absent = ctl(hosts["a"], "--step", "9", "--to", str(tmp_path / "none"))
+        assert "has nothing of step 9 of run" in absent.output
+        assert "but of steps [3]" in absent.output
+        absent = ctl(hosts["a"], "--step", "9", "--from", "persist", "--to", str(tmp_path / "none"))
         assert "has not step 9 of this run; published: 3" in absent.output
     finally:
         hosts.close()

@@ -26,6 +26,7 @@ from launchers import start_ctl
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.ctl.exporter import _password
 from resilient_run.daemon.exporter import server as server_module
 from resilient_run.daemon.exporter.metrics import _run
 from resilient_run.daemon.exporter.server import ExporterServer
@@ -268,11 +269,47 @@ def test_a_web_page_that_leads_its_name_here_is_told_nothing() -> None:
     with ExporterServer(("::1", 0), lambda: {"jobs": [], "used_bytes": 0, "limit_bytes": 1}, password=None) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
-        for host, code in ((f"[::1]:{port}", 200), (f"localhost:{port}", 200), (f"evil.example:{port}", 403)):
-            with contextlib.closing(http.client.HTTPConnection("::1", port, timeout=60)) as connection:
-                connection.request("GET", "/metrics", headers={"Host": host})
-                assert connection.getresponse().status == code
+        for host in (f"[::1]:{port}", "127.0.0.1", f"LocalHost:{port}", "localhost:", "192.0.2.1:80"):
+            assert status_of(("::1", port), Host=host) == 200, host
+        for host in (
+            f"evil.example:{port}", "localhost:80.evil.example", "[::1].evil.example", "[::1]evil.example:80", "[evil]",
+            "127.0.0.1.evil.example", "127.0.0.1:80:80", "::1", "127.1", "localhost.evil.example", "localhost@evil", "",
+        ):  # fmt: skip
+            assert status_of(("::1", port), Host=host) == 403, host
+        with socket.create_connection(("::1", port), 60) as sock:
+            sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+            assert b" 403 " in sock.recv(100)
         server.shutdown()
+
+
+def test_a_socket_for_both_versions_of_ip_knows_its_loopback_address() -> None:
+    with ExporterServer(("::", 0), lambda: {"jobs": [], "used_bytes": 0, "limit_bytes": 1}, password=None) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = ("127.0.0.1", server.server_address[1])
+        assert status_of(address, Host="evil.example") == 403
+        assert status_of(address, Host="127.0.0.1") == 200
+        server.shutdown()
+
+
+def test_a_password_may_have_any_characters(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("schlüssel-für-prometheus-✓\n")
+    (tmp_path / "password").chmod(0o600)
+    password = _password(tmp_path / "password")
+    with ExporterServer(("127.0.0.1", 0), dict, password=password) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = ("127.0.0.1", server.server_address[1])
+        # As curl and Prometheus send it.
+        raw = password.encode().decode("latin-1")
+        assert status_of(address, "/other", Authorization=f"Bearer {raw}") == 404
+        assert status_of(address, "/other", Authorization=basic(password)) == 404
+        assert status_of(address, "/other", Authorization=f"Bearer {raw}x") == 401
+        server.shutdown()
+
+
+def status_of(address: tuple[str, int], path: str = "/metrics", **headers: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection(*address, timeout=60)) as connection:
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
 
 
 def test_who_has_no_password_costs_the_daemon_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +372,7 @@ def test_a_name_that_is_no_text_hides_nothing() -> None:
         pytest.param(["--open", "--certificate", "x"], "need each other", id="no private key"),
         pytest.param(["--open", "--certificate", "x", "--private-key", "y"], "cannot use certificate x", id="no file"),
         pytest.param(["--password-file", "{here}/none"], "cannot read {here}/none", id="no password"),
-        pytest.param(["--password-file", "{here}/short"], "must have 16 printable ASCII characters", id="short"),
+        pytest.param(["--password-file", "{here}/short"], "must have 16 printable characters", id="short"),
         pytest.param(["--password-file", "{here}/shared"], "is not for you alone", id="others read it"),
     ],
 )

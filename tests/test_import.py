@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from test_export import make_slot, state
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from resilient_run.ckpt.convert.export import export
@@ -181,6 +183,11 @@ def test_what_is_absent_keeps_its_value_and_is_named(imported: Callable[..., Imp
         (lambda model: {"model": {**model, "0.bias": torch.ones(4)}}, [], r"model\.0\.bias is float32 \[4\] there, fl"),
         (lambda model: {"network": model}, [], "does not have model, optimizer, scheduler; it has network.*new run id"),
         (lambda model: {"model": model, "resilient_ranks": {"0": 1}}, [], "below resilient_ranks was not written by"),
+        (
+            lambda model: {"model": model, "resilient_ranks": {"0": {"rng": 1}, "2": {"rng": 1}}},
+            [],
+            "by `resilientctl export` of all",
+        ),
         (lambda model: {"model": model, "optimizer": {"lr": 1}}, [], "optimizer is no state of an optimizer there"),
         (
             lambda model: {"model": model, "optimizer": {"param_groups": [{"params": [0, 1]}]}},
@@ -312,6 +319,25 @@ def test_damaged_checkpoint_is_not_imported(
     done = ctl(tmp_path / "saved", "--step", "1")
     assert (done.exit_code, message in done.output) == (1, True), done.output
     assert Tier(str(tmp_path / "tier"), RUN).published() == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [((0,), "overlaps with another one"), ((60,), "is not inside of"), (None, "has 50 of its 100")],
+)
+def test_chunks_that_are_no_whole_are_not_imported(
+    tmp_path: Path, ctl: Callable[..., Result], offset: tuple[int, ...] | None, message: str
+) -> None:
+    """Whatever the sizes of the chunks add up to."""
+    dcp.save({"weight": torch.ones(100)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    file = tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["weight"].chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size((50,))) for at in ((0,), offset) if at is not None
+    ]
+    file.write_bytes(pickle.dumps(metadata))
+    done = ctl(tmp_path / "saved", "--step", "1")
+    assert (done.exit_code, message in done.output) == (1, True), done.output
 
 
 def test_run_begins_only_once(tmp_path: Path, ctl: Callable[..., Result]) -> None:

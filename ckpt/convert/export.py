@@ -4,10 +4,13 @@ Shards of DTensors become whole tensors, and state that is the same on every ran
 """
 
 import os
+import shutil
 import stat
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +20,8 @@ import torch
 from ..errors import SlotError, StateError
 from ..format.manifest import ShardSpec, TensorSpec, parse
 from ..format.slot import Slot
-from ..state.loading import decode_placement
 from ..state.tree import OPTIONAL_PARTS, same, unflatten
+from .pieces import TensorPieces, place
 
 Format = Literal["dcp", "torch"]
 
@@ -31,36 +34,58 @@ STEP = "resilient_step"
 
 
 def export(slots: Sequence[Slot], to: Path, format_: Format) -> None:
-    """Write the state in `slots`, verified and one for each rank of one step, to `to`.
+    """Write the state in `slots` to `to`; nothing is left there by an export that fails.
 
     Args:
-        slots: By rank.
+        slots: Verified ones of all ranks of one step.
         to: Directory of a DCP checkpoint, or the file of `torch.save`, which `weights_only=True` loads.
         format_: Which of the two.
 
     Raises:
-        SlotError: A slot does not hold a state of this version.
-        StateError: A shard cannot be put together.
+        SlotError: A rank is missing, or a slot does not hold a state of this version.
+        StateError: Shards cannot be put together, or are not the whole tensor.
         OSError: `to` cannot be written, or is not free (`is_free`).
     """
     state = gather(slots)
     state[STEP] = slots[0].header().step
     if format_ == "torch":
         # Not through a link that another user has put there.
-        with open(to, "xb") as file:
+        with open(to, "xb") as file, _undone(to, to.unlink):
             torch.save(_plain(state), file)
         return
+    undo: Callable[[], object] = partial(shutil.rmtree, to)
     try:
         to.mkdir(parents=True)
     except FileExistsError:
         if not is_free(to):
             raise
+        undo = partial(_clear, to)
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _undone(to, undo):
         # It warns that this is a single process; that is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(state, checkpoint_id=to, no_dist=True)
+
+
+@contextmanager
+def _undone(to: Path, undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block, which writes `to`, raises; any failure but an interrupt becomes an OSError."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            undo()
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        # DCP's own, which is no Exception, ends with what went wrong.
+        reason = str(error).strip().rpartition("\n")[2]
+        raise OSError(f"{to} cannot be written, and nothing of it is left: {reason}") from error
+
+
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
 
 
 def is_free(to: Path) -> bool:
@@ -72,32 +97,39 @@ def is_free(to: Path) -> bool:
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not any(to.iterdir())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPieces:
-    """A tensor of which the ranks hold shards: what is there of it, by offset."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    parts: dict[tuple[int, ...], torch.Tensor] = field(compare=False)
-
-    def whole(self) -> torch.Tensor:
-        """Return the tensor; what no part holds is undefined."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        for offset, part in self.parts.items():
-            whole[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
-        return whole
-
-
 def gather(slots: Sequence[Slot]) -> dict[str, Any]:
-    """Return the registered objects' states by name, whole tensors in place of shards, and `RANKS`.
+    """Return what `merge_slots` does, whole tensors in place of shards."""
+    return dict(_whole("", merge_slots(slots)))
 
-    Of what differs between ranks the lowest rank's is in the object's place, and the other ranks' below `RANKS`.
+
+def merge_slots(slots: Sequence[Slot]) -> dict[str, Any]:
+    """Return what `merge` does of the states in verified slots, which must be of all ranks of one step of one run.
+
+    Raises:
+        SlotError: They are not, or do not hold the state of a Checkpointer.
+        StateError: Shards do not belong to one tensor.
     """
-    return dict(_whole(merge({rank: read(slot) for rank, slot in enumerate(slots)})))
+    by_rank = {slot.header().rank: slot for slot in slots}
+    first, *others = (slot.header() for slot in slots)
+    for header in others:
+        if (header.run_id, header.pair, header.world_size) != (first.run_id, first.pair, first.world_size):
+            raise SlotError(
+                f"rank {first.rank} is of step {first.step} (generation {first.generation}) of {first.world_size}, "
+                f"rank {header.rank} of step {header.step} (generation {header.generation}) of {header.world_size}"
+            )
+    if missing := sorted(set(range(first.world_size)) - by_rank.keys()):
+        raise SlotError(f"rank(s) {missing} of {first.world_size} are missing")
+    return merge({rank: read(slot) for rank, slot in sorted(by_rank.items())})
 
 
 def merge(trees: Mapping[int, Any]) -> dict[str, Any]:
-    """Return what `gather` does of these ranks' trees, with `TensorPieces` in place of shards."""
+    """Return the registered objects' states by name, `TensorPieces` in place of shards, and `RANKS`.
+
+    Of what differs between ranks the lowest rank's is in the object's place, and the other ranks' below `RANKS`.
+
+    Raises:
+        StateError: Shards do not belong to one tensor.
+    """
     differences: dict[int, dict[str, Any]] = {rank: {} for rank in trees}
     state = _merge("", {rank: tree["objects"] for rank, tree in trees.items()}, differences)
     state[RANKS] = {
@@ -169,45 +201,51 @@ def _merge(path: str, values: Mapping[int, Any], differences: dict[int, dict[str
         )
         return type(first)(items)
     if kinds == {_HeldShard}:
-        return _place(path, values)
+        return _pieces(path, values)
     for rank, value in values.items():
+        if _has_shard(value):
+            raise StateError(f"{path}: rank {rank} holds a shard where another rank has something else")
         if not same(first, value):
             differences[rank][path] = value
     return first
 
 
-def _place(path: str, shards: Mapping[int, _HeldShard]) -> TensorPieces:
-    """Return where in the whole tensor the shards belong."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+def _has_shard(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, _HeldShard) or any(map(_has_shard, items))
 
-    first = shards[min(shards)]
-    shape = torch.Size(first.spec.shape)
+
+def _pieces(path: str, shards: Mapping[int, _HeldShard]) -> TensorPieces:
+    """Return where in the whole tensor the shards belong; all ranks that hold the same part must agree on it."""
+    lowest = min(shards)
+    first = shards[lowest]
+    mesh = first.spec.mesh_ranks
     parts: dict[tuple[int, ...], torch.Tensor] = {}
-    for rank, shard in shards.items():
-        spec = shard.spec
-        if spec.shape != first.spec.shape or rank not in spec.mesh_ranks:
-            raise StateError(f"{path}: rank {rank} holds a shard of {list(spec.shape)} of another mesh")
-        if any(placement[0] not in ("R", "S") for placement in spec.placements):
-            raise StateError(f"{path}: partial and strided shards cannot be put together without their process group")
-        at = [int(index) for index in np.unravel_index(spec.mesh_ranks.index(rank), spec.mesh_shape)]
-        placements = [decode_placement(placement) for placement in spec.placements]
-        size, offset = _compute_local_shape_and_global_offset(shape, spec.mesh_shape, at, placements)
-        if tuple(size) != tuple(shard.local.shape):
-            raise StateError(f"{path}: rank {rank} holds {list(shard.local.shape)}, its place has {list(size)}")
-        if shard.local.numel():
-            parts[tuple(offset)] = shard.local
-    return TensorPieces(shape=shape, dtype=first.local.dtype, parts=parts)
+    # Other ranks of tensor parallelism have meshes of their own with the same parts: they fill no hole of this one.
+    for rank in sorted(shards, key=lambda rank: (rank not in mesh, rank)):
+        shard = shards[rank]
+        alike = replace(shard.spec, mesh_ranks=mesh, stride=first.spec.stride) == first.spec
+        if not alike or shard.local.dtype != first.local.dtype:
+            raise StateError(f"{path}: ranks {lowest} and {rank} hold shards of different tensors or kinds of meshes")
+        offset, _ = place(path, shard.spec, rank, shard.local.shape)
+        if not shard.local.numel():
+            continue
+        if rank in mesh:
+            parts.setdefault(offset, shard.local)
+        if offset not in parts or not same(parts[offset], shard.local):
+            raise StateError(f"{path}: rank {rank} and a lower one hold different values of the same part")
+    return TensorPieces(shape=torch.Size(first.spec.shape), dtype=first.local.dtype, parts=parts)
 
 
-def _whole(value: Any) -> Any:
+def _whole(path: str, value: Any) -> Any:
     """Return `value` with a tensor in place of all `TensorPieces`."""
     match value:
         case TensorPieces():
-            return value.whole()
+            return value.whole(path.removeprefix("."))
         case dict():
-            return {key: _whole(item) for key, item in value.items()}
+            return {key: _whole(f"{path}.{key}", item) for key, item in value.items()}
         case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(_whole(item) for item in value)
+            return type(value)(_whole(f"{path}.{index}", item) for index, item in enumerate(value))
     return value
 
 

@@ -95,8 +95,8 @@ def _of_rank(state: Mapping[str, Any], rank: int, world_size: int, whole: Collec
     if not isinstance(ranks, dict) or not ranks:
         return _Saved(objects=objects, values=objects, rng=None)
     parts = list(ranks.values())
-    if not all(_is_part(part) for part in parts):
-        raise StateError(f"what it has below {RANKS} was not written by `resilientctl export`")
+    if not all(map(_is_part, parts)) or ranks.keys() != {str(number) for number in range(len(ranks))}:
+        raise StateError(f"what it has below {RANKS} was not written by `resilientctl export` of all ranks")
     own = ranks.get(str(rank), {}) if len(ranks) == world_size else {}
     if own:
         changes = own.get("objects", {})

@@ -7,7 +7,6 @@ daemons nor trainers ever unpickle it.
 
 import warnings
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from ..errors import StateError
 from ..format.manifest import encode, encode_tensors, plan_payload
 from ..state.tree import Flattener
 from .export import STEP
+from .pieces import missing
 
 _BATCH_BYTES: Final = 256 << 20
 
@@ -141,9 +141,10 @@ class DcpSource:
         """Check what DCP does not: that the chunks that are there fill every tensor."""
         for name, item in metadata.state_dict_metadata.items():
             if isinstance(item, TensorStorageMetadata):
-                held = sum(prod(chunk.sizes) for chunk in item.chunks)
-                if held < prod(item.size):
-                    raise StateError(f"{self._directory} holds {held} of the {prod(item.size)} elements of {name}")
+                where = f"{self._directory}: {name}"
+                holes = missing(where, item.size, [(chunk.offsets, chunk.sizes) for chunk in item.chunks])
+                if holes:
+                    raise StateError(f"{where}: no file has {holes} of its {item.size.numel()} elements")
 
 
 class _Reader(FileSystemReader):

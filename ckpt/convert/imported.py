@@ -8,12 +8,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 import xxhash
+from torch.distributed import get_rank
 
 from ..errors import CheckpointError, RestoreError, SlotError
 from ..format.import_manifest import CHECKSUMS, DATA, INDEX, MANIFEST, MAX_MANIFEST_BYTES, ImportManifest
 from ..format.manifest import TensorSpec, parse
 from ..format.slot import CHUNK_BYTES
-from ..state.tree import entries, unflatten
+from ..state.tree import entries, shard_spec, unflatten
+from .pieces import place
 
 _BLOCK_BYTES: Final = 8 * CHUNK_BYTES
 """What is read at once; small tensors beside each other share one."""
@@ -68,16 +70,11 @@ class StoredTensor:
             RestoreError: The storage does not answer.
         """
         with torch.no_grad():
-            if hasattr(target, "to_local"):
-                from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-                sizes, offsets = compute_local_shape_and_global_offset(
-                    target.shape, target.device_mesh, target.placements
-                )
-                local = target.to_local()
-                local.copy_(self.read(offsets, sizes).view(local.shape))
-            else:
+            if not hasattr(target, "to_local"):
                 target.copy_(self.read())
+            # A rank that is not in the mesh has no elements, and no place.
+            elif (local := target.to_local()).numel():
+                local.copy_(self.read(*place("a tensor", shard_spec(target), get_rank(), local.shape)))
 
 
 class Imported:

@@ -3,7 +3,7 @@
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import click
 
@@ -16,6 +16,11 @@ from ..tier.slots import fetch_slots
 from ..tier.tier import Tier
 from ..trust.secret import check_url
 from .ask import ask
+
+_REMEDY: Final = (
+    "run this on a host that holds all ranks, its own and replicas (`resilientctl status` lists them), or export from "
+    "the persistent tier (--from persist), which has every rank of what it published"
+)
 
 
 @click.command()
@@ -90,18 +95,28 @@ def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[
         if slot["step"] is not None:
             pair = (slot["generation"], slot["step"])
             held.setdefault(pair, {})[slot["rank"]] = Path(job["directory"]) / slot["file"]
-    world_size = job.get("world_size") or 1 + max((rank for ranks in held.values() for rank in ranks), default=0)
-    fitting = [pair for pair in held if step is None or pair[1] == step]
-    whole = [pair for pair in fitting if held[pair].keys() == set(range(world_size))]
-    if not whole:
-        pair = max(fitting, default=(0, 0))
-        missing = sorted(set(range(world_size)) - held.get(pair, {}).keys())
-        raise click.ClickException(
-            f"this host does not hold step {pair[1] if step is None else step} of rank(s) {missing} of {world_size}; "
-            "export from the persistent tier (--from persist), or on a host that holds them"
-        )
-    pair = max(whole)
-    return pair, [_copy(held[pair][rank], scratch, rank, pair) for rank in range(world_size)]
+    fitting = sorted((pair for pair in held if step is None or pair[1] == step), reverse=True)
+    if not fitting:
+        wanted = "any step" if step is None else f"step {step}"
+        others = f", but of steps {sorted({pair[1] for pair in held})}" if held else ""
+        raise click.ClickException(f"this host has nothing of {wanted} of run {job['run_id']!r}{others}; {_REMEDY}")
+    lacking = []
+    for pair in fitting:
+        ranks = held[pair]
+        world_size = _world_size(next(iter(ranks.values())))
+        missing = sorted(set(range(world_size)) - ranks.keys())
+        if not missing:
+            return pair, [_copy(ranks[rank], scratch, rank, pair) for rank in sorted(ranks)]
+        lacking.append(f"rank(s) {missing} of {world_size} at step {pair[1]}")
+    raise click.ClickException(f"this host does not hold {', nor '.join(lacking)}; {_REMEDY}")
+
+
+def _world_size(path: Path) -> int:
+    slot = Slot.open(path)
+    try:
+        return slot.header().world_size
+    finally:
+        slot.close()
 
 
 def _copy(path: Path, scratch: Path, rank: int, pair: Pair) -> Slot:

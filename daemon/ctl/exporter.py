@@ -86,9 +86,9 @@ def _password(path: Path) -> str:
         password = read_secret(path).strip()
     except ValueError as error:
         raise click.ClickException(f"the password: {error}") from error
-    if len(password) < _SHORTEST or not (password.isascii() and password.isprintable()):
+    if len(password) < _SHORTEST or not password.isprintable():
         raise click.ClickException(
-            f"the password in {path} must have {_SHORTEST} printable ASCII characters at least, in one line; "
+            f"the password in {path} must have {_SHORTEST} printable characters at least, in one line; "
             "make one with `resilientctl keygen PATH`"
         )
     return password

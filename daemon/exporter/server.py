@@ -7,6 +7,7 @@ import http.server
 import ipaddress
 import json
 import math
+import re
 import socket
 import ssl
 import sys
@@ -25,6 +26,7 @@ _PATIENCE_S: Final = 10.0
 _CROWD: Final = 32
 _HEALTH_S: Final = 1.0
 _JSON: Final = "application/json"
+_HOST: Final = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z.-]+))(?::[0-9]*)?")
 
 Ask = Callable[[], dict[str, Any]]
 """Returns the daemon's status; raises OSError, WireError or DaemonError when it gives none."""
@@ -128,7 +130,7 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
             code, body = self.server.health()
             self._answer(code, "text/plain", body)
         elif not self._is_meant():
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this name is not that of a loopback address\n")
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"call it localhost, or by its address\n")
         elif not self._is_admitted():
             self._answer(HTTPStatus.UNAUTHORIZED, "text/plain", b"a password is needed\n")
         elif path == "/metrics":
@@ -150,27 +152,36 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def _is_meant(self) -> bool:
         """Tell whether no web page made a browser ask here, by a name of its own that leads to the loopback address."""
-        if self.server.password is not None or not ipaddress.ip_address(self.connection.getsockname()[0]).is_loopback:
+        if self.server.password is not None:
             return True
-        name = self.headers.get("Host", "localhost")
-        host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        here = ipaddress.ip_address(self.connection.getsockname()[0])
+        # A socket for both versions of IP calls 127.0.0.1 ::ffff:127.0.0.1.
+        if not (getattr(here, "ipv4_mapped", None) or here).is_loopback:
+            return True
+        names = self.headers.get_all("Host", ["localhost"])
+        match = _HOST.fullmatch(names[0])
+        if match is None or len(names) > 1:
+            return False
+        # An address resolves to nothing else, so no web page has one of the exporter's for its own name.
         with contextlib.suppress(ValueError):
-            ipaddress.ip_address(host)
+            ipaddress.IPv6Address(match["v6"]) if match["v6"] else ipaddress.IPv4Address(match["name"])
             return True
-        return host == "localhost"
+        return match["name"] is not None and match["name"].lower() == "localhost"
 
     def _is_admitted(self) -> bool:
         if self.server.password is None:
             return True
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        scheme, _, text = self.headers.get("Authorization", "").partition(" ")
+        # The parser of headers takes bytes for Latin-1.
+        given = text.encode("latin-1")
         if scheme.lower() == "basic":
             try:
-                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
             except ValueError:
                 return False
         elif scheme.lower() != "bearer":
             return False
-        return hmac.compare_digest(given.encode(), self.server.password.encode())
+        return hmac.compare_digest(given, self.server.password.encode())
 
     def _answer(self, code: HTTPStatus, content_type: str, body: bytes) -> None:
         self.send_response(code)

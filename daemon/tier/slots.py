@@ -39,7 +39,12 @@ def fetch_slots(tier: Tier, step: int | None, scratch: Path) -> tuple[Pair, list
             slot.buffer[max(start, HEADER_BYTES) : end] = data[max(0, HEADER_BYTES - start) :]
             start = end
         header = slot.adopt(page)
-        if (header.rank, header.pair) != (rank, manifest.pair):
+        if (header.run_id, header.rank, header.pair, header.world_size) != (
+            manifest.run_id,
+            rank,
+            manifest.pair,
+            manifest.world_size,
+        ):
             raise SlotError(f"{tier.shown} has another capture in place of rank {rank}")
         slots.append(slot)
     return manifest.pair, slots
