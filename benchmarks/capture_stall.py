@@ -82,10 +82,10 @@ class Loop:
         registered: What is registered as the optimizer.
     """
 
-    def __init__(self, kind: str, state_bytes: int) -> None:
+    def __init__(self, kind: str, state_bytes: int, tensors: int | None = None) -> None:
         self._closure = kind == "closure"
         world_size = dist.get_world_size()
-        self.model, self.optimizer = build(state_bytes * (world_size if kind == "fsdp2" else 1))
+        self.model, self.optimizer = build(state_bytes * (world_size if kind == "fsdp2" else 1), tensors)
         if kind == "fsdp2":
             for layer in (*self.model, self.model):
                 if any(True for _ in layer.parameters()):
@@ -328,7 +328,7 @@ def idle_captures(memory: InMemory, first_step: int) -> list[float]:
 def worker(args: argparse.Namespace) -> None:
     """Train rounds with and without checkpoints in turn, and print everything that was measured as one line."""
     dist.init_process_group("gloo")
-    loop = Loop(args.loop[0], args.mb << 20)
+    loop = Loop(args.loop[0], args.mb << 20, args.tensors)
     saver: Saver
     if args.worker == "async_save":
         saver = AsyncSave(loop.model, loop.optimizer, args.directory)
@@ -382,11 +382,13 @@ def launched(contender: str, script: list[str], lm: str | None) -> Iterator[list
         yield [stack.enter_context(job(command, env)) for env in hosts]
 
 
-def measure(contender: str, *, loop: str, mb: int, rounds: int, lm: str | None) -> list[dict[str, Any]]:
+def measure(
+    contender: str, *, loop: str, mb: int, tensors: int | None, rounds: int, lm: str | None
+) -> list[dict[str, Any]]:
     """Return what each rank of one job measured."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
     script = [__file__, "--worker", contender, "--loop", loop, "--mb", str(mb), "--rounds", str(rounds)]
-    script += ["--directory", str(directory)]
+    script += ["--directory", str(directory), *([] if tensors is None else ["--tensors", str(tensors)])]
     try:
         with launched(contender, script, lm) as launchers:
             return [json.loads(line) for launcher in launchers for line in launcher.stdout]
@@ -440,6 +442,7 @@ def main() -> None:
     """Measure, print, write."""
     options = parser(__doc__)
     options.add_argument("--mb", type=int, nargs="+", default=[256, 1024], help="state of each rank, MiB")
+    options.add_argument("--tensors", type=int, help="parameters of the model, in place of layers of 12 MiB")
     options.add_argument("--rounds", type=int, default=8, help="rounds with a checkpoint, per job")
     options.add_argument("--contender", choices=CONTENDERS, nargs="+", default=CONTENDERS[:-1])
     options.add_argument("--loop", choices=LOOPS, nargs="+", default=LOOPS[:1])
@@ -456,13 +459,15 @@ def main() -> None:
     if args.lm and subprocess.run([args.lm, "-c", "import lm_resiliency, psutil, torch"]).returncode:
         sys.exit(f"--lm {args.lm}: that environment lacks a package; benchmarks/peers/README.md says how to make it")
     results = {}
-    parameters = {"rounds": args.rounds, "batch": BATCH}
+    parameters = {"rounds": args.rounds, "batch": BATCH, "tensors": args.tensors}
     for loop, mb in itertools.product(args.loop, args.mb):
         measured = {}
         for contender in contenders:
             # With 1024 MiB each takes some minutes of two cores.
             print(f"measuring {contender} with {mb} MiB, {loop}", file=sys.stderr, flush=True)
-            measured[contender] = measure(contender, loop=loop, mb=mb, rounds=args.rounds, lm=args.lm)
+            measured[contender] = measure(
+                contender, loop=loop, mb=mb, tensors=args.tensors, rounds=args.rounds, lm=args.lm
+            )
         results[f"{loop}, {mb} MiB"] = found = summarize(measured)
         header = ["contender", "memcpy s", "stall s", "/memcpy", "extra s", "/memcpy", "committed s", "bandwidth"]
         title = f"A checkpoint of {mb} MiB on each of two ranks, {loop}: median (p10..p90)"

@@ -25,9 +25,10 @@ def main() -> None:
     """Prepare, then serve."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--state-mb", type=int, required=True)
+    options.add_argument("--tensors", type=int)
     args = options.parse_args()
     torch.set_num_threads(1)
-    model, optimizer = build(args.state_mb << 20)
+    model, optimizer = build(args.state_mb << 20, args.tensors)
     train_step(model, optimizer, batch=BATCH)
     state = tensors(model, optimizer)
     copy = ctypes.CDLL(None).memmove

@@ -84,12 +84,12 @@ def contenders(peers: dict[str, str]) -> dict[str, Contender]:
     return found
 
 
-def measure(contender: Contender, *, kills: int, kill_after: int, state_mb: int) -> list[dict[str, float]]:
-    """Return the recoveries of one job."""
+def measure(contender: Contender, *, kills: int, kill_after: int, state: list[str]) -> list[dict[str, float]]:
+    """Return the recoveries of one job; `state` are the options that say how large the model is."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
     steps = kills * kill_after + 10
     script = [str(Path(__file__).with_name("recovery_worker.py")), "--keeper", contender.keeper]
-    options = ["--steps", str(steps), "--state-mb", str(state_mb), "--directory", str(directory)]
+    options = ["--steps", str(steps), *state, "--directory", str(directory)]
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(kills)]
     try:
         with host() as env, job([*contender.launcher, *flags, *script, *options], env) as process:
@@ -99,9 +99,9 @@ def measure(contender: Contender, *, kills: int, kill_after: int, state_mb: int)
 
 
 @contextmanager
-def floor(state_mb: int) -> Iterator[Callable[[], float]]:
+def floor(state: list[str]) -> Iterator[Callable[[], float]]:
     """Yield a function that returns the seconds from the order to fork two processes to the end of their first step."""
-    command = [sys.executable, str(Path(__file__).with_name("recovery_floor.py")), "--state-mb", str(state_mb)]
+    command = [sys.executable, str(Path(__file__).with_name("recovery_floor.py")), *state]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -124,15 +124,17 @@ def main() -> None:
     options.add_argument("--kill-after", type=int, default=60, help="steps of each life before its kill")
     options.add_argument("--jobs", type=int, default=2, help="jobs of each contender, alternating")
     options.add_argument("--state-mb", type=int, default=64, help="parameters and optimizer state of a rank, MiB")
+    options.add_argument("--tensors", type=int, help="parameters of the model, in place of layers of 12 MiB")
     options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="see peers/README.md")
     args = options.parse_args()
+    state = ["--state-mb", str(args.state_mb), *([] if args.tensors is None else ["--tensors", str(args.tensors)])]
     found = contenders(dict(peer.split("=", 1) for peer in args.peer))
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in ("floor", *found)}
     for _ in range(args.jobs):
-        with floor(args.state_mb) as least_s:
+        with floor(state) as least_s:
             samples["floor"] += [{"seconds": least_s()} for _ in range(args.kills)]
         for name, contender in found.items():
-            samples[name] += measure(contender, kills=args.kills, kill_after=args.kill_after, state_mb=args.state_mb)
+            samples[name] += measure(contender, kills=args.kills, kill_after=args.kill_after, state=state)
 
     seconds = {name: Summary.of(recovery["seconds"] for recovery in found) for name, found in samples.items()}
     lost = {
@@ -153,7 +155,7 @@ def main() -> None:
     write_json(
         args.json,
         question="recovery_time",
-        parameters={"kills": args.kills, "kill_after": args.kill_after, "jobs": args.jobs, "state_mb": args.state_mb},
+        parameters={name: getattr(args, name) for name in ("kills", "kill_after", "jobs", "state_mb", "tensors")},
         results={"seconds": seconds, "steps_lost": lost},
     )
 

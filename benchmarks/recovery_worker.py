@@ -38,10 +38,11 @@ def main() -> None:
     options.add_argument("--steps", type=int, required=True)
     options.add_argument("--state-mb", type=int, required=True)
     options.add_argument("--directory", type=Path, required=True)
+    options.add_argument("--tensors", type=int)
     args = options.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model, optimizer = build(args.state_mb << 20)
+    model, optimizer = build(args.state_mb << 20, args.tensors)
     parallel = DistributedDataParallel(model)
     keeper = make_keeper(args.keeper, model, optimizer, args.directory)
     for step in range(keeper.restore() + 1, args.steps + 1):

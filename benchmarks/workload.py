@@ -1,6 +1,7 @@
 """The training that benchmarks run: a stack of linear layers with AdamW, as large as asked for."""
 
 import itertools
+import math
 import os
 from typing import Any
 
@@ -11,11 +12,20 @@ _WIDTH = 1024
 _BYTES_PER_PARAMETER = 12  # float32, and AdamW's two moments
 
 
-def build(state_bytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and an optimizer whose states together take about `state_bytes`."""
+def build(state_bytes: int, tensors: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer whose states together take about `state_bytes`.
+
+    Args:
+        state_bytes: Of parameters and moments.
+        tensors: How many parameters the model has: a Llama of 7B has 291, one of 70B 723. None for layers of 12 MiB.
+    """
     torch.manual_seed(0)
-    layers = max(1, round(state_bytes / (_BYTES_PER_PARAMETER * _WIDTH * (_WIDTH + 1))))
-    pairs = ((nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(layers))
+    if tensors is None:
+        layers, width = max(1, round(state_bytes / (_BYTES_PER_PARAMETER * _WIDTH * (_WIDTH + 1)))), _WIDTH
+    else:
+        layers = max(1, tensors // 2)
+        width = max(1, round(math.sqrt(state_bytes / (_BYTES_PER_PARAMETER * layers))))
+    pairs = ((nn.Linear(width, width), nn.GELU()) for _ in range(layers))
     model = nn.Sequential(*itertools.chain.from_iterable(pairs))
     return model, torch.optim.AdamW(model.parameters())
 
@@ -29,7 +39,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, batch: int
 
 def loss_of(model: nn.Module, *, batch: int) -> torch.Tensor:
     """The loss of one forward pass over random data."""
-    loss: torch.Tensor = model(torch.randn(batch, _WIDTH)).square().mean()
+    width = next(model.parameters()).shape[-1] if not isinstance(model, nn.Sequential) else model[0].in_features
+    loss: torch.Tensor = model(torch.randn(batch, width)).square().mean()
     return loss
 
 
