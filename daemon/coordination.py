@@ -195,7 +195,8 @@ class Coordinator:
             if key.startswith(keys.MEMBERS()):
                 host = key.removeprefix(keys.MEMBERS())
                 arrivals.pop(host, None)
-                if entry is not None and _known(entry, key, lambda value: Fields(value, keys.MEMBERS).integer("ready")):
+                ready = _known(entry, key, lambda value: Fields(value, keys.MEMBERS).integer("ready"))
+                if entry is not None and ready:
                     arrivals[host] = entry.created
         if arrivals != self._view.arrivals:
             self._view.arrivals = arrivals
