@@ -57,6 +57,7 @@ class Job:
     def __init__(self, spec: JobSpec, slots: JobSlots, disks: Sequence[Path] = ()) -> None:
         self.spec = spec
         self.slots = slots
+        slots.budget.limit(slots.key, spec.memory_limit_bytes)
         self.view = JobView(host=spec.host, replicas=spec.replicas, injection=spec.injection)
         self.launcher_pid: int | None = None
         self.orphaned_s = time.monotonic()
