@@ -173,6 +173,7 @@ class Coordinator:
         for key, entry in changes.items():
             if key.startswith(keys.RECOVERED()):
                 _known(entry, key, partial(self._view.recoveries.see, key))
+        self._waiting(changes)
         # Every generation brings news of every launcher, which is only for the launchers and the root.
         changes = {key: entry for key, entry in changes.items() if key.startswith(_RENDEZVOUS)}
         entries = self._entries
@@ -187,6 +188,18 @@ class Coordinator:
             await self._on_round(Round.parse(found.value, found.revision))
         done = keys.DONE(self._view.generation, "")
         self._view.finishing = any(name.startswith(done) for name in entries)
+
+    def _waiting(self, changes: Mapping[str, Entry | None]) -> None:
+        arrivals = dict(self._view.arrivals)
+        for key, entry in changes.items():
+            if key.startswith(keys.MEMBERS()):
+                host = key.removeprefix(keys.MEMBERS())
+                arrivals.pop(host, None)
+                ready = _known(entry, key, lambda value: Fields(value, keys.MEMBERS).integer("ready"))
+                if entry is not None and ready:
+                    arrivals[host] = entry.created
+        if arrivals != self._view.arrivals:
+            self._view.arrivals = arrivals
 
     async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
         update(self._entries, changes)

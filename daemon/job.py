@@ -57,6 +57,7 @@ class Job:
     def __init__(self, spec: JobSpec, slots: JobSlots, disks: Sequence[Path] = ()) -> None:
         self.spec = spec
         self.slots = slots
+        slots.budget.limit(slots.key, spec.memory_limit_bytes)
         self.view = JobView(host=spec.host, replicas=spec.replicas, injection=spec.injection)
         self.launcher_pid: int | None = None
         self.orphaned_s = time.monotonic()
@@ -87,9 +88,10 @@ class Job:
             supervisor=supervisor,
             tier=tier_source,
             identity=lambda: self.identity,
+            observe=lambda found: self._observer.update("replicas", found),
         )
         self._digests = HostDigests(self.view, slots, self._replicator.peer)
-        self._protected_generation = 0
+        self._protected_by: tuple[int, list[str]] = (0, [])
         self._commits = 0
         self._leased = leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
         self._observer = Observer(
@@ -315,9 +317,7 @@ class Job:
 
     def _holders(self, ranks: Sequence[int]) -> list[str]:
         """Return the hosts that keep the replicas of any of these ranks, in the order of their own."""
-        round_ = self.view.round
-        holders = [round_.holders(rank, self.view.replicas) for rank in ranks] if round_ is not None else []
-        return list(dict.fromkeys(host for hosts in holders for host in hosts))
+        return list(dict.fromkeys(host for rank in ranks for host in self.view.holders(rank)))
 
     async def _on_agreement(self, agreement: Agreement) -> None:
         """Drop what another life of the run id left: its steps have nothing to do with this one's."""
@@ -328,7 +328,7 @@ class Job:
             self.sessions.end()
             # Else a rank of its first generation, which may attach before the round is read, would seem to be late.
             self.view.round = None
-            self._protected_generation = 0
+            self._protected_by = (0, [])
             await self.slots.clear()
             self.slots.update_record(attached=False, generation=0, round_revision=0)
         self.slots.update_record(incarnation=incarnation)
@@ -384,13 +384,16 @@ class Job:
                 self.slots.trim(self.view.kept_ranks, pushed)
 
     def _tell_first_commit(self, pair: Pair) -> None:
-        """Let the launcher of rank 0 know, once for each generation, what protects the run."""
+        """Let the launcher of rank 0 know, once for each generation and each change of the hosts, what protects it."""
         # A daemon that has just begun may not hold what was committed before.
-        told = self._protected_generation == pair[0] or self.slots.find(0, pair) is None
-        if not told and 0 in self.view.own_ranks and self.view.round is not None:
-            self._protected_generation = pair[0]
-            hosts, replicas = self.view.round.hosts, len(self._holders([0]))
-            shown = {"hosts": list(hosts), "replicas": replicas, "every": self.view.every}
+        if 0 not in self.view.own_ranks or self.view.round is None or self.slots.find(0, pair) is None:
+            return
+        absent = self.view.left_out
+        hosts = [host for host in (*self.view.round.hosts, *self.view.spares) if host not in absent]
+        if self._protected_by != (pair[0], hosts):
+            self._protected_by = pair[0], hosts
+            replicas = len([host for host in self._holders([0]) if host not in absent])
+            shown = {"hosts": hosts, "replicas": replicas, "every": self.view.every}
             shown["caveats"] = self.slots.budget.caveats(self.slots.key)
             self._event("first_commit", rank=0, step=pair[1], **shown)
 

@@ -110,21 +110,17 @@ class Jobs:
             return job
 
     async def close(self, job: Job, *, discard: bool) -> None:
-        """End `job`; with `discard` its slots go at once, else they wait for a launcher as orphans do.
+        """Give `job` up; with `discard` its slots go at once, else it stays as if its launcher had died.
 
-        A job with a persistent tier stays until its last step is there, as if its launcher had died. Whoever waits for
-        that may then end the container, or the step of a scheduler, that this daemon is in.
+        So other hosts still get what they need of it. Its last step is in the persistent tier, if there is one, when
+        this returns. Whoever waits for that may then end the container, or the step of a scheduler, that this daemon
+        is in.
         """
         async with self._changing:
             if self._jobs.get(job.spec.key) is not job:
                 return
             if discard:
                 await self._discard(job)
-                return
-            if not job.persists:
-                await self._stop(job)
-                job.slots.update_record(launcher_pid=None)
-                self._left[job.spec.key] = (job.slots, time.monotonic())
                 return
             job.release()
         await job.persist()

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
@@ -39,6 +39,7 @@ from .workers.warm import WorkerStarter
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.5
+_LAST_SETTLE_S = 2.0
 _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
@@ -154,6 +155,9 @@ class ResilientAgent(LocalElasticAgent):
                 self._rdzv.close(_reason(result) + self._verdict, failed=result.is_failed())
             succeeded = not result.is_failed()
             return result
+        except SignalException:
+            self._settle(answer_within_s=_LAST_SETTLE_S)
+            raise
         finally:
             self._timeline.close()
             self._sum_up()
@@ -407,10 +411,10 @@ class ResilientAgent(LocalElasticAgent):
         ranks = {worker.global_rank for worker in self._worker_group.workers}
         return newest_step(status["last_steps"], ranks), status["idle_s"] or 0.0
 
-    def _settle(self) -> None:
+    def _settle(self, **how_long: float) -> None:
         """Give captures that are complete but not yet committed their chance before the next round fixes its step."""
         try:
-            self._link.request("settle", timeout_s=_SETTLE_S)
+            self._link.request("settle", timeout_s=_SETTLE_S, **how_long)
         except CheckpointError as error:
             log.warning("could not wait for the last commit: %s", error)
 

@@ -193,6 +193,13 @@ class Host:
 
     def committed_step(self) -> int:
         """Return the newest committed step that this host's daemon knows of, 0 when there is none or no daemon."""
+        return max(((job.get("watermark") or {"step": 0})["step"] for job in self._jobs()), default=0)
+
+    def holds(self, step: int) -> bool:
+        """Tell whether this host's daemon holds a replica of any rank at `step`."""
+        return any(slot["step"] == step for job in self._jobs() for slot in job["slots"])
+
+    def _jobs(self) -> list[dict[str, Any]]:
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(10)
@@ -200,9 +207,8 @@ class Host:
                 sock.sendall(wire.encode({"id": 1, "op": "status"}))
                 answer = wire.recv_message(sock)
         except OSError:
-            return 0
-        jobs = answer["jobs"] if answer is not None else []
-        return max(((job.get("watermark") or {"step": 0})["step"] for job in jobs), default=0)
+            return []
+        return [] if answer is None else list(answer["jobs"])
 
     def lose(self) -> None:
         """Take the host away: launcher, workers and daemon are killed and its shared memory is wiped."""

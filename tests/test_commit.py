@@ -90,6 +90,19 @@ def test_more_replicas_than_hosts_are_one_on_each() -> None:
     assert Tally(make_round("ab"), 5, {host: {0: {(1, 1)}, 1: {(1, 1)}} for host in "ab"}).newest == (1, 1)
 
 
+def test_watermark_needs_what_standbys_keep() -> None:
+    reports = {"a": {0: {(1, 5)}, 1: {(1, 5)}}, "s": {0: {(1, 5)}, 1: {(1, 4)}}}
+    alone = make_round("a", nproc=2)
+    assert Tally(alone, 2, reports).newest == (1, 5)
+    assert Tally(alone, 2, reports, spares="s").newest is None
+    tally = Tally(alone, 2, {}, spares="s")
+    for host, report in reports.items():
+        tally.see(host, report)
+    assert tally.newest is None
+    tally.see("s", {rank: {(1, 5)} for rank in (0, 1)})
+    assert tally.newest == (1, 5)
+
+
 def agreed(committed: Pair | None, next_: Pair) -> Agreed:
     return Agreed(committed=committed, next=next_)
 

@@ -240,6 +240,29 @@ def test_job_s_own_memory_limit_counts(hosts: Hosts) -> None:
         hosts["a"].trainer(0, world_size=1, generation=1).attach()
 
 
+def test_standby_without_room_stops_no_commits(hosts: Hosts) -> None:
+    """They wait for its replica otherwise, and the launcher hears what protects the run each time that changes."""
+    (trainer,) = hosts.run("a")
+    hosts["b"].start()
+    hosts["b"].open(memory_limit_bytes=1 << 20)
+    member = {"session": "s", "nproc": 1, "role": "", "addr": "127.0.0.1", "pid": 1, "ready": 2, "label": ""}
+    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}rdzv/members/b", member))
+    wait_until(lambda: hosts["a"].status()["jobs"][0]["holders"] == ["a", "b"], timeout_s=30, what="the standby")
+    hosts.commit([trainer], [1, 2])
+    assert hosts["b"].held() == {}
+    (shown,) = hosts["b"].status()["jobs"][0]["observations"]
+    assert (shown["kind"], shown["rank"]) == ("memory", 0)
+    hosts["b"].drop_clients()
+    hosts["b"].open()
+    wait_until(lambda: hosts["b"].held() == {0: {(1, 2)}}, timeout_s=30, what="the replica")
+    hosts.commit([trainer], [3])
+    assert (1, 3) in hosts["b"].held()[0]
+    launcher = hosts["a"].launcher
+    assert launcher is not None
+    told = [message["hosts"] for message in launcher.poll() if message.get("event") == "first_commit"]
+    assert told == [["a"], ["a", "b"]]
+
+
 def test_launcher_hears_what_happens_to_its_ranks(hosts: Hosts) -> None:
     (trainer,) = hosts.run("a")
     launcher = hosts["a"].launcher

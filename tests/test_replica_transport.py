@@ -144,6 +144,7 @@ def test_what_a_generation_ends_before_its_first_turn_leaves_no_warning(tmp_path
                 supervisor=Supervisor("run 'run'"),
                 tier=None,
                 identity=lambda: None,
+                observe=lambda found: None,
             )
 
             def begin() -> None:

@@ -63,7 +63,10 @@ for name in "abcd":
             lambda pairs, ranks: held(*pairs, ranks=ranks), STEPS, st.sampled_from(["0123", "0123", "01", "3"])
         ),
         f"ckpt/missed/{name}": st.just({"generation": 1, "next": 2, "step": 3, "late": True}),
-        f"obs/{name}": st.builds(lambda count: {"observations": [OBSERVATION] * count}, st.integers(0, 2)),
+        f"obs/{name}": st.builds(
+            lambda kinds: {"observations": [{**OBSERVATION, "kind": kind} for kind in kinds]},
+            st.lists(st.sampled_from(["gpu", "memory", "peer_unreachable"]), max_size=2),
+        ),
     }
 VITAL = ("rdzv/round", "ckpt/watermark", "ckpt/watermark/next")
 MALFORMED = st.sampled_from([{}, {"ready": -1}, {"held": 3}, {"pairs": [[1]]}, {"observations": [{"kind": "gpu"}]}])
@@ -85,7 +88,20 @@ def lasting(view: RootView) -> RootView:
     return replace(view, gone={number: hosts for number, hosts in view.gone.items() if number == view.generation})
 
 
-def newest_committable(round_: Round, reports: Mapping[str, dict[int, frozenset[Pair]]]) -> Pair | None:
+def awaited_spare(view: RootView, round_: Round) -> list[str]:
+    """The definition: beside a single host the first standby, unless somebody reports that it cannot keep a replica."""
+    waiting = [host for host, ready in view.members.items() if ready and host in view.daemons and host not in round_]
+    if len(round_.hosts) >= REPLICAS or not waiting:
+        return []
+    spare = min(waiting)
+    kinds = {host: {item.kind for item in view.observations.get(host, ())} for host in (spare, *round_.hosts)}
+    cut_off = any("peer_unreachable" in found for found in kinds.values())
+    return [] if cut_off or "memory" in kinds[spare] else [spare]
+
+
+def newest_committable(
+    round_: Round, reports: Mapping[str, dict[int, frozenset[Pair]]], spares: list[str]
+) -> Pair | None:
     """The definition: the newest pair, made in this generation or restored by it, of which no replica is missing."""
     found = {pair for report in reports.values() for pairs in report.values() for pair in pairs}
     whole = (
@@ -95,7 +111,7 @@ def newest_committable(round_: Round, reports: Mapping[str, dict[int, frozenset[
         and all(
             pair in reports.get(holder, {}).get(rank, ())
             for rank in range(round_.world_size)
-            for holder in round_.holders(rank, REPLICAS)
+            for holder in (*round_.holders(rank, REPLICAS), *spares)
         )
     )
     return max(whole, default=None)
@@ -126,7 +142,8 @@ def test_state_is_that_of_one_who_reads_everything_anew(
         if state.tally is not None and anew.tally is not None and state.view.round is not None:
             anew.tally.see("a", mine)
             assert state.tally.newest == anew.tally.newest
-            assert state.tally.newest == newest_committable(state.view.round, {**state.view.held, "a": mine})
+            spares = awaited_spare(state.view, state.view.round)
+            assert state.tally.newest == newest_committable(state.view.round, {**state.view.held, "a": mine}, spares)
 
 
 def test_view_stays_as_it_was() -> None:

@@ -57,6 +57,14 @@ def test_replicas_go_to_another_machine() -> None:
     assert round_of("h", "h#1", "g", "g#1").kept("g#1", 2) == (6, 7, 2, 3)
 
 
+def test_standbys_keep_replicas_where_machines_are_lacking() -> None:
+    arrivals, daemons = {"h#2": 1, "f": 2, "e": 5, "g#1": 3, "g": 4}, ["h#2", "e", "g", "g#1"]
+    assert round_of("h", "h#1").spares(arrivals, daemons, 2) == ("g#1",)
+    assert round_of("h", "h#1").spares(arrivals, daemons, 3) == ("g#1", "e")
+    assert round_of("h", "d").spares(arrivals, daemons, 2) == ()
+    assert round_of("h").spares({}, daemons, 2) == ()
+
+
 def test_labels_are_of_machines() -> None:
     labelled = round_of("a", "a#1", "b", "c", "c#1", "d", labels=("x", "x", "x", "y", "y", "y"))
     racks = {seat.host: seat.label for seat in labelled.seats}

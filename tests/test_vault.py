@@ -348,15 +348,17 @@ def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 def test_budget_counts_every_job_and_says_what_to_change(shm_dir: Path) -> None:
     budget = MemoryBudget(shm_dir, 100 * MIB)
-    budget.reserve("one", needed_bytes=60 * MIB, limit_bytes=None, formula="60")
+    budget.reserve("one", needed_bytes=60 * MIB, formula="60")
     with pytest.raises(
         MemoryBudgetError, match=r"need 41.00 MiB \(41\), other jobs have 60.00 MiB .* is 100.00 MiB.*--rr-"
     ):
-        budget.reserve("two", needed_bytes=41 * MIB, limit_bytes=None, formula="41")
+        budget.reserve("two", needed_bytes=41 * MIB, formula="41")
+    budget.limit("two", 30 * MIB)
     with pytest.raises(MemoryBudgetError, match=r"limit is 30\.00 MiB"):
-        budget.reserve("two", needed_bytes=40 * MIB, limit_bytes=30 * MIB, formula="40")
-    budget.reserve("two", needed_bytes=40 * MIB, limit_bytes=None, formula="40")
-    budget.reserve("one", needed_bytes=50 * MIB, limit_bytes=None, formula="50")
+        budget.reserve("two", needed_bytes=40 * MIB, formula="40")
+    budget.limit("two", None)
+    budget.reserve("two", needed_bytes=40 * MIB, formula="40")
+    budget.reserve("one", needed_bytes=50 * MIB, formula="50")
     budget.allocate("one", 60 * MIB)
     with pytest.raises(MemoryBudgetError, match="does not fit"):
         budget.allocate("one", 1 * MIB)
@@ -372,7 +374,7 @@ def test_budget_never_promises_more_than_there_is(shm_dir: Path) -> None:
     free = stat.f_bavail * stat.f_frsize
     budget = MemoryBudget(shm_dir, 4 * free)
     with pytest.raises(MemoryBudgetError, match="of memory left for the"):
-        budget.reserve("one", needed_bytes=2 * free, limit_bytes=None, formula="all")
+        budget.reserve("one", needed_bytes=2 * free, formula="all")
     with pytest.raises(MemoryBudgetError, match="does not fit"):
         budget.allocate("one", 2 * free)
     assert budget.used_bytes == 0

@@ -60,11 +60,9 @@ class Reach:
         return measures
 
     def _peers(self) -> set[str]:
-        round_, view = self._view.round, self._view
-        if round_ is None:
-            return set()
-        peers = {host for rank in view.own_ranks for host in round_.holders(rank, view.replicas)}
-        peers |= {round_.holders(rank, view.replicas)[0] for rank in view.kept_ranks}
+        view = self._view
+        peers = {host for rank in view.own_ranks for host in view.holders(rank)}
+        peers |= {view.holders(rank)[0] for rank in view.kept_ranks}
         return (peers - {view.host}) & view.addresses.keys()
 
     async def _ask_one(self, host: str) -> None:

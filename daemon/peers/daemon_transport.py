@@ -1,7 +1,8 @@
 """The transport by daemons: the owner's offers a capture to that of a placement peer, which fetches it over TCP."""
 
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -12,6 +13,7 @@ from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.fields import Fields
 from ..run.commit import Agreed
+from ..run.observation import Observation
 from ..run.view import JobView
 from ..slots.slots import Geometry, JobSlots, SlotFile
 from .fetch import OfferPace, PeerError
@@ -92,6 +94,7 @@ class DaemonTransport:
         in_flight: Ranges of an offered capture that are asked for ahead.
         spawn: Runs a named task that ends with the generation.
         supersede: Ends what comes here of a rank by another transport.
+        observe: Takes why a replica cannot be kept here.
     """
 
     view: JobView
@@ -101,9 +104,10 @@ class DaemonTransport:
     in_flight: int
     spawn: Callable[[str, Callable[[], Awaitable[None]]], None]
     supersede: Callable[[int], None]
+    observe: Callable[[Mapping[str, Observation]], None]
     _offering: set[tuple[str, int]] = field(default_factory=set)
     _offered: dict[int, Pair] = field(default_factory=dict)
-    _warned_memory: bool = False
+    _no_room: dict[str, Observation] = field(default_factory=dict)
 
     @property
     def reach(self) -> object:
@@ -123,7 +127,7 @@ class DaemonTransport:
         rank, pair, round_ = offer.rank, offer.pair, self.view.round
         if round_ is None or pair[0] != round_.generation or self.slots.find(rank, pair) is not None:
             return
-        holders = round_.holders(rank, self.view.replicas)
+        holders = self.view.holders(rank)
         if holders[:1] != (host,) or self.view.host not in holders[1:] or self._offered.get(rank) == pair:
             return
         self._offered[rank] = pair
@@ -135,6 +139,8 @@ class DaemonTransport:
         """Forget every offer: the generation is over."""
         self._offering.clear()
         self._offered.clear()
+        self._no_room.clear()
+        self.observe({})
 
     async def _offer(self, host: str, rank: int, file: SlotFile) -> None:
         """Send one offer; at most one is on its way to each host for each rank."""
@@ -159,13 +165,22 @@ class DaemonTransport:
                 if peer is None or self._offered.get(rank) != pair or self.slots.find(rank, pair) is not None:
                     return
                 if await self.sources.fetch(Holders([peer], pace=pace), rank, pair, geometry, agreed):
-                    self._warned_memory = False
+                    self._find_room(rank, None)
         except (PeerError, SlotError) as error:
             log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
         except MemoryBudgetError as error:
-            if not self._warned_memory:
-                log.error("cannot keep the replica of rank %d, so nothing is committed: %s", rank, error)
-            self._warned_memory = True
+            self._find_room(rank, error)
         finally:
             if self._offered.get(rank) == pair:
                 del self._offered[rank]
+
+    def _find_room(self, rank: int, error: MemoryBudgetError | None) -> None:
+        """Show why the replica of `rank` cannot be kept, None: it can."""
+        name = f"rank {rank}"
+        self._no_room.pop(name, None)
+        if error is not None:
+            message = f"cannot keep the replica of rank {rank}: {error}"
+            self._no_room[name] = Observation(
+                kind="memory", severity="warn", rank=rank, value=0, limit=0, message=message, unix_s=time.time()
+            )
+        self.observe(dict(self._no_room))

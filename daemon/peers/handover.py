@@ -28,7 +28,7 @@ async def hand_over(
     Until then its copy may be the only one; afterwards it only takes memory that the new replicas need. Ends when a
     newer pair is committed: then all that need not be kept goes anyway.
     """
-    waiting = [] if view.round is None else list(view.round.holders(rank, view.replicas))
+    waiting = list(view.holders(rank))
     pause_s = _PAUSE_S[0]
     while waiting and view.committed == pair:
         waiting = [host for host in waiting if not await _holds(await find_peer(host), rank, pair)]

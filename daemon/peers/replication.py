@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.supervise import Supervisor
+from ..run.observation import Observation
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource
@@ -61,6 +62,7 @@ class Replicator:
         supervisor: Of the job's tasks.
         tier: The last place to look for a pair, None without a persistent tier.
         identity: Returns who this host is to its peers, None while it is not known.
+        observe: Takes why a replica cannot be kept here.
 
     Attributes:
         trainers: The transport that is asked first.
@@ -79,6 +81,7 @@ class Replicator:
         supervisor: Supervisor,
         tier: TierSource | None,
         identity: Callable[[], Identity | None],
+        observe: Callable[[Mapping[str, Observation]], None],
     ) -> None:
         self._run_id = run_id
         self._view = view
@@ -97,6 +100,7 @@ class Replicator:
             in_flight=in_flight,
             spawn=self._once,
             supersede=self.trainers.supersede,
+            observe=observe,
         )
         self._transports: tuple[ReplicaTransport, ...] = (self.trainers, self.daemons)
 
@@ -104,9 +108,16 @@ class Replicator:
         """Bring again whatever is not committed: it can be lost with its connection or its receiver."""
 
         def reach() -> tuple[object, ...]:
-            return self._view.round, *(transport.reach for transport in self._transports)
+            return self._view.round, spares(), *(transport.reach for transport in self._transports)
 
+        def spares() -> tuple[str, ...]:
+            return self._view.spares if self._view.knows(1) else ()
+
+        before: tuple[str, ...] = ()
         while True:
+            if spares() != before:
+                before = spares()
+                self._replenish()
             for rank in self._view.own_ranks:
                 self.bring(rank)
             known = reach()
@@ -119,7 +130,7 @@ class Replicator:
         file, round_ = self._slots.newest(rank), self._view.round
         if file is None or file.pair is None or round_ is None or file.pair < self._view.agreed.next:
             return
-        for host in round_.holders(rank, self._view.replicas)[1:]:
+        for host in self._view.holders(rank)[1:]:
             # The first that takes it upon itself is the last that is asked.
             any(transport.bring(host, rank, file) for transport in self._transports)
 
@@ -154,9 +165,14 @@ class Replicator:
                     hand_over, rank, restore, view=self._view, slots=self._slots, find_peer=self._sources.peer
                 )
                 self._spawn(self._supervisor.keep(f"hand over rank {rank}", work))
-        for rank in kept:
-            if restore is not None and not is_import(restore) and self._slots.find(rank, restore) is None:
-                self._spawn(self._supervisor.keep(f"repair rank {rank}", partial(self._repair, rank, restore)))
+        self._replenish()
+
+    def _replenish(self) -> None:
+        """Begin to fetch what is committed of every rank that this host must hold and does not, own ranks first."""
+        committed = self._view.committed
+        for rank in self._view.kept_ranks:
+            if committed is not None and not is_import(committed) and self._slots.find(rank, committed) is None:
+                self._spawn(self._supervisor.keep(f"repair rank {rank}", partial(self._repair, rank, committed)))
 
     async def restore(self, rank: int, topology: int) -> Restored:
         """Return a verified slot of the own `rank` with exactly the round's step: local, else fetched from a peer.

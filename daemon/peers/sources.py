@@ -86,7 +86,7 @@ class Sources:
         """
         tried: list[str] = []
         again = False
-        placed = () if self._view.round is None else self._view.round.holders(rank, self._view.replicas)
+        placed = self._view.holders(rank)
         others = [host for host in sorted(self._view.addresses) if host not in placed]
         known: dict[str, Peer] = {}
         for host in [*placed, *others]:

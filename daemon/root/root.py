@@ -141,6 +141,8 @@ class Root:
                     ignored = dict(self._state.ignored)
                     shown = (f"{key}: {cause}" for key, cause in sorted(ignored.items()))
                     log.error("etcd keys that count as nothing: %s", "; ".join(shown) or "none any more")
+                if self._view.left_out != self._state.left_out:
+                    self._view.left_out = self._state.left_out
                 self._news.set()
                 self._comparer.wake()
                 if self._committer.due() is not None:

@@ -31,12 +31,15 @@ class RootState:
 
     Attributes:
         tally: How many replicas of each pair the hosts of the round hold, None before the first round.
+        left_out: Standbys that would keep replicas and that commits do not wait for: they, or who sends to them, report
+            that they cannot.
         claims: What the hosts report of the digests of their ranks' captures.
         ignored: Key → why it counts as nothing.
     """
 
     def __init__(self, host: str, replicas: int) -> None:
         self.tally: Tally | None = None
+        self.left_out: frozenset[str] = frozenset()
         self.ignored: dict[str, str] = {}
         self._host = host
         self._replicas = replicas
@@ -44,6 +47,7 @@ class RootState:
         self._parsed: dict[str, Any] = {}
         self._folders: dict[str, dict[str, Any]] = {folder: {} for folder in _FOLDERS}
         self._view: RootView | None = None
+        self._spares: frozenset[str] = frozenset()
         self._gone: dict[int, tuple[str, ...]] = {}
         self.claims = ClaimTally()
 
@@ -68,8 +72,11 @@ class RootState:
             if folder == keys.HELD:
                 self._count(name)
                 self._compare(name, entry)
-        if keys.ROUND in changes:
+        before_spares = self._spares
+        self._find_spares()
+        if keys.ROUND in changes or self._spares != before_spares:
             self._count_anew()
+        if keys.ROUND in changes:
             self._note_gone(before, self._parsed.get(keys.ROUND))
 
     @property
@@ -170,7 +177,21 @@ class RootState:
     def _count_anew(self) -> None:
         round_: Round | None = self._parsed.get(keys.ROUND)
         held = {host: held for host, held in self._folders[keys.HELD].items() if host != self._host}
-        self.tally = None if round_ is None else Tally(round_, self._replicas, held)
+        self.tally = None if round_ is None else Tally(round_, self._replicas, held, self._spares)
+
+    def _find_spares(self) -> None:
+        """Learn which standbys commits wait for."""
+        round_: Round | None = self._parsed.get(keys.ROUND)
+        members, seen = self._folders[keys.MEMBERS], self._folders[keys.OBSERVATIONS]
+        self._spares = self.left_out = frozenset()
+        if round_ is None or not round_.lacks_machines(self._replicas):
+            return
+        arrivals = {host: member.arrival for host, member in members.items() if member.ready}
+        spares = round_.spares(arrivals, self._folders[keys.HOSTS], self._replicas)
+        kinds = {host: {item.kind for item in seen.get(host, ())} for host in (*round_.hosts, *spares)}
+        cut_off = any("peer_unreachable" in found for found in kinds.values())
+        self.left_out = frozenset(host for host in spares if cut_off or "memory" in kinds[host])
+        self._spares = frozenset(spares) - self.left_out
 
 
 def _failure(key: str, entry: Entry) -> Failure:

@@ -1,7 +1,7 @@
 """The pure part of the commit protocol: which pair is committed, which one is captured next, what may be given up."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Self
@@ -175,16 +175,18 @@ class Tally:
 
     Args:
         round_: The current generation.
-        replicas: Copies wanted of each rank; more than there are hosts means one on each.
+        replicas: Copies wanted of each rank; more than there are machines means one on each.
         held: Host → what it reports.
+        spares: Hosts without a seat that must hold replicas of every rank, too.
     """
 
-    def __init__(self, round_: Round, replicas: int, held: Mapping[str, Held]) -> None:
+    def __init__(self, round_: Round, replicas: int, held: Mapping[str, Held], spares: Collection[str] = ()) -> None:
         self._round = round_
         self._ranks: dict[str, list[int]] = {}
         for owner, holders in zip(round_.hosts, round_.holders_by_host(replicas), strict=True):
             for holder in holders:
                 self._ranks.setdefault(holder, []).extend(round_.ranks(owner))
+        self._ranks |= {spare: [*range(round_.world_size)] for spare in spares}
         self._wanted = sum(map(len, self._ranks.values()))
         self._found: Counter[Pair] = Counter()
         self._found_on: dict[str, list[Pair]] = {}

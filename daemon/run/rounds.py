@@ -1,7 +1,7 @@
 """Rounds: which hosts form a generation, which ranks they run, and which replicas each of them must hold."""
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -158,10 +158,7 @@ class Round:
         Hosts on one machine are lost together, so the placement is of machines, and of theirs each takes its turn.
         """
         if replicas not in self._holders:
-            seats: dict[str, list[int]] = {}
-            for index, host in enumerate(self.hosts):
-                seats.setdefault(machine_of(host), []).append(index)
-            machines = list(seats.values())
+            machines = list(self._machines.values())
             labels = [self.seats[places[0]].label for places in machines]
             plan = replica_hosts(len(machines), replicas, labels)
             holders = {
@@ -185,6 +182,35 @@ class Round:
         owners = [index for index, holders in enumerate(self.holders_by_host(replicas)) if host in holders]
         ordered = sorted(owners, key=lambda owner: self.hosts[owner] != host)
         return tuple(rank for owner in ordered for rank in self._ranks_at(owner))
+
+    def lacks_machines(self, replicas: int) -> bool:
+        """Tell whether its hosts are on fewer machines than there are to be replicas."""
+        return len(self._machines) < replicas
+
+    def spares(self, arrivals: Mapping[str, int], daemons: Container[str], replicas: int) -> tuple[str, ...]:
+        """Return the hosts without a seat that keep replicas of every rank, too: one for each machine that is lacking.
+
+        Who came first will be the first to take a place that becomes free.
+
+        Args:
+            arrivals: Host whose launcher waits for a seat → when it came.
+            daemons: Hosts whose daemon is registered.
+            replicas: Copies wanted of each rank.
+        """
+        machines, found = set(self._machines), []
+        if self.lacks_machines(replicas):
+            for host in sorted(arrivals, key=lambda host: (arrivals[host], host)):
+                if len(machines) < replicas and host in daemons and machine_of(host) not in machines:
+                    machines.add(machine_of(host))
+                    found.append(host)
+        return tuple(found)
+
+    @cached_property
+    def _machines(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for index, host in enumerate(self.hosts):
+            found.setdefault(machine_of(host), []).append(index)
+        return found
 
     @cached_property
     def _holders(self) -> dict[int, tuple[tuple[str, ...], ...]]:

@@ -34,6 +34,8 @@ class JobView:
         next: What etcd says is captured next, as generation and step; see `agreed`.
         watermark_revision: etcd revision of the watermark, 0 while the key does not exist, None until it was read.
         addresses: Host → address and port of its daemon, this one excluded.
+        arrivals: Host whose launcher waits for a seat → when it came.
+        left_out: Hosts whose replicas commits do not wait for, as the root knows.
         leader: The host that is elected root, None while none is.
         leader_revision: etcd revision of that election, 0 while there is no root, None until it was read.
         decisions: What roots decided, as `root/decisions` has it, oldest first.
@@ -57,6 +59,8 @@ class JobView:
     next: Pair | None = None
     watermark_revision: int | None = None
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
+    arrivals: Mapping[str, int] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
     leader: str | None = None
     leader_revision: int | None = None
     decisions: tuple[dict[str, Any], ...] = ()
@@ -125,9 +129,25 @@ class JobView:
         return range(0) if self.round is None else self.round.ranks(self.host)
 
     @property
+    def spares(self) -> tuple[str, ...]:
+        """The hosts without a seat that keep replicas of every rank."""
+        if self.round is None or not self.arrivals:
+            return ()
+        return self.round.spares(self.arrivals, self.addresses.keys() | {self.host}, self.replicas)
+
+    def holders(self, rank: int) -> tuple[str, ...]:
+        """Return the hosts that must hold `rank`'s replicas, the one that runs it first; none for an unknown rank."""
+        seated = () if self.round is None else self.round.holders(rank, self.replicas)
+        return (*seated, *self.spares) if seated else ()
+
+    @property
     def kept_ranks(self) -> tuple[int, ...]:
         """The ranks whose replicas this host must hold, its own first."""
-        return () if self.round is None else self.round.kept(self.host, self.replicas)
+        if self.round is None:
+            return ()
+        if self.host in self.spares:
+            return tuple(range(self.round.world_size))
+        return self.round.kept(self.host, self.replicas)
 
     def knows(self, generation: int) -> bool:
         """Tell whether `generation`, or a later one, and the watermark have been read."""

@@ -70,19 +70,22 @@ class MemoryBudget:
         """What all slots take now."""
         return sum(share.allocated_bytes for share in self._shares.values())
 
-    def reserve(self, job: str, *, needed_bytes: int, limit_bytes: int | None, formula: str) -> None:
+    def limit(self, job: str, limit_bytes: int | None) -> None:
+        """Let the slots of `job` take `limit_bytes` at most, None: what all slots may."""
+        self._shares[job].limit_bytes = self.limit_bytes if limit_bytes is None else min(limit_bytes, self.limit_bytes)
+
+    def reserve(self, job: str, *, needed_bytes: int, formula: str) -> None:
         """Set aside `needed_bytes` for all slots of `job`, those that exist included.
 
         Args:
             job: Key of the job.
             needed_bytes: All that the job will need on this host.
-            limit_bytes: The job's own limit, None when it has none.
             formula: Where `needed_bytes` comes from, for the error text.
 
         Raises:
             MemoryBudgetError: It does not fit; says what is needed, in use, and available, and what to change.
         """
-        limit = self.limit_bytes if limit_bytes is None else min(limit_bytes, self.limit_bytes)
+        limit = self._shares[job].limit_bytes
         others = self._others_bytes(job)
         if others + needed_bytes > limit:
             raise MemoryBudgetError(
@@ -91,7 +94,6 @@ class MemoryBudget:
             )
         if (trouble := self._place(job, needed_bytes)) is not None:
             raise MemoryBudgetError(f"checkpoints need {shown(needed_bytes)} ({formula}), {trouble}")
-        self._shares[job].limit_bytes = limit
         self._shares[job].reserved_bytes = needed_bytes
 
     def allocate(self, job: str, size_bytes: int) -> bool:

@@ -304,7 +304,6 @@ class Sessions:
         self._slots.budget.reserve(
             self._slots.key,
             needed_bytes=host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies),
-            limit_bytes=self._spec.memory_limit_bytes,
             formula=f"{SLOTS_PER_RANK} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
             f"{own} own rank{'s' * (own != 1)}, {replicas} replica{'s' * (replicas != 1)}",
         )

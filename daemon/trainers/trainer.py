@@ -126,9 +126,8 @@ class Trainer:
         self.replicator.bring(self.rank)
 
     def _pace(self, header: SlotHeader) -> None:
-        round_ = self.view.round
-        if round_ is not None:
-            copies = len(round_.holders(self.rank, self.view.replicas)) - 1
+        if self.view.round is not None:
+            copies = len(self.view.holders(self.rank)) - 1
             self.pacer.captured(self.rank, header.step, checkpoint_bytes=header.used_bytes, copies=copies)
 
     def _check_current(self) -> None:
