@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -141,6 +142,7 @@ class ResilientAgent(LocalElasticAgent):
         self._stalled = 0
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
+        self._seen: set[tuple[object, ...]] = set()
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
@@ -251,7 +253,7 @@ class ResilientAgent(LocalElasticAgent):
             self._broadcast_exit(worker_group)
         elif self._is_told(failure):
             ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
-            if not ordered or self._recoverable(failure.message):
+            if self._recoverable(failure.message) if ordered else not self._is_refused(failure.message):
                 # `num_nodes_waiting` now makes the loop stop and restart these workers.
                 return RunResult(state=WorkerState.HEALTHY)
             log.error("generation %d is broken for good: %s", self._rdzv.generation, failure.message)
@@ -260,7 +262,8 @@ class ResilientAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED:
             return self._succeeded(result)
-        if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY} and self._recoverable():
+        failed = result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}
+        if failed and self._recoverable(exited=_first(result)):
             # torch's loop takes one attempt off; one more of both keeps TORCHELASTIC_RESTART_COUNT counting.
             worker_group.spec.max_restarts += 1
             self._remaining_restarts += 1
@@ -321,19 +324,19 @@ class ResilientAgent(LocalElasticAgent):
         """Announce a failed local worker to every host before torch's agent takes its time to stop its siblings."""
         if not isinstance(self._pcontext, SubprocessContext):
             return
-        for local_rank, handler in self._pcontext.subprocess_handlers.items():
-            exitcode, pid = handler.proc.poll(), handler.proc.pid
-            if exitcode:
-                rank = worker_group.workers[local_rank].global_rank
-                message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
-                last_step, idle_s = self._progress()
-                self._timeline.begin(
-                    kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s
-                )
-                self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
-                self._recoverable(message)
-                self._timeline.mark("decide")
-                return
+        handlers = self._pcontext.subprocess_handlers.items()
+        exited = [(exitcode, local_rank) for local_rank, handler in handlers if (exitcode := handler.proc.poll())]
+        if not exited:
+            return
+        # One that a signal killed comes first: the others may have failed because of it.
+        exitcode, local_rank = min(exited)
+        rank, pid = worker_group.workers[local_rank].global_rank, self._pcontext.pids()[local_rank]
+        message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
+        last_step, idle_s = self._progress()
+        self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s)
+        self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
+        self._recoverable(message, exited=(rank, exitcode))
+        self._timeline.mark("decide")
 
     def _succeeded(self, result: RunResult) -> RunResult:
         """Report success once; until every host has, the group counts as healthy and can still be restarted."""
@@ -344,11 +347,15 @@ class ResilientAgent(LocalElasticAgent):
             return result
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _recoverable(self, cause: str = "a worker failed") -> bool:
+    def _recoverable(self, cause: str = "a worker failed", exited: tuple[int, int] | None = None) -> bool:
         """Decide, once per generation, whether memory can undo its failure: it holds the run and makes progress.
 
         The root stops a run that keeps failing in the same way; this rule also sees failures that differ, and works
         without a root.
+
+        Args:
+            cause: What failed.
+            exited: Rank and exit code of a worker of this host, if one did.
         """
         if self._decided_generation == self._rdzv.generation:
             return self._decision
@@ -359,13 +366,15 @@ class ResilientAgent(LocalElasticAgent):
         except CheckpointError as error:
             log.warning("cannot recover from memory: %s", error)
             return False
-        if status["refused"] is not None:
-            self._verdict = f"; no restart cures this: {status['refused']}"
-            log.error("%s%s", cause, self._verdict)
+        if self._refuses(status, cause):
             return False
+        left = self._remaining_restarts
         if not status["attached"]:
-            left = self._remaining_restarts
             log.warning("%s; no worker had a Checkpointer, so only --max-restarts counts (%d left)", cause, left)
+            return False
+        if (why := self._repeats(status, exited)) is not None:
+            self._verdict = f"; {why}"
+            log.error("%s%s, so only --max-restarts counts (%d left)", cause, self._verdict, left)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
         self._recovered_at = status["watermark"]
@@ -375,6 +384,44 @@ class ResilientAgent(LocalElasticAgent):
             self._verdict = f"; {self._stalled - 1} recoveries in a row committed nothing after step {step}"
             log.error("%s%s: no restart cures this", cause, self._verdict)
         return self._decision
+
+    def _refuses(self, status: Mapping[str, Any], cause: str) -> bool:
+        """Tell whether a worker of this host failed as no restart cures, and allow none."""
+        if status["refused"] is None:
+            return False
+        self._verdict = f"; no restart cures this: {status['refused']}"
+        self._remaining_restarts = 0
+        log.error("%s%s", cause, self._verdict)
+        return True
+
+    def _is_refused(self, cause: str) -> bool:
+        """Ask that in a generation which others saw break first: their workers may exit before the one to blame."""
+        try:
+            return self._refuses(self._link.request("job_status", answer_within_s=2.0), cause)
+        except CheckpointError:
+            return False
+
+    def _repeats(self, status: Mapping[str, Any], exited: tuple[int, int] | None) -> str | None:
+        """Return why the script itself fails, and would again, None where a restart may help.
+
+        It does where it has failed before anything is committed, or as before: the same rank, in the same way, after
+        the same step. A worker that a signal killed, or that exited because another host is gone, is none of that.
+        """
+        if exited is None or exited[1] < 0:
+            return None
+        rank = str(exited[0])
+        raised, step = status.get("raised", {}).get(rank, ("", status["last_steps"].get(rank, 0)))
+        again = (*exited, raised, step) in self._seen
+        if status["watermark"] is None:
+            why = "nothing is committed yet"
+        elif again:
+            why = f"it did so before after step {step}" + (f" ({raised})" if raised else "")
+        else:
+            why = None
+        if why is not None and not self._rdzv.broke_here():
+            return None
+        self._seen.add((*exited, raised, step))
+        return why
 
     def _expect_workers(self) -> None:
         """Let a host that waits for its place, as a standby does, be as warm as one whose workers restart."""
@@ -444,8 +491,14 @@ def _died(exitcode: int) -> str:
     return f"exited with code {exitcode}"
 
 
+def _first(result: RunResult) -> tuple[int, int] | None:
+    """Return rank and exit code of the worker that failed first."""
+    failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
+    return next(((rank, failure.exitcode) for rank, failure in failures), None)
+
+
 def _reason(result: RunResult) -> str:
-    if not result.is_failed():
+    first = _first(result)
+    if first is None:
         return "the training script succeeded on every host"
-    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    return f"rank {rank} (pid {failure.pid}) {_died(failure.exitcode)}"
+    return f"rank {first[0]} (pid {result.failures[first[0]].pid}) {_died(first[1])}"

@@ -233,6 +233,23 @@ class EtcdRendezvous(RendezvousHandler):
         failure = self._failure(kind, message, rank=rank, pid=pid, exitcode=exitcode)
         self._link.report(self._link.membership.fail(failure), _REPORT_S)
 
+    def broke_here(self) -> bool:
+        """Tell whether this host was the first to break its generation, and no other host of it is lost.
+
+        Waits until the others have stopped for that, or those that are lost must have been missed.
+        """
+        deadline = Deadline(self._patience.missed_after_s)
+        while True:
+            view, version = self._link.look()
+            failure = broken(view, self.generation)
+            assert self.round is not None, "a generation was joined"
+            if self.round.gone(view.members) or (failure is not None and failure.host != self.host):
+                return False
+            others = [view.members[host] for host in self.round.hosts if host != self.host]
+            if all(member.ready > self.generation for member in others) or deadline.left_s <= 0:
+                return True
+            self._link.wait(version, deadline.left_s)
+
     def report_done(self) -> None:
         """Announce to all hosts that all workers of this one succeeded; retries while etcd is away."""
         self._link.report(self._link.membership.done(self.generation), _REPORT_S)
