@@ -50,6 +50,8 @@ _OPEN = (
     "RESILIENT_ETCD_PASSWORD, or cert= and key= in --rdzv-conf), or say --rr-insecure"
 )
 
+Way = tuple[int | None, int | None, str]
+
 ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost", "corruption"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
 
@@ -142,7 +144,7 @@ class ResilientAgent(LocalElasticAgent):
         self._stalled = 0
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
-        self._seen: set[tuple[object, ...]] = set()
+        self._seen: set[Way] = set()
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
@@ -252,11 +254,11 @@ class ResilientAgent(LocalElasticAgent):
         if failure is None:
             self._broadcast_exit(worker_group)
         elif self._is_told(failure):
+            self._seen.add(failure.way)
             ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
             if self._recoverable(failure.message) if ordered else not self._is_refused(failure.message):
                 # `num_nodes_waiting` now makes the loop stop and restart these workers.
                 return RunResult(state=WorkerState.HEALTHY)
-            log.error("generation %d is broken for good: %s", self._rdzv.generation, failure.message)
             # Dead workers are a failure that torch's loop counts and reports.
             self._end_workers(signal.SIGKILL, _KILL_WAIT_S)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -277,7 +279,7 @@ class ResilientAgent(LocalElasticAgent):
             self._timeline.abandon()
         elif failure is not None and self._is_told(failure):
             detect_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
-            last_step, idle_s = self._progress()
+            last_step, idle_s = self._progress(self._status())
             self._timeline.begin(
                 kind=failure.kind, cause=failure.message, detect_s=detect_s, last_step=last_step, idle_s=idle_s
             )
@@ -332,9 +334,13 @@ class ResilientAgent(LocalElasticAgent):
         exitcode, local_rank = min(exited)
         rank, pid = worker_group.workers[local_rank].global_rank, self._pcontext.pids()[local_rank]
         message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
-        last_step, idle_s = self._progress()
+        status = self._status()
+        last_step, idle_s = self._progress(status)
         self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s)
-        self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
+        _, step, raised = _way(status, rank, exitcode)
+        self._rdzv.report_failure(
+            kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message, step=step, raised=raised
+        )
         self._recoverable(message, exited=(rank, exitcode))
         self._timeline.mark("decide")
 
@@ -364,7 +370,7 @@ class ResilientAgent(LocalElasticAgent):
         try:
             status = self._link.request("job_status", daemon_within_s=_DAEMON_S)
         except CheckpointError as error:
-            log.warning("cannot recover from memory: %s", error)
+            log.warning("%s; cannot recover from memory: %s", cause, error)
             return False
         if self._refuses(status, cause):
             return False
@@ -387,8 +393,9 @@ class ResilientAgent(LocalElasticAgent):
 
     def _refuses(self, status: Mapping[str, Any], cause: str) -> bool:
         """Tell whether a worker of this host failed as no restart cures, and allow none."""
-        if status["refused"] is None:
+        if status.get("refused") is None:
             return False
+        self._decided_generation, self._decision = self._rdzv.generation, False
         self._verdict = f"; no restart cures this: {status['refused']}"
         self._remaining_restarts = 0
         log.error("%s%s", cause, self._verdict)
@@ -396,32 +403,25 @@ class ResilientAgent(LocalElasticAgent):
 
     def _is_refused(self, cause: str) -> bool:
         """Ask that in a generation which others saw break first: their workers may exit before the one to blame."""
-        try:
-            return self._refuses(self._link.request("job_status", answer_within_s=2.0), cause)
-        except CheckpointError:
-            return False
+        return self._refuses(self._status(), cause)
 
     def _repeats(self, status: Mapping[str, Any], exited: tuple[int, int] | None) -> str | None:
         """Return why the script itself fails, and would again, None where a restart may help.
 
-        It does where it has failed before anything is committed, or as before: the same rank, in the same way, after
-        the same step. A worker that a signal killed, or that exited because another host is gone, is none of that.
+        It does where it has failed before anything is committed, or as a worker did before, after the same step. One
+        that a signal killed, or that exited because another host is gone, is no failure of the script.
         """
         if exited is None or exited[1] < 0:
             return None
-        rank = str(exited[0])
-        raised, step = status.get("raised", {}).get(rank, ("", status["last_steps"].get(rank, 0)))
-        again = (*exited, raised, step) in self._seen
+        _, step, raised = way = _way(status, *exited)
         if status["watermark"] is None:
             why = "nothing is committed yet"
-        elif again:
-            why = f"it did so before after step {step}" + (f" ({raised})" if raised else "")
+        elif way in self._seen:
+            why = f"a worker did so before, after step {step or 0} too" + (f" ({raised})" if raised else "")
         else:
-            why = None
-        if why is not None and not self._rdzv.broke_here():
+            self._seen.add(way)
             return None
-        self._seen.add((*exited, raised, step))
-        return why
+        return why if self._rdzv.broke_here() else None
 
     def _expect_workers(self) -> None:
         """Let a host that waits for its place, as a standby does, be as warm as one whose workers restart."""
@@ -445,14 +445,17 @@ class ResilientAgent(LocalElasticAgent):
         """Tell whether this host learned of `failure` from others, not from a worker of its own that exited."""
         return failure.host != self._rdzv.host or failure.kind != "worker_exit"
 
-    def _progress(self) -> tuple[int | None, float]:
-        """Return the newest step of this host's ranks, None when nobody knows, and how long there was none since."""
+    def _status(self) -> Mapping[str, Any]:
+        """Return what the daemon says of the job, nothing if it is away."""
         try:
-            status = self._link.request("job_status", answer_within_s=2.0)
+            return self._link.request("job_status", answer_within_s=2.0)
         except CheckpointError:
-            return None, 0.0
+            return {}
+
+    def _progress(self, status: Mapping[str, Any]) -> tuple[int | None, float]:
+        """Return the newest step of this host's ranks, None when nobody knows, and how long there was none since."""
         ranks = {worker.global_rank for worker in self._worker_group.workers}
-        return newest_step(status["last_steps"], ranks), status["idle_s"] or 0.0
+        return newest_step(status.get("last_steps", {}), ranks), status.get("idle_s") or 0.0
 
     def _settle(self) -> None:
         """Give captures that are complete but not yet committed their chance before the next round fixes its step."""
@@ -489,6 +492,13 @@ def _died(exitcode: int) -> str:
     if exitcode < 0:
         return f"was killed by {signal.Signals(-exitcode).name}"
     return f"exited with code {exitcode}"
+
+
+def _way(status: Mapping[str, Any], rank: int, exitcode: int) -> Way:
+    """Return how a worker of this host exited, as `Failure.way`."""
+    last_step = status.get("last_steps", {}).get(str(rank))
+    raised, step = status.get("raised", {}).get(str(rank), ("", last_step))
+    return exitcode, step, raised
 
 
 def _first(result: RunResult) -> tuple[int, int] | None:

@@ -226,11 +226,15 @@ class EtcdRendezvous(RendezvousHandler):
         """Make `changed_fd` unreadable until the next change."""
         self._link.clear_changed()
 
-    def report_failure(
-        self, *, kind: str, message: str, rank: int | None = None, pid: int | None = None, exitcode: int | None = None
-    ) -> None:
-        """Break the current generation for all hosts unless someone was first; goes on trying while etcd is away."""
-        failure = self._failure(kind, message, rank=rank, pid=pid, exitcode=exitcode)
+    def report_failure(self, *, kind: str, message: str, **worker: Any) -> None:
+        """Break the current generation for all hosts unless someone was first; goes on trying while etcd is away.
+
+        Args:
+            kind: What has failed.
+            message: What a person wants to know.
+            worker: What else a `Failure` says of a worker.
+        """
+        failure = self._failure(kind, message, **worker)
         self._link.report(self._link.membership.fail(failure), _REPORT_S)
 
     def broke_here(self) -> bool:
@@ -439,7 +443,7 @@ class EtcdRendezvous(RendezvousHandler):
     def _rank_in(self, formed: Round | None) -> int | None:
         return None if formed is None else formed.rank_of(self.host, self._session)
 
-    def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
+    def _failure(self, kind: str, message: str, **worker: Any) -> Failure:
         return Failure(
             generation=self.generation,
             host=self.host,
