@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NoReturn, Self
 
 import torch
+import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -296,11 +297,11 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return
         self._closed = True
-        # Of one that ends the script, whichever hooks it has set; at its end nobody handles it any more.
+        # What ends the script, whichever hooks that has set. Its text is the script's own business.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None and self._link is not None:
-            text = "".join(traceback.format_exception_only(error))
-            self._link.notify("raised", message=_line(text), step=self._step)
+            text = "".join(traceback.format_exception_only(error)).encode(errors="replace")
+            self._link.notify("raised", digest=xxhash.xxh3_128_hexdigest(text), step=self._step)
         for hook in self._hooks:
             hook.remove()
         if _open.get(self._pid) is self:

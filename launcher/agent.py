@@ -256,7 +256,8 @@ class ResilientAgent(LocalElasticAgent):
         elif self._is_told(failure):
             self._seen.add(failure.way)
             ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
-            if self._recoverable(failure.message) if ordered else not self._is_refused(failure.message):
+            # Where others were first, their workers may have exited because of one of these.
+            if self._recoverable(failure.message) if ordered else not self._refuses(self._status(), failure.message):
                 # `num_nodes_waiting` now makes the loop stop and restart these workers.
                 return RunResult(state=WorkerState.HEALTHY)
             # Dead workers are a failure that torch's loop counts and reports.
@@ -401,23 +402,20 @@ class ResilientAgent(LocalElasticAgent):
         log.error("%s%s", cause, self._verdict)
         return True
 
-    def _is_refused(self, cause: str) -> bool:
-        """Ask that in a generation which others saw break first: their workers may exit before the one to blame."""
-        return self._refuses(self._status(), cause)
-
     def _repeats(self, status: Mapping[str, Any], exited: tuple[int, int] | None) -> str | None:
         """Return why the script itself fails, and would again, None where a restart may help.
 
         It does where it has failed before anything is committed, or as a worker did before, after the same step. One
         that a signal killed, or that exited because another host is gone, is no failure of the script.
         """
-        if exited is None or exited[1] < 0:
+        # A shell tells of a signal by 128 and its number.
+        if exited is None or exited[1] < 0 or exited[1] - 128 in signal.valid_signals():
             return None
-        _, step, raised = way = _way(status, *exited)
+        way = _way(status, *exited)
         if status["watermark"] is None:
             why = "nothing is committed yet"
         elif way in self._seen:
-            why = f"a worker did so before, after step {step or 0} too" + (f" ({raised})" if raised else "")
+            why = f"one did so before, after step {way[1] or 0} too"
         else:
             self._seen.add(way)
             return None

@@ -494,6 +494,25 @@ def test_phases_of_one_process_are_not_taken_for_each_other(
     second.close()
 
 
+def test_a_step_before_the_optimizer_s_is_warned_of(daemon: SoloDaemon) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(ckpt: Checkpointer, step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        ckpt.step(step)
+        optimizer.step()
+
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
+        train(ckpt, 1)
+        with pytest.warns(
+            RuntimeWarning, match=r"outlive step\(2\) .*: call Checkpointer.step\(\) after optimizer.step"
+        ):
+            train(ckpt, 2)
+
+
 @pytest.mark.parametrize("zero", ["accumulates", "anew", "in place", "in place, at once"])
 def test_gradients_that_outlive_a_step_are_warned_of(daemon: SoloDaemon, zero: str) -> None:
     model = torch.nn.Linear(3, 1)
@@ -604,19 +623,20 @@ def test_a_step_before_restore_is_refused_at_a_desk_too() -> None:
         ckpt.step()
 
 
-def test_what_the_script_raises_is_told_in_one_line(daemon: SoloDaemon) -> None:
-    class Oddity(Exception):
-        pass
-
-    def train() -> None:
+def test_what_ends_the_script_is_told_by_its_digest(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(step: int, text: str) -> Any:
         with Checkpointer(x=1) as ckpt:
             ckpt.restore()
-            ckpt.step(3)
-            raise Oddity("two\nlines, and \ud800")
+            ckpt.step(step)
+            raise KeyError(text)
 
-    with pytest.raises(Oddity):
-        train()
-    assert daemon.wait_for("raised", step=3)["message"].endswith("Oddity: two lines, and ?")
+    told = []
+    for step, text in enumerate(("a", "a", "two\nlines, and \ud800"), start=3):
+        with pytest.raises(KeyError):
+            train(step, text)
+        told.append(daemon.wait_for("raised", step=step)["digest"])
+        monkeypatch.setenv("RESILIENT_GENERATION", str(step))
+    assert told[0] == told[1] != told[2]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])

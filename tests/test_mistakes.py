@@ -103,14 +103,12 @@ def test_mistake_ends_the_run_at_its_first_start(cluster: Cluster, etcd_endpoint
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-@pytest.mark.parametrize(("mode", "cause"), [("poison", " (ValueError: this batch is poison)"), ("exit", "")])
-def test_same_failure_twice_ends_the_run(
-    cluster: Cluster, etcd_endpoint: str, mode: str, cause: str, names: str
-) -> None:
+@pytest.mark.parametrize("mode", ["poison", "exit"])
+def test_same_failure_twice_ends_the_run(cluster: Cluster, etcd_endpoint: str, mode: str, names: str) -> None:
     hosts = launch(cluster, etcd_endpoint, names, mode, size=len(names))
     assert [host.wait() for host in hosts] == [1] * len(hosts)
     output = "".join(host.output for host in hosts)
-    assert f"a worker did so before, after step 4 too{cause}, so only --max-restarts counts (0 left)" in output
+    assert "one did so before, after step 4 too, so only --max-restarts counts (0 left)" in output
     for host in hosts:
         assert generations(host) == [1, 2], host.output
     assert f"exitcode  : {3 if mode == 'exit' else 1}" in output

@@ -220,6 +220,7 @@ def test_only_one_rank_tells(
         run.train(40, step_s=0.1)
         assert ckpt.protected.steps_at_risk == 40
         assert not ckpt.protected
+        assert "check that every rank calls step()" in ckpt.protected.reason
     assert _told(caplog) == []
 
 

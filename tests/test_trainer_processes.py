@@ -103,7 +103,7 @@ def test_a_script_that_just_ends_has_its_last_step(daemon: SoloDaemon) -> None:
 
 def test_a_forked_child_has_no_checkpointer(daemon: SoloDaemon) -> None:
     body = """
-    train(); ckpt.step(); committed()
+    ckpt.restore(); train(); ckpt.step(); committed()
     child = os.fork()
     if not child:
         train(); ckpt.step(); ckpt.wait(); ckpt.close()

@@ -129,7 +129,7 @@ class Failure:
         pid: Of that worker.
         exitcode: Of that worker, None when it did not exit.
         step: Of a hang, where training stood still, as in `Observation`; of a worker that exited, its last one.
-        raised: What ended the script of a worker that exited, "" where that is not known.
+        raised: Digest of the exception that ended a worker, "" where that is not known.
         began_step: The step that the generation started from, None when the writer does not know it. The root may see
             the failure after the next generation has begun.
         unix_s: When it was written or noted.
@@ -167,7 +167,7 @@ class Failure:
             began_step=fields.optional_integer("began_step"),
             unix_s=fields.number("unix_s", high=1e12),
             message=fields.optional_text("message", max_bytes=_MAX_MESSAGE_BYTES),
-            raised=fields.optional_text("raised", max_bytes=_MAX_MESSAGE_BYTES),
+            raised=fields.optional_text("raised"),
         )
 
     @property

@@ -222,8 +222,7 @@ class Sessions:
                 # It fails in a way that no restart cures.
                 self._refused[trainer.rank] = trainer.generation, fields.text("message", max_bytes=_MAX_TEXT_BYTES)
             case "raised":
-                message = fields.text("message", max_bytes=_MAX_TEXT_BYTES)
-                self._raised[trainer.rank] = trainer.generation, message, fields.integer("step")
+                self._raised[trainer.rank] = trainer.generation, fields.text("digest"), fields.integer("step")
             case _:
                 self._show(trainer, op, fields)
         return {}
@@ -237,12 +236,12 @@ class Sessions:
             self._pacer.detach(trainer.rank)
 
     def describe_failures(self) -> dict[str, Any]:
-        """Return why a rank of this generation failed as no restart cures, and what ranks raised after which step."""
+        """Return why a rank of this generation failed as no restart cures; digests of what ranks raised, and steps."""
         now = self._view.generation
         return {
             "refused": next((text for generation, text in self._refused.values() if generation == now), None),
             "raised": {
-                rank: [text, step] for rank, (generation, text, step) in self._raised.items() if generation == now
+                rank: [digest, step] for rank, (generation, digest, step) in self._raised.items() if generation == now
             },
         }
 
