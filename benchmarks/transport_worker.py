@@ -60,6 +60,7 @@ def main() -> None:
     model, optimizer = workload.build(args.state_bytes)
     workload.train_step(model, optimizer, batch=1)
     with Checkpointer(model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.restore()
         seconds = alone(checkpointer, args.repeats) if args.mode == "alone" else training(checkpointer, args)
         distributed.barrier()
         stats, moved = checkpointer.stats, checkpointer.exchange_stats

@@ -4,12 +4,15 @@ import atexit
 import functools
 import operator
 import os
+import sys
 import time
+import traceback
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import torch
+import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +38,7 @@ from .transport.pace import TrainerPace
 
 _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
+_MAX_TEXT: Final = 1 << 12
 
 _open: dict[int, "Checkpointer"] = {}
 """The one that is open in the process with a pid; a fork has its parent's, which says nothing."""
@@ -169,7 +173,7 @@ class Checkpointer:
         """
         if self._restored or self._step:
             after = f"step({self._step})" if self._step else "restore()"
-            raise StateError(f"restore() after {after}: call it once, before the first step")
+            self._refuse(StateError(f"restore() after {after}: call it once, before the first step"))
         if self._link is not None and self._capturer is not None:
             self._state.begin()
             if self._plan is not None:
@@ -187,8 +191,7 @@ class Checkpointer:
                 self._load_slot(path, capturer)
         except CheckpointError as error:
             if isinstance(error, StateError | TopologyError) or plan[0] == IMPORT_GENERATION:
-                # No restart cures this one: the launcher shall not try.
-                link.notify("refused", message=str(error))
+                self._refuse(error)
             raise
         self._step = plan[1]
         link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
@@ -198,18 +201,14 @@ class Checkpointer:
 
         Raises:
             TypeError: `n` is no integer.
-            ValueError: `n` is not greater than before.
-            StateError: There is a checkpoint and `restore()` was not called, or the state cannot be captured.
+            ValueError: `n` is not greater than before, or less than 1.
+            StateError: `restore()` was not called, or the state cannot be captured.
             MemoryBudgetError: The first capture does not fit in the memory budget of the host.
             InjectedFault: `resilient-inject` ordered it.
         """
         self._injected.strike(self._state)
         started_s = time.monotonic()
-        n = self._step + 1 if n is None else operator.index(n)
-        if n <= self._step:
-            raise ValueError(f"step({n}) after step({self._step}): completed steps must increase")
-        if self._plan is not None and not self._restored:
-            raise StateError(f"step({n}) before restore(): this run continues from step {self._plan[1]}")
+        n = self._checked(n)
         if self._link is not None:
             self._refuse_foreign()
         self._step = n
@@ -234,6 +233,33 @@ class Checkpointer:
         if self._exchange is not None:
             self._exchange.begins(n)
         self._capturer.stats.stall_s += time.monotonic() - started_s
+
+    def _checked(self, n: int | None) -> int:
+        """Return the number of completed steps that `step` is called with."""
+        try:
+            n = self._step + 1 if n is None else operator.index(n)
+        except TypeError as error:
+            self._refuse(error)
+        if n < 1:
+            self._refuse(ValueError(f"step({n}): n is the number of completed steps, at least 1"))
+        # A script that has read that there is nothing to restore may leave the call out.
+        if not self._restored and not (self._knows_plan and self._plan is None):
+            begins = 0 if self._plan is None else self._plan[1]
+            self._refuse(
+                StateError(
+                    f"step({n}) before restore(): call restore() once, before the first step; this run continues from "
+                    f"step {begins}"
+                )
+            )
+        if n <= self._step:
+            self._refuse(ValueError(f"step({n}) after step({self._step}): completed steps must increase"))
+        return n
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise what no restart cures; the launcher shall not try, unless the script goes on with further steps."""
+        if self._link is not None and os.getpid() == self._pid:
+            self._link.notify("refused", message=_line(str(error)))
+        raise error
 
     def _warn(self, text: str | None) -> None:
         """Log once what a recovery would not bring back."""
@@ -271,6 +297,11 @@ class Checkpointer:
         if self._capturer is None or os.getpid() != self._pid:
             return
         self._closed = True
+        # What ends the script, whichever hooks that has set. Its text is the script's own business.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is not None and self._link is not None:
+            text = "".join(traceback.format_exception_only(error)).encode(errors="replace")
+            self._link.notify("raised", digest=xxhash.xxh3_128_hexdigest(text), step=self._step)
         for hook in self._hooks:
             hook.remove()
         if _open.get(self._pid) is self:
@@ -478,3 +509,8 @@ class Checkpointer:
                 f"{header.topology:#x}, this run has {self._env.world_size} ranks with {self._topology:#x}: "
                 "start as many workers with the same mesh as before, or start a new run id"
             )
+
+
+def _line(text: str) -> str:
+    """Return `text` as one line that a message can carry."""
+    return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))[:_MAX_TEXT]

@@ -210,7 +210,7 @@ class Job:
             "watermark": pair_value(self.view.watermark),
             "last_steps": self.sessions.last_steps,
             "idle_s": self._observer.hang.idle_s(self.view.generation),
-            "refused": self.sessions.refusals.get(self.view.generation),
+            **self.sessions.describe_failures(),
         }
 
     async def settle(self, timeout_s: float) -> dict[str, Any]:

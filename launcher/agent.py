@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,8 @@ _OPEN = (
     "(`resilientctl keygen PATH`, then --rr-key-file PATH), or let etcd ask for credentials (RESILIENT_ETCD_USER and "
     "RESILIENT_ETCD_PASSWORD, or cert= and key= in --rdzv-conf), or say --rr-insecure"
 )
+
+Way = tuple[int | None, int | None, str]
 
 ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost", "corruption"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
@@ -142,6 +145,7 @@ class ResilientAgent(LocalElasticAgent):
         self._stalled = 0
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
+        self._seen: set[Way] = set()
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
@@ -254,17 +258,19 @@ class ResilientAgent(LocalElasticAgent):
         if failure is None:
             self._broadcast_exit(worker_group)
         elif self._is_told(failure):
+            self._seen.add(failure.way)
             ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
-            if not ordered or self._recoverable(failure.message):
+            # Where others were first, their workers may have exited because of one of these.
+            if self._recoverable(failure.message) if ordered else not self._refuses(self._status(), failure.message):
                 # `num_nodes_waiting` now makes the loop stop and restart these workers.
                 return RunResult(state=WorkerState.HEALTHY)
-            log.error("generation %d is broken for good: %s", self._rdzv.generation, failure.message)
             # Dead workers are a failure that torch's loop counts and reports.
             self._end_workers(signal.SIGKILL, _KILL_WAIT_S)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED:
             return self._succeeded(result)
-        if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY} and self._recoverable():
+        failed = result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}
+        if failed and self._recoverable(exited=_first(result)):
             # torch's loop takes one attempt off; one more of both keeps TORCHELASTIC_RESTART_COUNT counting.
             worker_group.spec.max_restarts += 1
             self._remaining_restarts += 1
@@ -278,7 +284,7 @@ class ResilientAgent(LocalElasticAgent):
             self._timeline.abandon()
         elif failure is not None and self._is_told(failure):
             detect_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
-            last_step, idle_s = self._progress()
+            last_step, idle_s = self._progress(self._status())
             self._timeline.begin(
                 kind=failure.kind, cause=failure.message, detect_s=detect_s, last_step=last_step, idle_s=idle_s
             )
@@ -325,19 +331,23 @@ class ResilientAgent(LocalElasticAgent):
         """Announce a failed local worker to every host before torch's agent takes its time to stop its siblings."""
         if not isinstance(self._pcontext, SubprocessContext):
             return
-        for local_rank, handler in self._pcontext.subprocess_handlers.items():
-            exitcode, pid = handler.proc.poll(), handler.proc.pid
-            if exitcode:
-                rank = worker_group.workers[local_rank].global_rank
-                message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
-                last_step, idle_s = self._progress()
-                self._timeline.begin(
-                    kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s
-                )
-                self._rdzv.report_failure(kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message)
-                self._recoverable(message)
-                self._timeline.mark("decide")
-                return
+        handlers = self._pcontext.subprocess_handlers.items()
+        exited = [(exitcode, local_rank) for local_rank, handler in handlers if (exitcode := handler.proc.poll())]
+        if not exited:
+            return
+        # One that a signal killed comes first: the others may have failed because of it.
+        exitcode, local_rank = min(exited)
+        rank, pid = worker_group.workers[local_rank].global_rank, self._pcontext.pids()[local_rank]
+        message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
+        status = self._status()
+        last_step, idle_s = self._progress(status)
+        self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s)
+        _, step, raised = _way(status, rank, exitcode)
+        self._rdzv.report_failure(
+            kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message, step=step, raised=raised
+        )
+        self._recoverable(message, exited=(rank, exitcode))
+        self._timeline.mark("decide")
 
     def _succeeded(self, result: RunResult) -> RunResult:
         """Report success once; until every host has, the group counts as healthy and can still be restarted."""
@@ -348,11 +358,15 @@ class ResilientAgent(LocalElasticAgent):
             return result
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _recoverable(self, cause: str = "a worker failed") -> bool:
+    def _recoverable(self, cause: str = "a worker failed", exited: tuple[int, int] | None = None) -> bool:
         """Decide, once per generation, whether memory can undo its failure: it holds the run and makes progress.
 
         The root stops a run that keeps failing in the same way; this rule also sees failures that differ, and works
         without a root.
+
+        Args:
+            cause: What failed.
+            exited: Rank and exit code of a worker of this host, if one did.
         """
         if self._decided_generation == self._rdzv.generation:
             return self._decision
@@ -361,15 +375,17 @@ class ResilientAgent(LocalElasticAgent):
         try:
             status = self._link.request("job_status", daemon_within_s=_DAEMON_S)
         except CheckpointError as error:
-            log.warning("cannot recover from memory: %s", error)
+            log.warning("%s; cannot recover from memory: %s", cause, error)
             return False
-        if status["refused"] is not None:
-            self._verdict = f"; no restart cures this: {status['refused']}"
-            log.error("%s%s", cause, self._verdict)
+        if self._refuses(status, cause):
             return False
+        left = self._remaining_restarts
         if not status["attached"]:
-            left = self._remaining_restarts
             log.warning("%s; no worker had a Checkpointer, so only --max-restarts counts (%d left)", cause, left)
+            return False
+        if (why := self._repeats(status, exited)) is not None:
+            self._verdict = f"; {why}"
+            log.error("%s%s, so only --max-restarts counts (%d left)", cause, self._verdict, left)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
         self._recovered_at = status["watermark"]
@@ -379,6 +395,35 @@ class ResilientAgent(LocalElasticAgent):
             self._verdict = f"; {self._stalled - 1} recoveries in a row committed nothing after step {step}"
             log.error("%s%s: no restart cures this", cause, self._verdict)
         return self._decision
+
+    def _refuses(self, status: Mapping[str, Any], cause: str) -> bool:
+        """Tell whether a worker of this host failed as no restart cures, and allow none."""
+        if status.get("refused") is None:
+            return False
+        self._decided_generation, self._decision = self._rdzv.generation, False
+        self._verdict = f"; no restart cures this: {status['refused']}"
+        self._remaining_restarts = 0
+        log.error("%s%s", cause, self._verdict)
+        return True
+
+    def _repeats(self, status: Mapping[str, Any], exited: tuple[int, int] | None) -> str | None:
+        """Return why the script itself fails, and would again, None where a restart may help.
+
+        It does where it has failed before anything is committed, or as a worker did before, after the same step. One
+        that a signal killed, or that exited because another host is gone, is no failure of the script.
+        """
+        # A shell tells of a signal by 128 and its number.
+        if exited is None or exited[1] < 0 or exited[1] - 128 in signal.valid_signals():
+            return None
+        way = _way(status, *exited)
+        if status["watermark"] is None:
+            why = "nothing is committed yet"
+        elif way in self._seen:
+            why = f"one did so before, after step {way[1] or 0} too"
+        else:
+            self._seen.add(way)
+            return None
+        return why if self._rdzv.broke_here() else None
 
     def _expect_workers(self) -> None:
         """Let a host that waits for its place, as a standby does, be as warm as one whose workers restart."""
@@ -402,14 +447,17 @@ class ResilientAgent(LocalElasticAgent):
         """Tell whether this host learned of `failure` from others, not from a worker of its own that exited."""
         return failure.host != self._rdzv.host or failure.kind != "worker_exit"
 
-    def _progress(self) -> tuple[int | None, float]:
-        """Return the newest step of this host's ranks, None when nobody knows, and how long there was none since."""
+    def _status(self) -> Mapping[str, Any]:
+        """Return what the daemon says of the job, nothing if it is away."""
         try:
-            status = self._link.request("job_status", answer_within_s=2.0)
+            return self._link.request("job_status", answer_within_s=2.0)
         except CheckpointError:
-            return None, 0.0
+            return {}
+
+    def _progress(self, status: Mapping[str, Any]) -> tuple[int | None, float]:
+        """Return the newest step of this host's ranks, None when nobody knows, and how long there was none since."""
         ranks = {worker.global_rank for worker in self._worker_group.workers}
-        return newest_step(status["last_steps"], ranks), status["idle_s"] or 0.0
+        return newest_step(status.get("last_steps", {}), ranks), status.get("idle_s") or 0.0
 
     def _settle(self, **how_long: float) -> None:
         """Give captures that are complete but not yet committed their chance before the next round fixes its step."""
@@ -449,8 +497,21 @@ def _died(exitcode: int) -> str:
     return f"exited with code {exitcode}"
 
 
+def _way(status: Mapping[str, Any], rank: int, exitcode: int) -> Way:
+    """Return how a worker of this host exited, as `Failure.way`."""
+    last_step = status.get("last_steps", {}).get(str(rank))
+    raised, step = status.get("raised", {}).get(str(rank), ("", last_step))
+    return exitcode, step, raised
+
+
+def _first(result: RunResult) -> tuple[int, int] | None:
+    """Return rank and exit code of the worker that failed first."""
+    failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
+    return next(((rank, failure.exitcode) for rank, failure in failures), None)
+
+
 def _reason(result: RunResult) -> str:
-    if not result.is_failed():
+    first = _first(result)
+    if first is None:
         return "the training script succeeded on every host"
-    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    return f"rank {rank} (pid {failure.pid}) {_died(failure.exitcode)}"
+    return f"rank {first[0]} (pid {result.failures[first[0]].pid}) {_died(first[1])}"

@@ -269,6 +269,7 @@ def speakers(hosts: Hosts, other: Host) -> list[Speaker | Tamperer]:
         {"op": "schedule", "iteration_s": 0.1, "collectives": 3, "spans": [0.0, 0.05]},
         {"op": "iteration", "step": 3, "monotonic_s": 5.0},
         {"op": "refused", "message": "it does not fit"},
+        {"op": "raised", "digest": "0f", "step": 3},
     ]
     made = [
         Speaker(

@@ -265,6 +265,7 @@ def test_a_capture_is_the_state_at_its_step_though_training_went_on(daemon: Solo
     optimizer = _Fill(model.parameters())
     seen = set()
     with Checkpointer(model=model, optimizer=optimizer, note="") as ckpt:
+        ckpt.restore()
         capturer = ckpt._capturer
         assert capturer is not None
         for step in range(1, 31):
@@ -304,6 +305,7 @@ def test_the_capture_equals_a_synchronous_copy(daemon: SoloDaemon) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 300))
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         for step in range(1, 8):
             model(torch.randn(32, 300)).square().sum().backward()
             optimizer.step()
@@ -324,6 +326,7 @@ def test_a_frozen_watermark_skips_captures_and_stops_nobody(daemon: SoloDaemon) 
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         for step in (1, 2, 3, 5):
             model(torch.randn(2, 8)).sum().backward()
             optimizer.step()
@@ -360,6 +363,7 @@ def test_a_step_that_will_not_be_captured_is_not_waited_for(
     """The other rank of this run never captures, so that nothing is committed."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
         ckpt.step(1)
         assert ckpt.wait(30)
         ckpt.step(2)
@@ -374,6 +378,7 @@ def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
     """The other rank of this run never captures, so that nothing is committed."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
         ckpt.step(1)
         assert ckpt.wait(30)
         for step in (2, 3):
@@ -409,6 +414,7 @@ def test_a_step_that_raises_is_missed_and_not_late(
     """The root would call for later and later steps, and could meet none but those at which it raises."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
         ckpt.step(1)
         assert ckpt.wait(30)
         if heard == "before":
@@ -502,6 +508,7 @@ def test_whatever_changes_behind_a_capture_is_found_out_and_copied_at_once_from_
     torch.manual_seed(1)
     model = torch.nn.Linear(1000, 1000)
     with Checkpointer(model=model, other=torch.ones(100_000)) as ckpt:
+        ckpt.restore()
         ckpt.step()
         held = _hold(ckpt)
         ckpt.step()
@@ -536,6 +543,7 @@ def test_memory_that_is_gone_behind_a_capture_is_found_out(
     """Its address is what it was, but whoever reads there is killed."""
     table = torch.from_file(str(tmp_path / "table"), shared=True, size=1 << 20)
     with Checkpointer(table=table) as ckpt:
+        ckpt.restore()
         ckpt.step()
         held = _hold(ckpt)
         ckpt.step()
@@ -551,6 +559,7 @@ def test_memory_that_is_gone_behind_a_capture_is_found_out(
 def test_what_changes_and_changes_back_is_what_the_step_saw(daemon: SoloDaemon) -> None:
     model = torch.nn.Linear(1000, 1000)
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         ckpt.step()
         held = _hold(ckpt)
         saw = model.weight.detach().clone()
@@ -568,6 +577,7 @@ def test_a_capture_that_waited_for_its_slot_is_proven_like_any_other(daemon: Sol
     daemon.frozen = True
     model = torch.nn.Linear(1000, 1000)
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert ckpt.wait(30)
         ckpt.step()
@@ -585,6 +595,7 @@ def test_optimizers_wait_for_a_copy_under_way(daemon: SoloDaemon, wrapped: bool)
     optimizer = _Fill(model.parameters())
     registered = _Around(optimizer) if wrapped else optimizer
     with Checkpointer(model=model, optimizer=registered) as ckpt:
+        ckpt.restore()
         optimizer.step()
         ckpt.step()
         held = _hold(ckpt)
@@ -616,6 +627,7 @@ def test_a_closure_runs_before_the_wait_for_a_copy(daemon: SoloDaemon, keyword: 
     model = torch.nn.Linear(200, 200)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         ckpt.step()
         held = _hold(ckpt)
         ckpt.step()
@@ -654,6 +666,7 @@ def test_a_state_that_grows_with_every_step_is_captured_at_every_step(daemon: So
         return loss
 
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         for step in range(1, 25):
             optimizer.step(closure)
             ckpt.step()
@@ -666,6 +679,7 @@ def test_a_state_that_grows_with_every_step_is_captured_at_every_step(daemon: So
 
 def test_growing_state_gets_larger_slots(daemon: SoloDaemon) -> None:
     with Checkpointer(data=torch.zeros(10), note="") as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert ckpt.wait(30)
         ckpt.values["data"] = torch.ones(3 * CHUNK_BYTES)
@@ -682,6 +696,7 @@ def test_growing_state_gets_larger_slots(daemon: SoloDaemon) -> None:
 
 def test_growth_that_is_refused_is_skipped_and_logged(daemon: SoloDaemon, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(data=torch.zeros(10)) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
         daemon.refuse["allocate"] = ("MemoryBudgetError", "no room for 12 GiB")
@@ -710,6 +725,7 @@ def test_cuda_state_is_captured_and_restored_bit_for_bit(daemon: SoloDaemon, mon
 
     model, optimizer = build()
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         for _ in range(20):
             train(model, optimizer)
             ckpt.step()
@@ -748,6 +764,7 @@ def test_state_of_nothing_but_large_tensors(daemon: SoloDaemon) -> None:
     """Nothing of it is copied inside `step()`."""
     x = torch.arange(100_000)
     with Checkpointer(rng=False, x=x) as ckpt:
+        ckpt.restore()
         ckpt.step(1)
         assert is_committed(ckpt)
     step, tree = _newest(daemon)

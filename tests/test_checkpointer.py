@@ -157,6 +157,7 @@ def test_ties_stay_ties_and_memory_formats_stay(daemon: SoloDaemon, monkeypatch:
 
     model = Tied()
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -175,6 +176,7 @@ def test_ddp_is_seen_through(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
         model = torch.nn.Linear(3, 3)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         with Checkpointer(model=wrapped, optimizer=torch.optim.SGD(wrapped.parameters())) as ckpt:
+            ckpt.restore()
             ckpt.step()
             assert is_committed(ckpt)
     finally:
@@ -192,6 +194,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters())
     with Checkpointer(model=model, optimizer=optimizer, extra=torch.nn.Linear(1, 1)) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -281,6 +284,7 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused(
 ) -> None:
     training = _Ordered(optimizer, 1)
     with Checkpointer(**training.registered(kind)) as ckpt:
+        ckpt.restore()
         training.step()
         ckpt.step()
         assert is_committed(ckpt)
@@ -308,6 +312,7 @@ def test_the_order_of_parameters_is_that_of_the_step(
     """The layers change places at step 2, and before `restore()` again; the optimizer stays what it was."""
     training = _Ordered("tensors", 1)
     with Checkpointer(**training.registered(kind)) as ckpt:
+        ckpt.restore()
         for step in range(1, 4):
             if step == 2:
                 training.swap()
@@ -328,6 +333,7 @@ def test_the_order_of_parameters_is_that_of_the_step(
 def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 3)
     with Checkpointer(model=model, optimizer=torch.optim.SGD(model.parameters())) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -341,6 +347,7 @@ def test_another_number_of_parameter_groups_is_refused(daemon: SoloDaemon, monke
 
 def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(x=1) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.plan = wait_until(lambda: daemon.watermark, timeout_s=30, what="a commit")
@@ -353,6 +360,7 @@ def test_another_topology_is_refused(daemon: SoloDaemon, monkeypatch: pytest.Mon
 
 def test_a_slot_of_another_step_is_refused(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(x=1) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.plan = (1, 4)
@@ -371,6 +379,7 @@ def test_values_of_every_kind_come_back(daemon: SoloDaemon, monkeypatch: pytest.
         "nested": {1: {True: 2.5}},
     }
     with Checkpointer(**values) as ckpt:
+        ckpt.restore()
         ckpt.step(17)
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -436,6 +445,7 @@ def test_what_does_not_come_back_exactly_ends_the_run(daemon: SoloDaemon, monkey
             self.loads = state["loads"] + 1
 
     with Checkpointer(sampler=Sampler()) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -484,11 +494,31 @@ def test_phases_of_one_process_are_not_taken_for_each_other(
     second.close()
 
 
+def test_a_step_before_the_optimizer_s_is_warned_of(daemon: SoloDaemon) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(ckpt: Checkpointer, step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        ckpt.step(step)
+        optimizer.step()
+
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
+        train(ckpt, 1)
+        with pytest.warns(
+            RuntimeWarning, match=r"outlive step\(2\) .*: call Checkpointer.step\(\) after optimizer.step"
+        ):
+            train(ckpt, 2)
+
+
 @pytest.mark.parametrize("zero", ["accumulates", "anew", "in place", "in place, at once"])
 def test_gradients_that_outlive_a_step_are_warned_of(daemon: SoloDaemon, zero: str) -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt, warnings.catch_warnings(record=True) as caught:
+        ckpt.restore()
         warnings.simplefilter("always")
         for step in range(1, 13):
             if zero in {"anew", "in place"}:
@@ -517,6 +547,7 @@ def test_a_closure_that_makes_gradients_is_not_warned_of(daemon: SoloDaemon) -> 
         return loss
 
     with Checkpointer(model=model, optimizer=optimizer) as ckpt, warnings.catch_warnings():
+        ckpt.restore()
         warnings.simplefilter("error")
         for step in range(1, 5):
             optimizer.step(closure)
@@ -532,6 +563,7 @@ def test_gradients_that_another_network_leaves_are_warned_of(daemon: SoloDaemon,
         Checkpointer(models=[generator, discriminator], optimizers=[ours, theirs]) as ckpt,
         warnings.catch_warnings(record=True) as caught,
     ):
+        ckpt.restore()
         warnings.simplefilter("always")
         for step in range(1, 5):
             for optimizer, loss in (
@@ -559,15 +591,52 @@ def test_second_restore_is_refused_in_the_first_life_as_it_would_be_after_a_kill
 
 def test_steps_count_up(daemon: SoloDaemon) -> None:
     with Checkpointer(x=1) as ckpt:
+        ckpt.restore()
         ckpt.step()
         ckpt.step(10)
         ckpt.step()
-        for wrong in (11, 0, -3):
-            with pytest.raises(ValueError, match=r"after step\(11\)"):
+        for wrong, why in ((11, r"after step\(11\)"), (0, "at least 1"), (-3, "at least 1")):
+            with pytest.raises(ValueError, match=rf"^step\({wrong}\).*{why}") as refused:
                 ckpt.step(wrong)
+            daemon.wait_for("refused", message=str(refused.value))
         with pytest.raises(StateError, match="before the first step"):
             ckpt.restore()
         daemon.wait_for("progress", step=11)
+
+
+def test_a_step_before_restore_is_refused_in_the_first_life_as_it_would_be_after_a_kill(daemon: SoloDaemon) -> None:
+    with Checkpointer(x=1) as ckpt:
+        with pytest.raises(
+            StateError, match=r"^step\(1\) before restore\(\): .* this run continues from step 0$"
+        ) as told:
+            ckpt.step()
+        daemon.wait_for("refused", message=str(told.value))
+        assert ckpt.planned_step == 0, "so a script may leave the call out"
+        ckpt.step()
+        daemon.wait_for("progress", step=1)
+
+
+def test_a_step_before_restore_is_refused_at_a_desk_too() -> None:
+    with pytest.warns(RuntimeWarning, match="no checkpoints are kept"):
+        ckpt = Checkpointer(x=1)
+    with pytest.raises(StateError, match=r"^step\(1\) before restore\(\)"):
+        ckpt.step()
+
+
+def test_what_ends_the_script_is_told_by_its_digest(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(step: int, text: str) -> Any:
+        with Checkpointer(x=1) as ckpt:
+            ckpt.restore()
+            ckpt.step(step)
+            raise KeyError(text)
+
+    told = []
+    for step, text in enumerate(("a", "a", "two\nlines, and \ud800"), start=3):
+        with pytest.raises(KeyError):
+            train(step, text)
+        told.append(daemon.wait_for("raised", step=step)["digest"])
+        monkeypatch.setenv("RESILIENT_GENERATION", str(step))
+    assert told[0] == told[1] != told[2]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
@@ -576,6 +645,7 @@ def test_steps_in_any_mode_of_torch_are_captured(
 ) -> None:
     model = torch.nn.Linear(200, 200)
     with Checkpointer(model=model, table=np.arange(5)) as ckpt:
+        ckpt.restore()
         with mode():
             ckpt.step()
         ckpt.step()
@@ -592,6 +662,7 @@ def test_steps_in_any_mode_of_torch_are_captured(
 
 def test_a_step_is_any_integer_and_nothing_else(daemon: SoloDaemon) -> None:
     with Checkpointer(model=torch.nn.Linear(2, 3)) as ckpt:
+        ckpt.restore()
         with pytest.raises(TypeError):
             ckpt.step(0.5)  # type: ignore[arg-type]
         ckpt.step(np.int64(1))  # type: ignore[arg-type]
@@ -656,6 +727,7 @@ def test_a_daemon_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pyt
     timer = threading.Timer(0.3, late.start)
     timer.start()
     with Checkpointer(x=1) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     timer.join()
@@ -667,13 +739,16 @@ def test_a_job_that_does_not_fit_in_memory_is_refused_before_it_starts(daemon: S
     with pytest.raises(MemoryBudgetError, match="16 GiB"):
         Checkpointer(x=1)
     daemon.refuse = {"allocate": ("MemoryBudgetError", "2 x 17 GiB needed")}
-    with Checkpointer(x=1) as ckpt, pytest.raises(MemoryBudgetError, match="17 GiB"):
-        ckpt.step()
+    with Checkpointer(x=1) as ckpt:
+        ckpt.restore()
+        with pytest.raises(MemoryBudgetError, match="17 GiB"):
+            ckpt.step()
 
 
 def test_the_estimate_counts_the_optimizer_state_to_come(daemon: SoloDaemon) -> None:
     model = torch.nn.Linear(100, 100)
     with Checkpointer(model=model, optimizer=torch.optim.Adam(model.parameters()), rng=False) as ckpt:
+        ckpt.restore()
         estimate_bytes = daemon.wait_for("attach")["estimate_bytes"]
         assert estimate_bytes == 3 * 10_100 * 4
         model(torch.randn(1, 100)).sum().backward()
@@ -721,6 +796,7 @@ def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCapt
         ckpt.step()
 
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         train(ckpt)
         assert is_committed(ckpt)
         daemon.stop()
@@ -741,6 +817,7 @@ def test_training_survives_the_daemon(daemon: SoloDaemon, caplog: pytest.LogCapt
 
 def test_a_daemon_that_lost_its_slots_gets_new_ones(daemon: SoloDaemon) -> None:
     with Checkpointer(x=torch.zeros(1000)) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
         daemon.stop()
@@ -759,6 +836,7 @@ def test_a_request_under_way_is_repeated_to_the_next_daemon(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(x=7) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -780,6 +858,7 @@ def test_a_request_under_way_is_repeated_to_the_next_daemon(
 
 def test_a_daemon_that_does_not_read_stops_nobody(daemon: SoloDaemon) -> None:
     with Checkpointer(x=1) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
         with daemon.changed:  # its threads now wait, and read nothing more
@@ -795,6 +874,7 @@ def test_hooks_threads_and_connections_end_with_it(daemon: SoloDaemon) -> None:
     hooks = len(optimizer_module._global_optimizer_pre_hooks)
     threads = threading.active_count()
     ckpt = Checkpointer(x=1)
+    ckpt.restore()
     ckpt.step()
     assert len(optimizer_module._global_optimizer_pre_hooks) == hooks + 1
     ckpt.close()

@@ -273,6 +273,14 @@ def test_host_that_fails_again_and_again_is_put_in_quarantine(kind: str) -> None
     assert decision.reason == "host b failed 3 times within 1800 s; it is avoided for 1800 s"
 
 
+def test_the_only_host_is_put_in_quarantine_only_where_another_one_may_come() -> None:
+    history = tuple(noted(host="a", generation=generation) for generation in (1, 2, 3))
+    view = whole(history=history, round=round_("a"), members={"a": 0}, observations=seen("gpu"))
+    assert not decide(view, POLICY, NOW_S).actions
+    assert PutInQuarantine in kinds(decide(view, RootPolicy(operator_command="more"), NOW_S))
+    assert PutInQuarantine in kinds(decide(replace(view, members={"a": 0, "d": 5}), POLICY, NOW_S))
+
+
 def test_quarantine_counts_from_its_last_beginning_on() -> None:
     history = tuple(noted("worker_exit", "b", g, began_step=g, unix_s=NOW_S - 50) for g in (1, 2, 3))
     view = whole(history=history, quarantines={"b": OVER}, members={**dict.fromkeys("abc", 0), "d": 5})

@@ -196,6 +196,7 @@ def test_optimizers_are_put_behind_the_copy_and_nobody_waits(daemon: SoloDaemon,
     model = torch.nn.Linear(300, 300, bias=False)
     optimizer = _Fill(model.parameters(), gpu)
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         for step in range(1, 6):
             optimizer.step()
             ckpt.step(step)
@@ -230,6 +231,7 @@ def test_a_step_that_ends_before_the_device_began_is_what_its_stream_sees_then(
     model = torch.nn.Linear(300, 300, bias=False)
     optimizer = _Fill(model.parameters(), gpu)
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         gpu.compute.gate.clear()
         optimizer.step()
         ckpt.step()
@@ -263,6 +265,7 @@ def test_the_stream_that_is_current_waits_for_the_copy(daemon: SoloDaemon, gpu: 
     optimizer = _Fill(model.parameters(), gpu)
     first, second = gpu.compute, Stream()
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         ckpt.step(7)
         assert is_committed(ckpt)
         gpu.side.gate.clear()
@@ -302,6 +305,7 @@ def test_whatever_overtakes_the_copy_is_found_out(
     model = torch.nn.Linear(300, 300, bias=False)
     optimizer = _Fill(model.parameters(), gpu)
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         optimizer.step()
         ckpt.step()
         assert is_committed(ckpt)
@@ -344,6 +348,7 @@ def test_random_writers_never_get_anything_wrong_committed(daemon: SoloDaemon, g
     committed = 0
     try:
         with Checkpointer(model=model) as ckpt:
+            ckpt.restore()
             assert ckpt._capturer is not None
             ckpt._capturer._eager = _Forgetful()
             for step in range(1, 2001):
@@ -441,6 +446,7 @@ def test_training_goes_on_while_the_gpu_has_not_even_begun(daemon: SoloDaemon, b
     model = torch.nn.Linear(2048, 2048, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         for step in range(1, 11):
             model(torch.randn(64, 2048, device="cuda")).square().sum().backward()
             busy()
@@ -493,6 +499,7 @@ def test_kernels_that_overtake_the_copy_never_get_anything_wrong_committed(
     assert isinstance(gpu, device.CudaDevice)
     matrix = torch.randn(4096, 4096, device="cuda")
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
         before = _bytes(model.weight)
@@ -522,6 +529,7 @@ def test_the_current_stream_counts_whichever_it_is(daemon: SoloDaemon, busy: Cal
     model.weight.grad = torch.ones_like(model.weight)
     torch.cuda.synchronize()
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         for step in range(1, 5):
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
@@ -541,6 +549,7 @@ def test_the_current_stream_counts_whichever_it_is(daemon: SoloDaemon, busy: Cal
 def test_leaves_on_several_devices_are_captured(daemon: SoloDaemon) -> None:
     values = {f"on{i}": torch.full((1 << 20,), float(i), device=f"cuda:{i}") for i in range(2)}
     with Checkpointer(**values) as ckpt:
+        ckpt.restore()
         for step in range(1, 4):
             for value in values.values():
                 value.add_(1)
@@ -563,6 +572,7 @@ def test_a_restored_run_goes_on_bit_for_bit(daemon: SoloDaemon, monkeypatch: pyt
 
     model, optimizer = build()
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         for _ in range(20):
             train(model, optimizer)
             ckpt.step()

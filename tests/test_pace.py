@@ -51,6 +51,7 @@ def training(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tr
     daemon.frozen = True
     daemon.replication |= {"scheme": "interleaved", "copies": 1, "profile_steps": PROFILE_STEPS}
     with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
         yield Training(ckpt, daemon, clock)
 
 

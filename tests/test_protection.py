@@ -50,6 +50,7 @@ class Run:
 def run(daemon: SoloDaemon) -> Iterator[Run]:
     daemon.frozen = True
     with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
         yield Run(ckpt, daemon)
 
 
@@ -214,16 +215,19 @@ def test_only_one_rank_tells(
     for name, value in daemon.environ(rank=1, world_size=2).items():
         monkeypatch.setenv(name, value)
     with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
         run = Run(ckpt, daemon)
         run.train(40, step_s=0.1)
         assert ckpt.protected.steps_at_risk == 40
         assert not ckpt.protected
+        assert "check that every rank calls step()" in ckpt.protected.reason
     assert _told(caplog) == []
 
 
 def test_without_a_daemon_nothing_is_protected() -> None:
     with pytest.warns(RuntimeWarning):
         ckpt = Checkpointer(x=0)
+    ckpt.restore()
     ckpt.step()
     assert not ckpt.protected
     assert ckpt.protected.steps_at_risk == 1

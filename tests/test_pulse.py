@@ -24,6 +24,7 @@ def test_outermost_pause_counts_and_ends_whatever_happens(daemon: SoloDaemon) ->
 
 def test_daemon_that_comes_back_hears_of_a_pause_and_of_what_is_left(daemon: SoloDaemon) -> None:
     with Checkpointer(epoch=0) as checkpointer:
+        checkpointer.restore()
         with checkpointer.pause(limit_s=600.0):
             first = daemon.wait_for("pause")["limit_s"]
             daemon.stop()

@@ -512,17 +512,17 @@ def test_failure_without_a_checkpointer_is_torchrun_s(cluster: Cluster, tmp_path
 
 
 def test_failure_that_no_restart_cures_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
-    """An exception that comes back at the same step: the root ends the run and names the cause."""
+    """An exception that is another one each time, at the same step: the root ends the run and names the cause."""
     script = tmp_path / "loops.py"
     script.write_text(
-        "import torch\n"
+        "import os, torch\n"
         "from resilient_run import Checkpointer\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "checkpointer = Checkpointer(model=model, optimizer=optimizer)\n"
         "for step in range(checkpointer.restore(), 10):\n"
         "    if step == 4:\n"
-        "        raise ValueError('this batch is poison')\n"
+        "        raise ValueError(f'this batch is poison to {os.getpid()}')\n"
         "    model(torch.ones(4)).sum().backward()\n"
         "    optimizer.step()\n"
         "    checkpointer.step(step + 1)\n"
@@ -530,6 +530,6 @@ def test_failure_that_no_restart_cures_ends_the_run(cluster: Cluster, tmp_path: 
     host = cluster.host("solo")
     host.launch(["--standalone"], [str(script)])
     assert host.wait() == 1
-    assert 5 <= host.output.count("ValueError: this batch is poison\n") <= 12
+    assert 5 <= host.output.count("ValueError: this batch is poison to ") <= 12
     assert re.search(r"training failed 5 times at step [34] in the same way, so no restart cures this", host.output)
     assert re.search(r"the last time: rank 0 \(pid \d+\) on host solo exited with code 1", host.output)

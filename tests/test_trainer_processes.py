@@ -103,7 +103,7 @@ def test_a_script_that_just_ends_has_its_last_step(daemon: SoloDaemon) -> None:
 
 def test_a_forked_child_has_no_checkpointer(daemon: SoloDaemon) -> None:
     body = """
-    train(); ckpt.step(); committed()
+    ckpt.restore(); train(); ckpt.step(); committed()
     child = os.fork()
     if not child:
         train(); ckpt.step(); ckpt.wait(); ckpt.close()
@@ -189,6 +189,7 @@ FSDP_FIRST = (
     + """
 model, optimizer = build(0)
 ckpt = Checkpointer(model=model, optimizer=optimizer)
+ckpt.restore()
 for step in range(1, 4):
     run(model, optimizer, step)
     ckpt.step()
@@ -301,6 +302,7 @@ import os, time
 from resilient_run import Checkpointer
 
 ckpt = Checkpointer(rng=False, x=0)
+ckpt.restore()
 ckpt.step(1)
 while ckpt.watermark != (1, 1):
     time.sleep(0.01)

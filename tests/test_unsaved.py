@@ -70,6 +70,7 @@ def test_an_optimizer_whose_parameters_nobody_registered_is_refused_at_once(daem
 def test_what_an_object_may_keep_is_told_and_compared(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = half()
     with Checkpointer(model=model, optimizer=optimizer, own=Holder()) as ckpt:
+        ckpt.restore()
         with pytest.warns(RuntimeWarning, match="parameter 2 of group 0 is trained, and no registered object's state"):
             ckpt.step()
         assert is_committed(ckpt)
@@ -102,6 +103,7 @@ def test_one_parameter_that_has_the_memory_of_a_module_is_kept(daemon: SoloDaemo
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Checkpointer(**flat()) as ckpt:
+            ckpt.restore()
             ckpt.step()
         assert saved.load(**flat()) == []
 
@@ -119,6 +121,7 @@ def test_a_parameter_that_nothing_trains_and_a_module_leaves_out_is_told_when_it
     model.base.requires_grad_(True)
     optimizer = torch.optim.SGD([model.adapter], lr=0.1)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(2):
@@ -138,6 +141,7 @@ def test_a_buffer_that_changes_and_is_left_out_is_told(
     model = Adapted(1.0)
     model.shift += 1
     with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
         ckpt.step()
         write(model.shift)
         with pytest.warns(RuntimeWarning, match=r"model\.shift changes, and state_dict\(\) leaves it out"):
@@ -358,6 +362,7 @@ def test_what_a_wrapper_leaves_out_of_the_optimizer_inside_is_told_and_refused(
 
     model, optimizer = trained(wrapped)
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
+        ckpt.restore()
         with pytest.warns(RuntimeWarning, match="optimizer: step of parameter 0 in Adam 1 is trained, and no registe"):
             ckpt.step()
         assert is_committed(ckpt)
@@ -381,6 +386,7 @@ def test_the_optimizer_inside_comes_back_if_it_is_registered_too(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Checkpointer(model=model, optimizer=optimizer, base=optimizer.base) as ckpt:  # type: ignore[attr-defined]
+            ckpt.restore()
             ckpt.step()
             assert is_committed(ckpt)
         daemon.restart(monkeypatch)

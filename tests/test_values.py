@@ -54,6 +54,7 @@ def test_scripts_that_keep_their_own_references_go_on_with_what_was_restored(
     torch.set_printoptions(precision=12)
     script = Script()
     with Checkpointer(optimizer=script.optimizer, **script.values()) as ckpt:
+        ckpt.restore()
         for step in range(1, 4):
             script.train(step)
             ckpt.step()
@@ -93,6 +94,7 @@ def test_what_is_a_view_or_has_another_form_is_filled_too(daemon: SoloDaemon, mo
 
     values = made()
     with Checkpointer(**values) as ckpt, torch.no_grad():
+        ckpt.restore()
         for at, name in enumerate(values):
             if name not in ("tuple", "empty", "grows"):
                 values[name] += at + 1
@@ -134,6 +136,7 @@ def test_a_tensor_of_a_value_and_of_an_object_stays_one(
 ) -> None:
     average = torch.zeros(4)
     with Checkpointer(holder=Holder(average, copies=copies), average=average) as ckpt:
+        ckpt.restore()
         average += 3
         ckpt.step()
         assert is_committed(ckpt)
@@ -167,6 +170,7 @@ def test_a_learning_rate_that_the_script_has_a_name_for_is_filled(
 
     rate, optimizer = made()
     with Checkpointer(optimizer=optimizer, parameters=_of(optimizer), **({"rate": rate} if registered else {})) as ckpt:
+        ckpt.restore()
         rate.mul_(0.5)
         ckpt.step()
         assert is_committed(ckpt)
@@ -188,6 +192,7 @@ def test_tensors_in_a_tuple_of_options_are_filled(daemon: SoloDaemon, monkeypatc
 
     beta, optimizer = made()
     with Checkpointer(optimizer=optimizer, parameters=_of(optimizer)) as ckpt:
+        ckpt.restore()
         beta.mul_(0.5)
         ckpt.step()
         assert is_committed(ckpt)
@@ -210,6 +215,7 @@ def test_what_is_one_object_under_two_names_and_was_not_is_named(
 
     values = made()
     with Checkpointer(**values) as ckpt:
+        ckpt.restore()
         values["current"]["x"] = 5
         values["row"].append(2)
         ckpt.values["best"] = {"x": 1}
@@ -242,6 +248,7 @@ def test_what_cannot_be_written_is_left_alone(
             return torch.from_numpy(np.memmap(path, mode="r", dtype=np.float64))
 
     with Checkpointer(same=made(1.0, 2.0), other=made(3.0, 4.0, 5.0)) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)
@@ -258,6 +265,7 @@ def test_values_that_share_memory_in_the_checkpoint_share_it_again(
 ) -> None:
     buffer = torch.zeros(6)
     with Checkpointer(buffer=buffer, window=torch.zeros(3), kind=[1]) as ckpt:
+        ckpt.restore()
         ckpt.values["window"] = buffer[2:5]
         ckpt.values["kind"] = (1, 2)
         buffer += 4
@@ -288,6 +296,7 @@ class Table(torch.nn.Module):
 def test_what_a_module_takes_over_outlives_the_slot(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Table()
     with Checkpointer(module=module) as ckpt:
+        ckpt.restore()
         module.table += 3
         ckpt.step()
         assert is_committed(ckpt)
@@ -305,6 +314,7 @@ def test_what_shares_memory_or_has_another_form_is_replaced(
     model = torch.nn.Linear(3, 3)
     one, other = torch.arange(3), torch.arange(3) * 2
     with Checkpointer(model=model, same=model.weight, split=model.bias.detach().clone(), one=one, other=other) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)

@@ -204,7 +204,8 @@ class ProtectionWatch:
         if self._capturer.stats.discarded - self._discarded >= _LATE_COMMITS:
             return "captures fail one after the other, because the state changes while it is copied"
         if standing_s >= max(_LASTING_S, 4 * self._commit_s):
-            return f"nothing has been committed for {standing_s:.1f} s: see `resilientctl status` on every host"
+            first = "" if self._committed else "check that every rank calls step(), and "
+            return f"nothing has been committed for {standing_s:.1f} s: {first}see `resilientctl status` on every host"
         return f"steps take {1e3 * self._step_s:.3g} ms, commits {1e3 * self._commit_s:.3g} ms"
 
     def _tell(self, steps: int, reason: str) -> None:

@@ -499,9 +499,9 @@ class Accumulation:
             return None
         self._warned = True
         return (
-            f"gradients outlive step({self._step}) and are no part of a checkpoint: where they are accumulated over "
-            "several batches, or written by what another optimizer trains, call step() when none is left, or a "
-            "recovery loses some of them"
+            f"gradients outlive step({self._step}) and are no part of a checkpoint, so a recovery loses their update: "
+            "call Checkpointer.step() after optimizer.step(), and where they are accumulated over several batches, or "
+            "written by what another optimizer trains, only when none is left"
         )
 
     def stepped(self, optimizer: Optimizer) -> None:

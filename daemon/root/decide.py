@@ -247,6 +247,9 @@ def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
 
 def _quarantines(view: RootView, policy: RootPolicy, now_unix_s: float) -> list[PutInQuarantine]:
     """Return the hosts that failed too often, or that cannot go on, and are not in quarantine."""
+    assert view.round is not None
+    if len({*view.round.hosts, *view.members}) == 1 and not (policy.operator_command.strip() or policy.slurm_script):
+        return []  # Nobody can take its place.
     avoided, found = view.quarantined(now_unix_s), dict[str, str]()
     for host, observation in view.observed():
         if _disables(observation) and host not in avoided:

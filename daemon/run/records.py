@@ -128,7 +128,8 @@ class Failure:
         rank: The worker, None when it is none.
         pid: Of that worker.
         exitcode: Of that worker, None when it did not exit.
-        step: Of a hang, where training stood still, as in `Observation`.
+        step: Of a hang, where training stood still, as in `Observation`; of a worker that exited, its last one.
+        raised: Digest of the exception that ended a worker, "" where that is not known.
         began_step: The step that the generation started from, None when the writer does not know it. The root may see
             the failure after the next generation has begun.
         unix_s: When it was written or noted.
@@ -145,6 +146,7 @@ class Failure:
     began_step: int | None = None
     unix_s: float = 0.0
     message: str
+    raised: str = ""
 
     @classmethod
     def parse(cls, generation: int, value: Mapping[str, Any]) -> Self:
@@ -165,10 +167,16 @@ class Failure:
             began_step=fields.optional_integer("began_step"),
             unix_s=fields.number("unix_s", high=1e12),
             message=fields.optional_text("message", max_bytes=_MAX_MESSAGE_BYTES),
+            raised=fields.optional_text("raised"),
         )
 
+    @property
+    def way(self) -> tuple[int | None, int | None, str]:
+        """How a worker exited, the same where a script fails as before: its code, after which step, and why."""
+        return self.exitcode, self.step, self.raised
+
     def to_value(self) -> dict[str, Any]:
-        """Return the etcd value; only a hang has a `step`."""
+        """Return the etcd value; not every failure has a `step`."""
         value = self.to_item()
         del value["generation"]
         if self.step is None:

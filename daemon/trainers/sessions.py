@@ -49,7 +49,6 @@ class Sessions:
 
     Attributes:
         last_steps: The step that each rank completed or restored last, as it said.
-        refusals: Generation → why one of its trainers failed in a way that no restart cures.
     """
 
     def __init__(
@@ -66,7 +65,8 @@ class Sessions:
         hang: HangDetector,
     ) -> None:
         self.last_steps: dict[int, int] = {}
-        self.refusals: dict[int, str] = {}
+        self._refused: dict[int, tuple[int, str]] = {}
+        self._raised: dict[int, tuple[int, str, int]] = {}
         self._spec = spec
         self._view = view
         self._slots = slots
@@ -220,7 +220,9 @@ class Sessions:
                 self._progress(trainer, fields.integer("step"))
             case "refused":
                 # It fails in a way that no restart cures.
-                self.refusals[trainer.generation] = fields.text("message", max_bytes=_MAX_TEXT_BYTES)
+                self._refused[trainer.rank] = trainer.generation, fields.text("message", max_bytes=_MAX_TEXT_BYTES)
+            case "raised":
+                self._raised[trainer.rank] = trainer.generation, fields.text("digest"), fields.integer("step")
             case _:
                 self._show(trainer, op, fields)
         return {}
@@ -232,6 +234,16 @@ class Sessions:
             self._hang.detached(trainer.rank)
             self._replicator.trainers.detached(trainer.rank)
             self._pacer.detach(trainer.rank)
+
+    def describe_failures(self) -> dict[str, Any]:
+        """Return why a rank of this generation failed as no restart cures; digests of what ranks raised, and steps."""
+        now = self._view.generation
+        return {
+            "refused": next((text for generation, text in self._refused.values() if generation == now), None),
+            "raised": {
+                rank: [digest, step] for rank, (generation, digest, step) in self._raised.items() if generation == now
+            },
+        }
 
     def describe_protection(self) -> dict[str, Any]:
         """Return what `resilientctl status` shows of how many steps a failure would cost now."""
@@ -277,6 +289,8 @@ class Sessions:
 
     def _progress(self, trainer: Trainer, step: int) -> None:
         self.last_steps[trainer.rank] = step
+        # The script has caught what was refused.
+        self._refused.pop(trainer.rank, None)
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
         self._view.done = max((trainer.generation, step), self._view.done or (0, 0))

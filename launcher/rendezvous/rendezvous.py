@@ -226,12 +226,33 @@ class EtcdRendezvous(RendezvousHandler):
         """Make `changed_fd` unreadable until the next change."""
         self._link.clear_changed()
 
-    def report_failure(
-        self, *, kind: str, message: str, rank: int | None = None, pid: int | None = None, exitcode: int | None = None
-    ) -> None:
-        """Break the current generation for all hosts unless someone was first; goes on trying while etcd is away."""
-        failure = self._failure(kind, message, rank=rank, pid=pid, exitcode=exitcode)
+    def report_failure(self, *, kind: str, message: str, **worker: Any) -> None:
+        """Break the current generation for all hosts unless someone was first; goes on trying while etcd is away.
+
+        Args:
+            kind: What has failed.
+            message: What a person wants to know.
+            worker: What else a `Failure` says of a worker.
+        """
+        failure = self._failure(kind, message, **worker)
         self._link.report(self._link.membership.fail(failure), _REPORT_S)
+
+    def broke_here(self) -> bool:
+        """Tell whether this host was the first to break its generation, and no other host of it is lost.
+
+        Waits until the others have stopped for that, or those that are lost must have been missed.
+        """
+        deadline = Deadline(self._patience.missed_after_s)
+        while True:
+            view, version = self._link.look()
+            failure = broken(view, self.generation)
+            assert self.round is not None, "a generation was joined"
+            if self.round.gone(view.members) or (failure is not None and failure.host != self.host):
+                return False
+            others = [view.members[host] for host in self.round.hosts if host != self.host]
+            if all(member.ready > self.generation for member in others) or deadline.left_s <= 0:
+                return True
+            self._link.wait(version, deadline.left_s)
 
     def report_done(self) -> None:
         """Announce to all hosts that all workers of this one succeeded; retries while etcd is away."""
@@ -422,7 +443,7 @@ class EtcdRendezvous(RendezvousHandler):
     def _rank_in(self, formed: Round | None) -> int | None:
         return None if formed is None else formed.rank_of(self.host, self._session)
 
-    def _failure(self, kind: str, message: str, **worker: int | None) -> Failure:
+    def _failure(self, kind: str, message: str, **worker: Any) -> Failure:
         return Failure(
             generation=self.generation,
             host=self.host,

@@ -1,0 +1,133 @@
+"""Mistakes of scripts in whole jobs: each ends the run at its first start, and one line says which it is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Host, recovered, wait_until
+
+pytestmark = pytest.mark.jobs
+
+TRAIN = """
+import json, os, signal, sys, time
+import torch
+import torch.distributed as dist
+from resilient_run import Checkpointer
+
+mode, begin = sys.argv[1], sys.argv[2]
+rank, generation = int(os.environ["RANK"]), int(os.environ["RESILIENT_GENERATION"])
+print(json.dumps({"rank": rank, "pid": os.getpid(), "generation": generation}), flush=True)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = Checkpointer(model=model, optimizer=optimizer)
+try:
+    start = 0 if mode == "norestore" else checkpointer.restore()
+    print(json.dumps({"rank": rank, "start": start}), flush=True)
+    while generation == 1 and rank == 1 and not os.path.exists(begin):
+        time.sleep(0.01)
+    for step in range(start, 8):
+        if (mode, rank) == ("early", 1):
+            raise KeyError("column")
+        if step == 4 and mode == "poison":
+            raise ValueError("this batch is poison")
+        if step == 4 and mode == "exit":
+            sys.exit(3)
+        loss = model(torch.ones(4)).sum()
+        dist.all_reduce(loss.detach())
+        loss.backward()
+        optimizer.step()
+        checkpointer.step({"zero": step, "same": 1, "back": 8 - step}.get(mode, step + 1))
+        if mode == "caught" and step == 4 and generation == 1:
+            try:
+                checkpointer.step(0)
+            except ValueError:
+                pass
+        if mode == "caught" and step == 5 and generation == 1 and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode in ("poison", "exit"):
+            checkpointer.wait()
+            while (checkpointer.watermark or (0, 0))[1] <= step:
+                time.sleep(0.01)
+finally:
+    dist.destroy_process_group()
+"""
+
+AT_ONCE = {
+    "zero": "no restart cures this: step(0): n is the number of completed steps, at least 1",
+    "norestore": "no restart cures this: step(1) before restore(): call restore() once, before the first step; this "
+    "run continues from step 0",
+    "same": "no restart cures this: step(1) after step(1): completed steps must increase",
+    "back": "no restart cures this: step(7) after step(8): completed steps must increase",
+    "early": "nothing is committed yet, so only --max-restarts counts (0 left)",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def launch(cluster: Cluster, endpoint: str, names: str, mode: str, *extra: str, size: int = 2) -> list[Host]:
+    """Start a run of two ranks on `size` of the hosts; rank 1 goes on from its first step once told so, if `extra`."""
+    directory = cluster.host(names[0]).run_dir.parent
+    script, begin = directory / "train.py", directory / "begin"
+    script.write_text(TRAIN)
+    if mode != "lost":
+        begin.touch()
+    arguments = [f"--nnodes={size}", f"--nproc-per-node={2 // size}", "--rdzv-backend=etcd-v3", *extra]
+    arguments += [f"--rdzv-endpoint={endpoint}", f"--rdzv-id={cluster.name}", "--local-addr=127.0.0.1"]
+    hosts = [cluster.host(name) for name in names]
+    for host in hosts:
+        host.launch([*arguments, "--rdzv-conf=lease_ttl=3"], [str(script), mode, str(begin)])
+    return hosts
+
+
+def generations(host: Host) -> list[int]:
+    return sorted({line["generation"] for line in host.lines if "generation" in line})
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize("mode", AT_ONCE)
+def test_mistake_ends_the_run_at_its_first_start(cluster: Cluster, etcd_endpoint: str, mode: str, names: str) -> None:
+    hosts = launch(cluster, etcd_endpoint, names, mode, size=len(names))
+    assert [host.wait() for host in hosts] == [1] * len(hosts)
+    for host in hosts:
+        assert generations(host) == [1], host.output
+    told = [
+        [line for line in host.text if AT_ONCE[mode] in line and line.startswith("resilient-run: ")] for host in hosts
+    ]
+    assert max(map(len, told)) == 1, told
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize("mode", ["poison", "exit"])
+def test_same_failure_twice_ends_the_run(cluster: Cluster, etcd_endpoint: str, mode: str, names: str) -> None:
+    hosts = launch(cluster, etcd_endpoint, names, mode, size=len(names))
+    assert [host.wait() for host in hosts] == [1] * len(hosts)
+    output = "".join(host.output for host in hosts)
+    assert "one did so before, after step 4 too, so only --max-restarts counts (0 left)" in output
+    for host in hosts:
+        assert generations(host) == [1, 2], host.output
+    assert f"exitcode  : {3 if mode == 'exit' else 1}" in output
+
+
+def test_mistake_that_the_script_has_caught_ends_nothing(cluster: Cluster, etcd_endpoint: str) -> None:
+    (host,) = launch(cluster, etcd_endpoint, "a", "caught", size=1)
+    assert host.wait() == 0, host.output
+    assert recovered(host) == 1
+
+
+def test_host_that_is_lost_before_anything_is_committed_is_replaced(cluster: Cluster, etcd_endpoint: str) -> None:
+    """The rank of another host fails in a collective because of that, and not because the script is wrong."""
+    hosts = launch(cluster, etcd_endpoint, "abc", "lost")
+    starts = [lambda host=host: any("start" in line for line in host.lines) for host in hosts]
+    wait_until(lambda: sum(has() for has in starts) == 2, timeout_s=60, what="both ranks")
+    (lost,) = [host for host in hosts if any(line.get("rank") == 1 for line in host.lines)]
+    lost.lose()
+    for host in hosts:
+        if host is not lost:
+            assert host.wait() == 0, host.output
+            assert generations(host)[-1] == 2
