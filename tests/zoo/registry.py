@@ -151,6 +151,12 @@ LOOPS: tuple[Loop, ...] = (
         script="optimizer_list",
         in_ci=True,
     ),
+    Loop(
+        name="handled",
+        about="tensors swapped, resized, copied, pickled and shared between steps; a lazy layer, flags of any bytes",
+        script="handled",
+        in_ci=True,
+    ),
     Loop(name="unfreezing", about="the optimizer is made anew as parts are unfrozen", script="unfreezing"),
     Loop(name="ddp", about="DDP", script="distributed", arguments=("plain",), ranks=2),
     Loop(

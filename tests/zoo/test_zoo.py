@@ -113,9 +113,9 @@ def test_what_few_steps_have_is_struck_as_often() -> None:
 
 
 def test_the_table_of_loops_is_that_of_the_report() -> None:
-    """Every loop has its row in docs/loops.md, and a row says what the committed report found."""
-    (file,) = sorted((ROOT / "benchmarks" / "results").glob("*-zoo*.json"))[-1:]
-    found = {row["name"]: row for row in json.loads(file.read_text())["loops"]}
+    """Every loop has its row in docs/loops.md, and a row says what the newest committed report with kills of it found."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*-zoo*.json"))
+    found = {row["name"]: row for file in files for row in json.loads(file.read_text())["loops"] if row["kills"]}
     rows = [
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in (ROOT / "docs" / "loops.md").read_text().splitlines()

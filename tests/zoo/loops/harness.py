@@ -176,7 +176,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple) and any(isinstance(item, _CONTAINERS) for item in value):
         for index, item in enumerate(value):
             yield from _walk(item, f"{path}.{index}")
-    else:
+    elif not torch.nn.parameter.is_lazy(value):  # which has no data yet
         yield path, value
 
 
