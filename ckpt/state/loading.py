@@ -80,8 +80,8 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         warnings.append("the checkpoint has no states of random number generators, which stay what they are")
     warnings += _check(state, manifest, payload, states, before)
     for optimizer, names in trained:
-        now = set(_trained(optimizer, modules))
-        lost = [name for name in names if name not in now]
+        still = set(_trained(optimizer, modules))
+        lost = [name for name in names if name not in still]
         if lost:
             raise _inexact(
                 [f"{name}: load_state_dict() made another parameter of it than the optimizer has" for name in lost]
