@@ -225,7 +225,10 @@ def _equal(now: Any, wanted: Any) -> bool:
 
 
 def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, np.ndarray) else raw(leaf.detach()).clone().view(leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    plain = leaf.detach()
+    return raw(plain).clone().view(torch.bool) if plain.dtype is torch.bool else plain.clone()
 
 
 def _alike(one: Any, other: Any) -> bool:

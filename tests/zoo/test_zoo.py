@@ -113,7 +113,7 @@ def test_what_few_steps_have_is_struck_as_often() -> None:
 
 
 def test_the_table_of_loops_is_that_of_the_report() -> None:
-    """Every loop has its row in docs/loops.md, and a row says what the newest report with kills of it found."""
+    """Every loop has its row in docs/loops.md, and a row says what the newest committed report that killed it found."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*-zoo*.json"))
     found = {row["name"]: row for file in files for row in json.loads(file.read_text())["loops"] if row["kills"]}
     rows = [
