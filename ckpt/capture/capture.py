@@ -13,7 +13,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Literal
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 class _Phase(IntEnum):
     PENDING = 0  # waits for a slot; training may cancel it
-    STAGING = 1  # `step()` copies into the slot that it has taken; the thread leaves it alone
+    STAGING = 1  # `step()` copies into the slot that it has taken; the capture thread leaves all slots alone
     COPYING = 2  # the thread completes it; a change to what is on devices makes the capture fail
     RELEASED = 3  # what is on devices may change after `Staged.hold`
     COPIED = 4  # the memory beside the slots may be used again
@@ -56,6 +56,7 @@ class _Capture:
     plan: CapturePlan
     trained: frozenset[str]
     apart: frozenset[str]
+    thread: int = field(default_factory=threading.get_ident)
     phase: _Phase = _Phase.PENDING
     target: MappedSlot | None = None
     staged: Staged | None = None
@@ -79,7 +80,7 @@ class Capturer:
         self._newest = 0
         self._told: Message | None = None  # the capture that was missed last, as the daemon knows
         self._capture: _Capture | None = None
-        self._allocating = False  # slots may be unmapped at any moment
+        self._busy = False  # the capture thread maps slots, or writes to one and publishes it
         self._closing = False
         self._preferred_offset = 0
         self._stale = True  # the slots must be asked for, again after each attachment
@@ -162,8 +163,7 @@ class Capturer:
             self._newest = step
             if self._refused is not None and time.monotonic() - self._refused_s > _REFUSED_S:
                 self._refused = None  # there may be room by now
-            if self._capture is not None and self._capture.phase is _Phase.PENDING:
-                self._skip(self._capture)
+            self._give_up_waiting()
             if self._slots.slots and not self._slots.wants(step):
                 self._pass(step)
                 return
@@ -178,18 +178,21 @@ class Capturer:
                 self._capture = capture
                 self._changed.notify_all()
                 self._await_slots(capture)
-                if not self._slots.slots:
+                if not self._slots.slots or (capture.plan is self._refused and self._outgrown(capture)):
                     self._skip(capture)
-                elif capture.phase is _Phase.PENDING and not self._allocating and not self._must_allocate(capture):
+                elif capture.phase is _Phase.PENDING and not self._busy and not self._must_allocate(capture):
                     self._claim(capture, _Phase.STAGING)
             self._stage(capture, flat)
         except BaseException:
             # The script may catch it and go on: then the other ranks must not wait for this capture.
             with self._changed:
-                if self._capture is not None and self._capture.step == step:
-                    self._capture.phase = _Phase.SKIPPED
-                self._pass(step, failed=True)
-                self._changed.notify_all()
+                begun = self._current
+                if begun is None:
+                    self._pass(step, failed=True)
+                elif begun.phase < _Phase.COPYING:  # else the capture thread has all of it
+                    for device in begun.plan.devices:  # nothing may arrive in a slot that is used for something else
+                        torch.cuda.synchronize(device)
+                    self._skip(begun, failed=True)
             raise
         self._raise_failure()
 
@@ -206,16 +209,17 @@ class Capturer:
             if self._beside is None or self._beside_of is not plan:
                 # Only what is written takes memory.
                 pages = mmap.mmap(-1, max(1, plan.layout.payload_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._beside, self._beside_of = torch.frombuffer(pages, dtype=torch.uint8), plan
+                with torch.inference_mode(False):  # later steps write to it as well, in whatever mode this one is
+                    self._beside, self._beside_of = torch.frombuffer(pages, dtype=torch.uint8), plan
             memory = self._beside
         else:
             return
         staged = self._copier.stage(plan, flat, memory)
         with self._changed:
-            if capture.phase is _Phase.STAGING:
-                capture.phase = _Phase.COPYING
             if capture.phase is not _Phase.SKIPPED:
                 capture.staged = staged
+            if capture.phase is _Phase.STAGING:
+                capture.phase = _Phase.COPYING
             self._changed.notify_all()
 
     def _await_slots(self, capture: _Capture) -> None:
@@ -230,7 +234,7 @@ class Capturer:
             lambda: (
                 capture.phase is not _Phase.PENDING
                 or capture.plan is self._refused
-                or (bool(self._slots.slots) and not self._outgrown(capture))
+                or (bool(self._slots.slots) and not self._outgrown(capture) and not self._busy)
             ),
             _ALLOCATE_S if first else _GROW_S,
         )
@@ -246,8 +250,7 @@ class Capturer:
             capture = self._capture
             if capture is None or not capture.plan.live:
                 return
-            if capture.phase is _Phase.PENDING:
-                self._skip(capture)
+            self._give_up_waiting()
             self._changed.wait_for(lambda: capture.phase >= _Phase.RELEASED)
             staged = capture.staged
         if staged is not None:
@@ -289,13 +292,14 @@ class Capturer:
         with self._changed:
             self._closing = True
             capture = self._capture
-            if capture is not None:
-                if capture.phase is _Phase.PENDING:
-                    self._skip(capture)
-                self._changed.wait_for(lambda: capture.phase >= _Phase.COMPLETE)
+            interrupts = capture is not None and capture.phase is _Phase.STAGING and self._is_mine(capture)
+            self._give_up_waiting()
+            self._changed.wait_for(lambda: capture is None or capture.phase >= _Phase.COMPLETE)
             self._changed.notify_all()
         self._link.close()
         self._thread.join()
+        if interrupts:
+            return  # to a `step()` that may go on to copy: its slot stays this rank's until the process ends
         self._copier.close()
         self._slots.close()
 
@@ -316,7 +320,7 @@ class Capturer:
                 while (action := self._next_action()) is None:
                     self._changed.wait()
                 capture = self._capture
-                self._allocating = action == "allocate"
+                self._busy = True
             if action == "stop" or capture is None:
                 return
             try:
@@ -330,12 +334,14 @@ class Capturer:
                 with self._changed:
                     if action == "allocate":
                         self._refused, self._refused_s = capture.plan, time.monotonic()
-                    self._skip(capture)
+                    if capture.phase is not _Phase.STAGING:
+                        self._skip(capture)
             finally:
                 with self._changed:
-                    self._allocating = False
+                    self._busy = False
                     if capture.phase >= _Phase.COMPLETE:
                         capture.staged = None  # with what it refers to on devices
+                    self._changed.notify_all()
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
         """Return what the capture thread does next, None if it waits; what it copies has claimed its slot."""
@@ -366,11 +372,23 @@ class Capturer:
         if capture.target is not None:
             capture.phase = phase
 
-    def _skip(self, capture: _Capture) -> None:
+    def _give_up_waiting(self) -> None:
+        """Skip a capture that has not begun, or that this very thread was interrupted in."""
+        capture = self._capture
+        if capture is not None and (
+            capture.phase is _Phase.PENDING or (capture.phase is _Phase.STAGING and self._is_mine(capture))
+        ):
+            self._skip(capture)
+
+    @staticmethod
+    def _is_mine(capture: _Capture) -> bool:
+        return capture.thread == threading.get_ident()
+
+    def _skip(self, capture: _Capture, *, failed: bool = False) -> None:
         if capture.phase < _Phase.COMPLETE:
             capture.phase = _Phase.SKIPPED
             capture.staged = None
-            self._pass(capture.step)
+            self._pass(capture.step, failed=failed)
         self._changed.notify_all()
 
     def _pass(self, step: int, *, failed: bool = False) -> None:
@@ -394,7 +412,6 @@ class Capturer:
             return
         with self._changed:
             self._slots.use(slots)
-            self._allocating = False
             self._tell_missed()
             self._changed.notify_all()
         for mapped in slots:
@@ -442,13 +459,6 @@ class Capturer:
         assert target is not None
         assert staged is not None
         started_s = time.monotonic()
-        digester = self._digester_of(capture)
-        manifest = encode(plan.tensors, capture.node)
-        if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
-            with self._changed:
-                self._stale = True
-                self._skip(capture)
-            return
         if staged.memory is not target.payload:
             target.held = None
             target.slot.begin()
@@ -460,6 +470,13 @@ class Capturer:
             on_released=lambda: self._advance(capture, _Phase.RELEASED),
             on_copied=lambda: self._advance(capture, _Phase.COPIED),
         )
+        digester = self._digester_of(capture)
+        manifest = encode(plan.tensors, capture.node)
+        if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
+            with self._changed:
+                self._stale = True
+                self._skip(capture)
+            return
         payload = target.slot.buffer[target.slot.payload_offset :][: plan.layout.payload_bytes]
         manifest, checksums = digester.extend(manifest, payload)
         changed = self._copier.prove(plan, staged, target)
@@ -522,6 +539,7 @@ class Capturer:
     def _advance(self, capture: _Capture, phase: _Phase) -> None:
         with self._changed:
             capture.phase = phase
+            self._busy = phase < _Phase.COMPLETE
             self._changed.notify_all()
 
 

@@ -6,9 +6,10 @@ byte of them before what arrived in the slot has that hash (`device.py`). Whoeve
 means, makes the hashes differ, and the capture is given up.
 """
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -104,7 +105,7 @@ class CapturePlan:
             if device is not None:
                 by_device.setdefault(device, {})[index] = (start, end)
             elif start < end:
-                (self.moved if _lies_plain(leaf) and not _is_cuda(leaf) else self.others).append(index)
+                (self.moved if _lies_plain(leaf) and _tensor(leaf).is_cpu else self.others).append(index)
         self.on_devices = [DeviceLeaves(device, places) for device, places in by_device.items()]
         self.live = sorted(index for places in by_device.values() for index in places)
         self.pieces: list[_Piece] = [
@@ -160,23 +161,26 @@ class Copier:
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in plan.devices]
         tensors = {index: _tensor(flat.leaves[index]) for index in plan.live}
         captures = [each.fingerprint(tensors) for each in plan.on_devices]
-        addresses = [flat.leaves[index].data_ptr() for index in plan.moved]  # type: ignore[union-attr]
-        base = memory.data_ptr()
-        shares = min(torch.get_num_threads(), sum(end - start for start, end in plan.on_host) // _SHARE_BYTES)
-        if shares > 1:
-            self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads(), "resilient-copy")
-            others = [
-                self._pool.submit(self._copy, plan.pieces[share::shares], addresses, base) for share in range(1, shares)
-            ]
-            try:
-                self._copy(plan.pieces[::shares], addresses, base)
-            finally:
-                wait(others)  # whatever happened: they write to `memory`
-            for other in others:
-                other.result()
-        else:
-            self._copy(plan.pieces, addresses, base)
+        self._share(plan, [_tensor(flat.leaves[index]) for index in plan.moved], memory)
         return Staged(memory=memory, captures=captures, ready=ready)
+
+    def _share(self, plan: CapturePlan, leaves: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        """Copy the pieces of `leaves`, with help if they are long; return, or raise, when nobody copies any more."""
+        pieces, helpers = iter(plan.pieces), list[Future[None]]()
+        threads = min(torch.get_num_threads(), sum(end - start for start, end in plan.on_host) // _SHARE_BYTES)
+        try:
+            if threads > 1:
+                self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads(), "resilient-copy")
+                with contextlib.suppress(RuntimeError):  # at the end of the process no thread begins: this one is there
+                    for _ in range(1, threads):
+                        helpers.append(self._pool.submit(self._copy, pieces, leaves, memory))
+            self._copy(pieces, leaves, memory)
+        finally:
+            for _ in pieces:
+                pass  # whatever happened: nobody begins another one
+            _await(helpers)
+        for helper in helpers:
+            helper.result()
 
     def finish(
         self,
@@ -200,14 +204,16 @@ class Copier:
             for capture in staged.captures:
                 capture.begin(target.payload)
             on_released()
-            for _, ready in staged.ready:
-                ready.synchronize()
             if staged.memory is not target.payload:
+                for _, ready in staged.ready:
+                    ready.synchronize()
                 for start, end in plan.on_host:
                     self._move(target.address + start, staged.memory.data_ptr() + start, end - start)
             on_copied()
         finally:
             # Whatever happened: nothing may arrive in a slot that is used for something else, or is gone.
+            for _, ready in staged.ready:
+                ready.synchronize()
             for capture in staged.captures:
                 capture.finish()
 
@@ -225,12 +231,22 @@ class Copier:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _copy(self, pieces: Sequence[_Piece], addresses: Sequence[int], base: int) -> None:
+    def _copy(self, pieces: Iterator[_Piece], leaves: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        base = memory.data_ptr()
         for to, place, offset, size in pieces:
-            self._move(base + to, addresses[place] + offset, size)
+            self._move(base + to, leaves[place].data_ptr() + offset, size)
 
     def _move(self, target: int, source: int, size: int) -> None:
         (self._move_large if size > _SMALL_BYTES else self._move_small)(target, source, size)
+
+
+def _await(futures: Sequence[Future[None]]) -> None:
+    """Return when they have ended, also if this thread is interrupted meanwhile: then raise."""
+    try:
+        wait(futures)
+    except BaseException:
+        _await(futures)
+        raise
 
 
 def _fill(target: torch.Tensor, leaf: Leaf) -> None:

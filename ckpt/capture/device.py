@@ -68,10 +68,11 @@ class DeviceLeaves:
         leaf, place, size = [], [], []
         for index, (start, end) in self.places.items():
             # So that none lies in two chunks, which are checked one by one.
-            inner = torch.arange(start // FRAGMENT_BYTES * FRAGMENT_BYTES + FRAGMENT_BYTES, end, FRAGMENT_BYTES)
+            first = start // FRAGMENT_BYTES * FRAGMENT_BYTES + FRAGMENT_BYTES
+            inner = torch.arange(first, end, FRAGMENT_BYTES, device="cpu")
             edges = torch.nn.functional.pad(inner, (1, 1))
             edges[0], edges[-1] = start, end
-            leaf.append(torch.full((len(edges) - 1,), index))
+            leaf.append(torch.full((len(edges) - 1,), index, device="cpu"))
             place.append(edges[:-1])
             size.append(edges.diff())
         self._leaf, self._place, self._size = torch.cat(leaf), torch.cat(place), torch.cat(size)
@@ -84,7 +85,7 @@ class DeviceLeaves:
             # One launch for all leaves: they are parts of the memory that lies between the first and the last.
             first = min(addresses.values())
             last = max(addresses[index] + end - start for index, (start, end) in self.places.items())
-            shifts = torch.zeros(max(addresses) + 1, dtype=torch.int64)
+            shifts = torch.zeros(max(addresses) + 1, dtype=torch.int64, device="cpu")
             for index, (start, _) in self.places.items():
                 shifts[index] = addresses[index] - first - start
             self._words = self.device.words(first, last - first)
