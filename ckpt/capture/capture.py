@@ -20,7 +20,7 @@ from typing import Final, Literal
 import torch
 
 from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
-from ..format.digests import Digester
+from ..format.digests import Digester, Hashes
 from ..format.manifest import Node, encode, object_name
 from ..format.pair import Pair
 from ..format.slot import plan_layout
@@ -54,10 +54,10 @@ class _Capture:
     step: int
     node: Node
     plan: CapturePlan
-    trained: frozenset[str]
-    apart: frozenset[str]
     thread: int = field(default_factory=threading.get_ident)
+    digester: Digester
     phase: _Phase = _Phase.PENDING
+    hashes: Hashes | None = None
     target: MappedSlot | None = None
     staged: Staged | None = None
 
@@ -91,7 +91,7 @@ class Capturer:
         self._plan: CapturePlan | None = None
         self._beside_of: CapturePlan | None = None
         self._beside: torch.Tensor | None = None  # for a capture that no slot is free for in its step()
-        self._digester: tuple[CapturePlan, Digester] | None = None  # of the capture thread
+        self._digester: tuple[CapturePlan, Digester] | None = None
         self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
         self._on_complete: Callable[[str, Pair], None] = lambda path, version: None
         self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
@@ -172,7 +172,7 @@ class Capturer:
             plan = self._plan  # the capture thread takes it away when a capture is discarded
             if plan is None or not plan.matches(flat):
                 plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
-            capture = _Capture(step=step, node=flat.node, plan=plan, trained=state.trained, apart=state.apart)
+            capture = _Capture(step=step, node=flat.node, plan=plan, digester=self._digester_of(plan, flat.node, state))
             with self._changed:
                 self._changed.wait_for(lambda: self._capture is None or self._capture.phase >= _Phase.COPIED)
                 self._capture = capture
@@ -214,8 +214,10 @@ class Capturer:
             memory = self._beside
         else:
             return
-        staged = self._copier.stage(plan, flat, memory)
+        hashes = capture.digester.hashes(memory.numpy().data[: plan.layout.payload_bytes])
+        staged = self._copier.stage(plan, flat, memory, hashes)
         with self._changed:
+            capture.hashes = hashes if hashes.complete else None
             if capture.phase is not _Phase.SKIPPED:
                 capture.staged = staged
             if capture.phase is _Phase.STAGING:
@@ -340,7 +342,7 @@ class Capturer:
                 with self._changed:
                     self._busy = False
                     if capture.phase >= _Phase.COMPLETE:
-                        capture.staged = None  # with what it refers to on devices
+                        capture.staged = capture.hashes = None  # with what it refers to on devices
                     self._changed.notify_all()
 
     def _next_action(self) -> Literal["stop", "allocate", "copy"] | None:
@@ -387,7 +389,7 @@ class Capturer:
     def _skip(self, capture: _Capture, *, failed: bool = False) -> None:
         if capture.phase < _Phase.COMPLETE:
             capture.phase = _Phase.SKIPPED
-            capture.staged = None
+            capture.staged = capture.hashes = None
             self._pass(capture.step, failed=failed)
         self._changed.notify_all()
 
@@ -421,7 +423,7 @@ class Capturer:
 
     def _ask_slots(self, capture: _Capture) -> list[str]:
         """Return the paths of slots that the daemon has for captures like `capture`."""
-        manifest_bytes = len(encode(capture.plan.tensors, capture.node)) + self._digester_of(capture).encoded_bytes
+        manifest_bytes = len(encode(capture.plan.tensors, capture.node)) + capture.digester.encoded_bytes
         payload_bytes = capture.plan.layout.payload_bytes
         if self._slots.fits(manifest_bytes, payload_bytes):
             first = self._slots.slots[0].slot
@@ -470,7 +472,7 @@ class Capturer:
             on_released=lambda: self._advance(capture, _Phase.RELEASED),
             on_copied=lambda: self._advance(capture, _Phase.COPIED),
         )
-        digester = self._digester_of(capture)
+        digester = capture.digester
         manifest = encode(plan.tensors, capture.node)
         if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
             with self._changed:
@@ -478,7 +480,7 @@ class Capturer:
                 self._skip(capture)
             return
         payload = target.slot.buffer[target.slot.payload_offset :][: plan.layout.payload_bytes]
-        manifest, checksums = digester.extend(manifest, payload)
+        manifest, checksums = digester.extend(manifest, capture.hashes or digester.hashes(payload))
         changed = self._copier.prove(plan, staged, target)
         if changed is not None:
             self._discard(capture, changed)
@@ -501,17 +503,10 @@ class Capturer:
         self.stats.capture_s += time.monotonic() - started_s
         self._advance(capture, _Phase.COMPLETE)
 
-    def _digester_of(self, capture: _Capture) -> Digester:
-        plan = capture.plan
+    def _digester_of(self, plan: CapturePlan, node: Node, state: TrainingState) -> Digester:
         if self._digester is None or self._digester[0] is not plan:
-            digester = Digester(
-                plan.specs,
-                plan.layout,
-                capture.node,
-                rank=self._env.rank,
-                trained=capture.trained,
-                apart=capture.apart,
-            )
+            rank, trained, apart = self._env.rank, state.trained, state.apart
+            digester = Digester(plan.specs, plan.layout, node, rank=rank, trained=trained, apart=apart)
             self._digester = plan, digester
         return self._digester[1]
 

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from ..format.digests import Hashes
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
 from ..format.slot import CHUNK_BYTES
 from ..state.tree import Flattener, Leaf, raw
@@ -26,8 +27,8 @@ from .slots import MappedSlot
 _SMALL_BYTES: Final = 64 << 10
 """Leaves of a GPU up to this are copied inside `step()`, which takes no longer than a fingerprint of them."""
 
-_PIECE_BYTES: Final = 4 << 20
-"""The longest piece that one thread copies at a time."""
+_BLOCK_BYTES: Final = CHUNK_BYTES
+"""What one thread copies at a time: no longer, so that it is still in the cache when it is hashed."""
 
 _SHARE_BYTES: Final = 8 << 20
 """With less than this for each of them, threads take longer to begin than they save."""
@@ -109,9 +110,10 @@ class CapturePlan:
         self.on_devices = [DeviceLeaves(device, places) for device, places in by_device.items()]
         self.live = sorted(index for places in by_device.values() for index in places)
         self.pieces: list[_Piece] = [
-            (self.layout.offsets[index] + offset, place, offset, min(_PIECE_BYTES, self.specs[index].nbytes - offset))
+            (start, place, start - first, end - start)
             for place, index in enumerate(self.moved)
-            for offset in range(0, self.specs[index].nbytes, _PIECE_BYTES)
+            for first, last in [self._place(index)]
+            for start, end in _blocks(first, last)
         ]
         self.late = sorted(
             {
@@ -144,7 +146,7 @@ class Copier:
         self._move_large, self._move_small = (_memmove(kind(None)) for kind in (ctypes.CDLL, ctypes.PyDLL))
         self._pool: ThreadPoolExecutor | None = None
 
-    def stage(self, plan: CapturePlan, flat: Flattener, memory: torch.Tensor) -> Staged:
+    def stage(self, plan: CapturePlan, flat: Flattener, memory: torch.Tensor, hashes: Hashes | None = None) -> Staged:
         """Copy the leaves of `flat` that are on the host into `memory`, and let GPUs hash theirs.
 
         CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
@@ -154,6 +156,9 @@ class Copier:
             plan: One that `flat` matches.
             flat: The state.
             memory: uint8 of the CPU, as long as the payload, with zeros between the leaves.
+            hashes: Of `memory`: made here, while what was copied is in the processor's cache, if torch has one thread
+                for an operation. The cores are for other ranks then, and training waits for the lock of a thread that
+                hashes. Else they are left for later, and so they are if something of it comes from a device.
         """
         for index in plan.others:
             start = plan.layout.offsets[index]
@@ -161,10 +166,12 @@ class Copier:
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in plan.devices]
         tensors = {index: _tensor(flat.leaves[index]) for index in plan.live}
         captures = [each.fingerprint(tensors) for each in plan.on_devices]
-        self._share(plan, [_tensor(flat.leaves[index]) for index in plan.moved], memory)
+        self._share(plan, [_tensor(flat.leaves[index]) for index in plan.moved], memory, None if ready else hashes)
         return Staged(memory=memory, captures=captures, ready=ready)
 
-    def _share(self, plan: CapturePlan, leaves: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    def _share(
+        self, plan: CapturePlan, leaves: Sequence[torch.Tensor], memory: torch.Tensor, hashes: Hashes | None
+    ) -> None:
         """Copy the pieces of `leaves`, with help if they are long; return, or raise, when nobody copies any more."""
         pieces, helpers = iter(plan.pieces), list[Future[None]]()
         threads = min(torch.get_num_threads(), sum(end - start for start, end in plan.on_host) // _SHARE_BYTES)
@@ -174,7 +181,13 @@ class Copier:
                 with contextlib.suppress(RuntimeError):  # at the end of the process no thread begins: this one is there
                     for _ in range(1, threads):
                         helpers.append(self._pool.submit(self._copy, pieces, leaves, memory))
-            self._copy(pieces, leaves, memory)
+            if threads > 1 or plan.live or hashes is None:
+                self._copy(pieces, leaves, memory)
+            else:
+                for to, block in groupby(pieces, key=lambda piece: piece[0] // _BLOCK_BYTES * _BLOCK_BYTES):
+                    hashes.upto(to)
+                    self._copy(block, leaves, memory)
+                hashes.upto()
         finally:
             for _ in pieces:
                 pass  # whatever happened: nobody begins another one
@@ -238,6 +251,14 @@ class Copier:
 
     def _move(self, target: int, source: int, size: int) -> None:
         (self._move_large if size > _SMALL_BYTES else self._move_small)(target, source, size)
+
+
+def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes of the payload where its blocks end."""
+    while start < end:
+        stop = min(end, (start // _BLOCK_BYTES + 1) * _BLOCK_BYTES)
+        yield start, stop
+        start = stop
 
 
 def _await(futures: Sequence[Future[None]]) -> None:

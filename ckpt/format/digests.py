@@ -144,24 +144,19 @@ class Digester:
         self._head = _COMPARED + json.dumps(compared, separators=(",", ":")).encode() + _DIGESTS
         self.encoded_bytes = len(self._encode(np.zeros(len(self._ends), dtype="<u8")))
 
-    def extend(self, manifest: bytes, payload: memoryview) -> tuple[bytes, U64]:
+    def hashes(self, payload: memoryview) -> "Hashes":
+        """Return the hashes of a capture, none of which are made yet."""
+        return Hashes(payload, self._bytes, self._count)
+
+    def extend(self, manifest: bytes, hashes: "Hashes") -> tuple[bytes, U64]:
         """Return `manifest` with the digests of a capture, longer by `encoded_bytes`, and the XXH3-64 of each chunk.
 
         Args:
             manifest: The one of the capture.
-            payload: What was captured.
+            hashes: Of its payload, which is complete; those that are not made yet are made now.
         """
-        checksums = np.zeros(chunk_count(len(payload)), dtype="<u8")
-        pieces = np.zeros(self._count, dtype="<u8")
-        due = iter([*self._bytes, (0, 0, len(payload) + 1)])
-        place, start, stop = next(due)
-        for chunk in range(len(checksums)):
-            end = (chunk + 1) * CHUNK_BYTES
-            checksums[chunk] = xxhash.xxh3_64_intdigest(payload[chunk * CHUNK_BYTES : end])
-            time.sleep(_YIELD_S)
-            while stop <= end and stop <= len(payload):  # what has just been read is in the processor's cache
-                pieces[place] = xxhash.xxh3_64_intdigest(payload[start:stop])
-                place, start, stop = next(due)
+        hashes.upto(pause_s=_YIELD_S)
+        pieces, checksums = hashes.pieces, hashes.checksums
         if self._chunks:
             at, chunks = np.array(self._chunks).T
             pieces[at] = checksums[chunks]
@@ -191,6 +186,50 @@ class Digester:
             for start, (structure, end) in zip(starts, self._parts, strict=False)
         ]
         return self._head + b",".join(parts) + b'"'
+
+
+class Hashes:
+    """The XXH3-64 of the chunks of one payload, and of the pieces of its leaves, made while that is being filled.
+
+    Attributes:
+        checksums: Of each chunk.
+        pieces: Of each piece.
+    """
+
+    def __init__(self, payload: memoryview, pieces: Sequence[tuple[int, int, int]], count: int) -> None:
+        """Begin with none; `pieces` are the number, start and end of each of `count`, by end, but for whole chunks."""
+        self._payload = payload
+        self._size = len(payload)
+        self.checksums: U64 = np.zeros(chunk_count(len(payload)), dtype="<u8")
+        self.pieces: U64 = np.zeros(count, dtype="<u8")
+        self._chunk = 0
+        self._due = iter(pieces)
+        self._next = next(self._due, None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are made."""
+        return self._chunk == len(self.checksums)
+
+    def upto(self, end: int | None = None, *, pause_s: float = 0) -> None:
+        """Hash what lies in the chunks that end at or before `end`, all before which is there.
+
+        Args:
+            end: In bytes of the payload, None for all of it.
+            pause_s: Seconds for which other threads get the interpreter's lock after each chunk.
+        """
+        while not self.complete:
+            start, stop = self._chunk * CHUNK_BYTES, min((self._chunk + 1) * CHUNK_BYTES, self._size)
+            if end is not None and stop > end:
+                return
+            self.checksums[self._chunk] = xxhash.xxh3_64_intdigest(self._payload[start:stop])
+            self._chunk += 1
+            if pause_s:
+                time.sleep(pause_s)
+            while self._next is not None and self._next[2] <= stop:  # what was just read is in the processor's cache
+                number, first, last = self._next
+                self.pieces[number] = xxhash.xxh3_64_intdigest(self._payload[first:last])
+                self._next = next(self._due, None)
 
 
 def _together(counts: Sequence[int]) -> list[int]:
