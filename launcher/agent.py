@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.ckpt.uncaught import told
 from resilient_run.daemon.run.records import Failure
 from resilient_run.daemon.trust.secret import host_key, key_proof
 
@@ -42,6 +43,7 @@ _SETTLE_S = 0.5
 _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
+_NAMED = 8
 
 _OPEN = (
     "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
@@ -141,6 +143,7 @@ class ResilientAgent(LocalElasticAgent):
         self._stalled = 0
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
+        self._told = ""  # by the worker whose failure is being decided on
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
@@ -155,7 +158,7 @@ class ResilientAgent(LocalElasticAgent):
             succeeded = not result.is_failed()
             return result
         finally:
-            self._timeline.close()
+            self._timeline.close(succeeded=succeeded)
             self._sum_up()
             left = self._rdzv.leave()
             self._link.close(discard=self._config.ephemeral or (succeeded and left and self._is_over()))
@@ -325,7 +328,10 @@ class ResilientAgent(LocalElasticAgent):
             exitcode, pid = handler.proc.poll(), handler.proc.pid
             if exitcode:
                 rank = worker_group.workers[local_rank].global_rank
-                message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
+                error_file = self._pcontext.error_files[local_rank]
+                self._told = told(error_file)
+                message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode, error_file)}"
+                message += self._left_early(worker_group)
                 last_step, idle_s = self._progress()
                 self._timeline.begin(
                     kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s
@@ -334,6 +340,23 @@ class ResilientAgent(LocalElasticAgent):
                 self._recoverable(message)
                 self._timeline.mark("decide")
                 return
+
+    def _left_early(self, worker_group: WorkerGroup) -> str:
+        """Return which ranks had ended with status 0 when another one failed, which may have waited for them."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        assert self._rdzv.round is not None
+        left = [
+            worker_group.workers[local_rank].global_rank
+            for local_rank, handler in self._pcontext.subprocess_handlers.items()
+            if handler.proc.poll() == 0
+        ]
+        for host in self._rdzv.round.hosts:
+            if (self._rdzv.generation, host) in self._rdzv.view.done:
+                left += self._rdzv.round.ranks(host)
+        if not left:
+            return ""
+        some = ", ".join(map(str, sorted(left)[:_NAMED])) + (", …" if len(left) > _NAMED else "")
+        return f"; rank{'' if len(left) == 1 else 's'} {some} had ended with status 0"
 
     def _succeeded(self, result: RunResult) -> RunResult:
         """Report success once; until every host has, the group counts as healthy and can still be restarted."""
@@ -360,12 +383,15 @@ class ResilientAgent(LocalElasticAgent):
             log.warning("cannot recover from memory: %s", error)
             return False
         if status["refused"] is not None:
-            self._verdict = f"; no restart cures this: {status['refused']}"
-            log.error("%s%s", cause, self._verdict)
+            self._verdict = "; no restart cures this" + ("" if self._told else f": {status['refused']}")
+            if not self._told:
+                log.error("%s%s", cause, self._verdict)
             return False
         if not status["attached"]:
-            left = self._remaining_restarts
-            log.warning("%s; no worker had a Checkpointer, so only --max-restarts counts (%d left)", cause, left)
+            # What the worker told is shown at the end.
+            if not self._told or self._remaining_restarts:
+                why = "" if self._told else "no Checkpointer was at work, so "
+                log.warning("%s; %sonly --max-restarts counts (%d left)", cause, why, self._remaining_restarts)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
         self._recovered_at = status["watermark"]
@@ -438,14 +464,13 @@ def _close(
                     os.killpg(handler.proc.pid, signal.SIGKILL)
 
 
-def _died(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"exited with code {exitcode}"
+def _died(exitcode: int, error_file: str) -> str:
+    how = f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with code {exitcode}"
+    return ": ".join(filter(None, (how, told(error_file))))
 
 
 def _reason(result: RunResult) -> str:
     if not result.is_failed():
         return "the training script succeeded on every host"
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    return f"rank {rank} (pid {failure.pid}) {_died(failure.exitcode)}"
+    return f"rank {rank} (pid {failure.pid}) {_died(failure.exitcode, failure.error_file)}"
