@@ -35,6 +35,7 @@ from .transport.edge import EdgeConfig
 from .transport.exchange import Exchange, ExchangeStats
 from .transport.gate import Gate
 from .transport.pace import TrainerPace
+from .uncaught import install as show_refusals
 
 _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
@@ -78,6 +79,7 @@ class Checkpointer:
             MemoryBudgetError: Two captures of this state do not fit in the memory budget of the host.
             DaemonError: The daemon refused, or this is not the first generation and there is no daemon.
         """
+        show_refusals()
         self._state = TrainingState(objects, rng=rng)
         self._unregistered = Unregistered(lambda: self._state.objects)
         self._accumulation = Accumulation()

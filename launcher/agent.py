@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.ckpt.uncaught import told
 from resilient_run.daemon.run.records import Failure
 from resilient_run.daemon.trust.secret import host_key, key_proof
 
@@ -44,6 +45,7 @@ _LAST_SETTLE_S = 2.0
 _KILL_WAIT_S = 30
 _DAEMON_S = 600.0
 _PERSISTED_S = 150.0
+_NAMED = 8
 
 _OPEN = (
     "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
@@ -146,6 +148,7 @@ class ResilientAgent(LocalElasticAgent):
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
         self._seen: set[Way] = set()
+        self._told = ""  # by the worker whose failure is being decided on
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
@@ -163,7 +166,7 @@ class ResilientAgent(LocalElasticAgent):
             self._settle(answer_within_s=_LAST_SETTLE_S)
             raise
         finally:
-            self._timeline.close()
+            self._timeline.close(succeeded=succeeded)
             self._sum_up()
             left = self._rdzv.leave()
             self._link.close(discard=self._config.ephemeral or (succeeded and left and self._is_over()))
@@ -338,7 +341,10 @@ class ResilientAgent(LocalElasticAgent):
         # One that a signal killed comes first: the others may have failed because of it.
         exitcode, local_rank = min(exited)
         rank, pid = worker_group.workers[local_rank].global_rank, self._pcontext.pids()[local_rank]
-        message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode)}"
+        error_file = self._pcontext.error_files[local_rank]
+        self._told = told(error_file)
+        message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode, error_file)}"
+        message += self._left_early(worker_group)
         status = self._status()
         last_step, idle_s = self._progress(status)
         self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s)
@@ -348,6 +354,23 @@ class ResilientAgent(LocalElasticAgent):
         )
         self._recoverable(message, exited=(rank, exitcode))
         self._timeline.mark("decide")
+
+    def _left_early(self, worker_group: WorkerGroup) -> str:
+        """Return which ranks had ended with status 0 when another one failed, which may have waited for them."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        assert self._rdzv.round is not None
+        left = [
+            worker_group.workers[local_rank].global_rank
+            for local_rank, handler in self._pcontext.subprocess_handlers.items()
+            if handler.proc.poll() == 0
+        ]
+        for host in self._rdzv.round.hosts:
+            if (self._rdzv.generation, host) in self._rdzv.view.done:
+                left += self._rdzv.round.ranks(host)
+        if not left:
+            return ""
+        some = ", ".join(map(str, sorted(left)[:_NAMED])) + (", …" if len(left) > _NAMED else "")
+        return f"; rank{'' if len(left) == 1 else 's'} {some} had ended with status 0"
 
     def _succeeded(self, result: RunResult) -> RunResult:
         """Report success once; until every host has, the group counts as healthy and can still be restarted."""
@@ -381,7 +404,10 @@ class ResilientAgent(LocalElasticAgent):
             return False
         left = self._remaining_restarts
         if not status["attached"]:
-            log.warning("%s; no worker had a Checkpointer, so only --max-restarts counts (%d left)", cause, left)
+            # What the worker told is shown at the end.
+            if not self._told or left:
+                why = "" if self._told else "no Checkpointer was at work, so "
+                log.warning("%s; %sonly --max-restarts counts (%d left)", cause, why, left)
             return False
         if (why := self._repeats(status, exited)) is not None:
             self._verdict = f"; {why}"
@@ -401,9 +427,10 @@ class ResilientAgent(LocalElasticAgent):
         if status.get("refused") is None:
             return False
         self._decided_generation, self._decision = self._rdzv.generation, False
-        self._verdict = f"; no restart cures this: {status['refused']}"
+        self._verdict = "; no restart cures this" + ("" if self._told else f": {status['refused']}")
         self._remaining_restarts = 0
-        log.error("%s%s", cause, self._verdict)
+        if not self._told:  # else it is shown at the end
+            log.error("%s%s", cause, self._verdict)
         return True
 
     def _repeats(self, status: Mapping[str, Any], exited: tuple[int, int] | None) -> str | None:
@@ -490,11 +517,13 @@ def _close(
                     os.killpg(handler.proc.pid, signal.SIGKILL)
 
 
-def _died(exitcode: int) -> str:
+def _died(exitcode: int, error_file: str) -> str:
     if exitcode < 0:
         why = " (as a write to a full tmpfs, such as /dev/shm, ends)" if exitcode == -signal.SIGBUS else ""
-        return f"was killed by {signal.Signals(-exitcode).name}{why}"
-    return f"exited with code {exitcode}"
+        how = f"was killed by {signal.Signals(-exitcode).name}{why}"
+    else:
+        how = f"exited with code {exitcode}"
+    return ": ".join(filter(None, (how, told(error_file))))
 
 
 def _way(status: Mapping[str, Any], rank: int, exitcode: int) -> Way:
@@ -514,4 +543,5 @@ def _reason(result: RunResult) -> str:
     first = _first(result)
     if first is None:
         return "the training script succeeded on every host"
-    return f"rank {first[0]} (pid {result.failures[first[0]].pid}) {_died(first[1])}"
+    failure = result.failures[first[0]]
+    return f"rank {first[0]} (pid {failure.pid}) {_died(first[1], failure.error_file)}"

@@ -18,17 +18,19 @@ import click
 from torch.distributed import run as torchrun
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_min_max_nnodes
 
 from resilient_run import __version__
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.ckpt.uncaught import held_back
 from resilient_run.daemon.base.logs import log_formatter
 
 from .api import installed
 from .config import RunConfig, options
 from .etcd_server import EmbeddedEtcd, EtcdServerError
+from .rendezvous.rendezvous import leave_all
 
 log = logging.getLogger(__name__)
 
@@ -145,13 +147,17 @@ def run(args: argparse.Namespace, config: RunConfig) -> None:
     """Run the job that `args`, parsed by torch's parser, describe.
 
     Raises:
-        click.ClickException: A single-node run needs an etcd, and there is none; or our rendezvous or daemon cannot do
-            what was asked, and says what to change.
+        click.ClickException: A single-node run needs an etcd, and there is none; or our rendezvous, daemon or
+            `Checkpointer` cannot do what was asked, and says what to change.
         ChildFailedError: A worker failed, and restarting did not help.
     """
     with _prepared(args, config):
         try:
             torchrun.run(args)  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            if (text := held_back(error.failures)) is None:
+                raise
+            raise click.ClickException(text) from error
         except (RendezvousError, CheckpointError) as error:
             if args.rdzv_backend != BACKEND:
                 raise
@@ -194,6 +200,8 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
         if args.rdzv_backend == BACKEND and args.log_dir is None and args.logs_specs is None:
             args.log_dir = stack.enter_context(_log_directory())
         stack.enter_context(installed(config))
+        # While etcd is there: torch shuts no handler down that it has no agent for.
+        stack.callback(leave_all)
         yield
 
 

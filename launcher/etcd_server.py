@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -33,6 +34,8 @@ _SOCKETS_PARENT = "/dev/shm"
 """Where the sockets are: whoever reaches a vault sees it, also a daemon whose service has a /tmp of its own."""
 # etcd up to 3.5 takes no other form than host:port, and binds it as a path relative to its working directory.
 _CLIENT_SOCKET, _PEER_SOCKET = "client:0", "peer:0"
+_FILES = 151
+"""Of 150 that it may open, it keeps all for itself and ends."""
 _TAIL_BYTES = 1 << 16
 _PAUSE_S = (0.1, 10.0)
 """How long to wait before it is started again: at first, and at most."""
@@ -89,9 +92,14 @@ class EmbeddedEtcd:
         """Start the server process and return at once.
 
         Raises:
-            EtcdServerError: There is no etcd binary on this host, or no place for its sockets or its data.
+            EtcdServerError: There is no etcd binary on this host, no place for its sockets or its data, or it may open
+                too few files.
         """
         etcd = find_etcd()
+        # Programs in Go raise the soft limit by themselves.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if 0 <= limit < _FILES:
+            raise EtcdServerError(f"etcd needs {_FILES} open files, and the limit is {limit}: raise it (ulimit -Hn)")
         for parent in (_SOCKETS_PARENT, tempfile.gettempdir()):
             _remove_abandoned(parent)
             try:

@@ -34,6 +34,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.goodput import PHASES
+from resilient_run.daemon.base.logs import INFORMS
 from resilient_run.daemon.trust.private import open_to_append
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class RecoveryTimeline:
         self._summed_up = 0
         self._protected = ""
         self._attached = False
+        self._closed = False
         self._is_cut = False
 
     def begin(self, *, kind: str, cause: str, detect_s: float, last_step: int | None, idle_s: float = 0.0) -> None:
@@ -158,7 +160,7 @@ class RecoveryTimeline:
             return
         if message.get("event") == "first_commit":
             line = protected_line(message["hosts"], message["replicas"], message["every"])
-            self._protect("; ".join([line, *message["caveats"]]))
+            self._protect(message["generation"], "; ".join([line, *message["caveats"]]))
             return
         with self._lock:
             recovery, event = self._recovery, message.get("event")
@@ -187,27 +189,33 @@ class RecoveryTimeline:
             self._summed_up = generation
             event = {**self._about("recovered", generation), **whole(events)}
             self._write(event)
-            log.warning("%s", _whole_line(event))
+            log.warning("%s", _whole_line(event), extra=INFORMS)
 
     def abandon(self) -> None:
         """Forget the recovery under way: the others made it without this host, which stood by meanwhile."""
         with self._lock:
             self._recovery = None
 
-    def close(self) -> None:
-        """Report a recovery that never came to its first step, with the time of the phase in which the run ends."""
-        with self._lock:
-            recovery, self._recovery = self._recovery, None
-            if recovery is not None:
-                # After its restore a script has had no step left to do, and took its own time.
-                self._interrupt(recovery, None if "restore" in recovery.ends_s else time.monotonic())
+    def close(self, *, succeeded: bool = False) -> None:
+        """Report a recovery that never came to its first step, with the time of the phase in which the run ends.
 
-    def _protect(self, line: str) -> None:
-        """Announce what protects the run from now on, unless that was announced before."""
+        Where the run `succeeded`, its workers had no step left to do, and it is complete.
+        """
         with self._lock:
-            told, self._protected = self._protected, line
-        if line != told:
-            log.warning("%s", line)
+            recovery, self._recovery, self._closed = self._recovery, None, True
+            if recovery is None or (succeeded and not recovery.generation):
+                return
+            # After its restore a script has taken its own time.
+            at_s = None if "restore" in recovery.ends_s else time.monotonic()
+            self._interrupt(recovery, at_s, complete=succeeded)
+
+    def _protect(self, generation: int, line: str) -> None:
+        """Announce what protects the run from now on, unless that was announced before, or `generation` is over."""
+        with self._lock:
+            if line == self._protected or (self._recovery is not None and self._recovery.generation != generation):
+                return
+            self._protected = line
+        log.warning("%s", line, extra=INFORMS)
 
     def _date_back(self, recovery: _Recovery) -> None:
         """Let a failure that nobody saw happen begin before it was noticed."""
@@ -216,14 +224,14 @@ class RecoveryTimeline:
         began_s = min(recovery.start_s, noticed_s - min(recovery.idle_s, longest_s))
         recovery.start_s = max(began_s, recovery.not_before_s)
 
-    def _interrupt(self, recovery: _Recovery, at_s: float | None) -> float:
+    def _interrupt(self, recovery: _Recovery, at_s: float | None, *, complete: bool = False) -> float:
         """Report a recovery whose unfinished phase, if any, ended at `at_s`, and return when the recovery did."""
         last = max(recovery.ends_s, key=PHASES.index)
         ended_s = recovery.ends_s[last]
         # Nobody knows since when a script without checkpoints has trained.
         if at_s is not None and (self._attached or not recovery.generation):
             ended_s = recovery.ends_s[PHASES[PHASES.index(last) + 1]] = max(at_s, ended_s)
-        self._report(recovery, complete=False)
+        self._report(recovery, complete=complete)
         return ended_s
 
     def _report(self, recovery: _Recovery, *, complete: bool) -> None:
@@ -251,7 +259,9 @@ class RecoveryTimeline:
         self._write(event)
         if recovery.generation:
             self._publish(event)
-        log.warning("%s", _line(event))
+        # At its end the run itself says why it is not recovered.
+        level = logging.INFO if self._closed and not complete else logging.WARNING
+        log.log(level, "%s", _line(event), extra=INFORMS if complete else None)
 
     def _about(self, event: str, generation: int) -> dict[str, Any]:
         about = {"event": event, "unix_s": round(time.time(), 3), "run_id": self._run_id, "host": self._host}

@@ -76,7 +76,7 @@ def test_second_host_does_not_disturb_what_it_cannot_join(
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (second,) = run.launch("b", "1:2", script)
-    wait_until(lambda: "waiting as a standby" in second.output, timeout_s=90, what="the standby", host=second)
+    wait_until(lambda: "this host waits as a standby" in second.output, timeout_s=90, what="the standby", host=second)
     assert "no number of ranks but 1 can restore what is committed" in second.output
     wait_until(lambda: "b waits as a standby" in first.output, timeout_s=90, what="word of it", host=first)
     gate.touch()

@@ -161,7 +161,7 @@ def test_only_hosts_that_allow_faults_are_struck(cluster: Cluster, etcd_endpoint
     assert (other.exit_code, "there is no run 'nobody'" in other.output) == (1, True)
     standby = cluster.host("b")
     standby.launch([*job.arguments, "--rr-allow-injection"], ENDLESS, LOGLEVEL="INFO")
-    wait_until(lambda: "waiting as a standby" in standby.output, timeout_s=60, what="a standby", host=standby)
+    wait_until(lambda: "this host waits as a standby" in standby.output, timeout_s=60, what="a standby", host=standby)
     daemon = wait_until(standby.daemon_pid, timeout_s=60, what="its daemon", host=standby)
     job.fault("kill-daemon", "--host", "b")
     wait_until(lambda: standby.daemon_pid() not in (None, daemon), timeout_s=60, what="a new daemon", host=standby)

@@ -557,7 +557,7 @@ def test_round_with_something_to_restore_does_not_grow(launchers: Launchers, cap
     commit(launchers, 1, 41, world_size=1)
     wait_until(lambda: handler._link.membership.view.bound == 1)
     newcomer = launchers.join("b")["b"]
-    wait_until(lambda: "so generation 1 does not grow: waiting as a standby" in caplog.text)
+    wait_until(lambda: "so generation 1 does not grow: this host waits as a standby" in caplog.text)
     wait_until(lambda: "no number of ranks but 1 can restore what is committed: b waits as a standby" in caplog.text)
     assert (handler.num_nodes_waiting(), handler.failure, newcomer.done()) == (0, None, False)
     handler.report_failure(kind="worker_exit", message="rank 0 died")

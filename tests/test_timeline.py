@@ -17,6 +17,7 @@ import pytest
 import recovery_phases
 
 from resilient_run.daemon.base.goodput import PHASES, read_ledger
+from resilient_run.daemon.base.logs import log_formatter
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.launcher.rendezvous.rounds import View
 from resilient_run.launcher.timeline import RecoveryTimeline, newest_step, whole
@@ -215,6 +216,70 @@ def test_what_a_script_does_after_its_last_step_is_no_part_of_a_recovery(tmp_pat
     told = json.loads(path.read_text())
     assert (told["complete"], told["restored_step"]) == (False, 3)
     assert told["total_s"] < 0.1
+
+
+def test_recovery_of_a_run_that_then_succeeds_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its workers had no step left to do."""
+    path = tmp_path / "events.jsonl"
+    shown: list[dict[str, Any]] = []
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=shown.append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=2, ranks={0})
+    timeline.on_event(event("attached", 0))
+    timeline.on_event(event("restored", 0, step=3, source="local"))
+    timeline.close(succeeded=True)
+    told = json.loads(path.read_text())
+    assert (told["complete"], told["steps_lost"], shown) == (True, 0, [told])
+    (line,) = caplog.messages
+    assert line.startswith("recovered in ")
+
+
+def test_host_that_was_not_needed_any_more_has_recovered_from_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="host_lost", cause="c", detect_s=0.0, last_step=3)
+    timeline.close(succeeded=True)
+    assert not path.exists()
+
+
+def test_end_of_a_run_that_fails_has_one_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What ends it says why; the event says how far the recovery came."""
+    path = tmp_path / "events.jsonl"
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    timeline.spawned(generation=2, ranks={0})
+    timeline.close()
+    assert not json.loads(path.read_text())["complete"]
+    assert not caplog.messages
+
+
+def test_a_round_that_is_broken_protects_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its first commit may be heard of after the loss of a host that it counts."""
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
+    timeline.begin(kind="host_lost", cause="host c is lost", detect_s=0.0, last_step=3)
+    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1))
+    assert not caplog.messages
+    timeline.spawned(generation=2, ranks={0})
+    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1))
+    assert not caplog.messages
+    timeline.on_event(event("first_commit", 0, generation=2, hosts=["a", "b"], replicas=2, every=1))
+    assert caplog.messages == ["protected: every step, 2 replicas on hosts a, b"]
+
+
+def test_what_a_person_shall_see_is_no_warning_to_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
+    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a"], replicas=1, every=1))
+    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=8)
+    timeline.begin(kind="hang", cause="d", detect_s=0.0, last_step=8)
+    recover(timeline, ranks={0}, restored_step=7)
+    timeline.begin(kind="worker_exit", cause="e", detect_s=0.0, last_step=8)
+    timeline.mark("stop")
+    timeline.begin(kind="hang", cause="f", detect_s=0.0, last_step=8)
+    formatter = log_formatter("%(message)s", {"RESILIENT_LOG_FORMAT": "json"})
+    levels = [json.loads(formatter.format(record))["level"] for record in caplog.records]
+    words = [message.partition(" ")[0] for message in caplog.messages]
+    assert list(zip(words, levels, strict=True)) == [("protected:", "info"), ("recovered", "info"), ("not", "warning")]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 def test_training_without_checkpoints_is_no_part_of_a_recovery(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_another_script_with_the_id_of_a_run(cluster: Cluster, script: Path, etc
     assert "or let this one in with --rr-allow-different-script" in second.output
     options = [*on_etcd(cluster, etcd_endpoint), "--rr-allow-different-script"]
     second.launch(options, [str(other), "4", "1000000", "0.05"], LOGLEVEL="INFO")
-    wait_until(lambda: "waiting as a standby" in second.output, timeout_s=60, what="a standby", host=second)
+    wait_until(lambda: "this host waits as a standby" in second.output, timeout_s=60, what="a standby", host=second)
     end.touch()
     assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
     assert (first.starts(), second.starts()) == (1, 0)

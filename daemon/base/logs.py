@@ -20,6 +20,9 @@ _KIND_LENGTH = 100
 FORMAT_VARIABLE = "RESILIENT_LOG_FORMAT"
 """Environment variable: "text", or "json" for one object per line."""
 
+INFORMS = {"informs": True}
+"""`extra` of a warning that is none: everybody sees it, and programs read that it is information."""
+
 
 def log_formatter(text_format: str, environ: Mapping[str, str]) -> logging.Formatter:
     """Return what formats the log as the environment asks for, in plain text with `text_format`.
@@ -40,7 +43,7 @@ class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "unix_s": round(record.created, 3),
-            "level": record.levelname.lower(),
+            "level": "info" if hasattr(record, "informs") else record.levelname.lower(),
             "logger": record.name,
             "pid": record.process,
             "message": record.getMessage(),

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from types import TracebackType
 
 import resilient_run
 
@@ -13,6 +14,7 @@ def main() -> None:
         print(f"resilient-run {resilient_run.__version__}")
         return
     gc.disable()
+    sys.excepthook = _show
     from resilient_run.launcher.workers.early import begun
 
     with begun(sys.argv[1:]):
@@ -21,6 +23,14 @@ def main() -> None:
         gc.freeze()
         gc.enable()
         launch()
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show a failed worker, a signal or Ctrl-C without the frames of launcher and torch: they say nothing of it."""
+    if kind is KeyboardInterrupt or kind.__module__.startswith("torch.distributed.elastic.multiprocessing."):
+        error.__traceback__, error.__suppress_context__ = None, True
+        trace = None
+    sys.__excepthook__(kind, error, trace)
 
 
 if __name__ == "__main__":

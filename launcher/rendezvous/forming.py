@@ -36,9 +36,10 @@ def standby(view: View, max_nodes: int, now_unix_s: float) -> FormingDecision | 
         return None
     number = view.generation
     if view.round is None or view.bound is None or len(view.round.seats) >= max_nodes:
-        return FormingDecision(members=None, reason=f"generation {number} is full: waiting as a standby")
+        reason = f"generation {number} is full: this host waits as a standby"
+        return FormingDecision(members=None, reason=reason, notable=True)
     why = f"no number of ranks but {view.bound} can restore what is committed, so generation {number} does not grow"
-    return FormingDecision(members=None, reason=f"{why}: waiting as a standby", notable=True)
+    return FormingDecision(members=None, reason=f"{why}: this host waits as a standby", notable=True)
 
 
 def next_round(

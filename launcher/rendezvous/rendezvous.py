@@ -49,6 +49,16 @@ _REPORT_S = 1.0
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
+_entered: set["EtcdRendezvous"] = set()
+
+
+@atexit.register
+def leave_all() -> None:
+    """Leave the runs that are still entered, which tells the others at once: torch does not where a signal ends it."""
+    for rendezvous in list(_entered):
+        rendezvous.leave()
+
+
 class RendezvousOptionError(RendezvousError, ValueError):
     """What this launcher was told about the rendezvous cannot be used."""
 
@@ -110,8 +120,7 @@ class EtcdRendezvous(RendezvousHandler):
         self.addr = params.local_addr or own_address(self.etcd_config.endpoints[0])
         self._claim = HostClaim(self._run_id, machine, self._link.membership.view.round)
         self.host = self._claim.host
-        # torch does not shut the handler of a launcher down that a signal ends; leaving tells the others at once.
-        atexit.register(self.leave)
+        _entered.add(self)
 
     # What torch's agent asks for.
 
@@ -274,7 +283,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def leave(self) -> bool:
         """Give up this host's place, disconnect, and tell whether etcd knows; other hosts go on without it."""
-        atexit.unregister(self.leave)
+        _entered.discard(self)
         try:
             return self._link.leave()
         finally:
@@ -328,9 +337,9 @@ class EtcdRendezvous(RendezvousHandler):
         self._link.report(self._link.membership.fail(failure), deadline.left_s)
 
     def _warn_of_quarantine(self, view: View, now_unix_s: float) -> None:
-        """Log once that this host is in a quarantine, and again when it is in another one."""
+        """Log once that this host is in a quarantine, and again when it is in another one, if there may be others."""
         quarantine = view.quarantine_of(self.host, now_unix_s)
-        if quarantine is not None and quarantine != self._avoided:
+        if quarantine is not None and quarantine != self._avoided and self._max_nodes > 1:
             self._avoided = quarantine
             log.warning("host %s %s", self.host, quarantine.describe(now_unix_s))
 

@@ -1,0 +1,91 @@
+"""What an uncaught refusal looks like: no frame of ours, and the launcher shows it last, once for all ranks."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any, Final
+
+from .errors import CheckpointError
+
+HELD_BACK: Final = "held_back"
+"""In torch's error file of a worker: the worker has not printed what it failed with."""
+
+_OURS: Final = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_installed = False
+
+
+def install() -> None:
+    """Show refusals of this process so, and a Ctrl-C without frames of ours; anything else stays as it is."""
+    global _installed
+    if not _installed:
+        _installed = True
+        before = sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, CheckpointError | KeyboardInterrupt):
+                error.__traceback__ = trace = _without_ours(trace)
+            # torch's own puts the rank in front. Another hook is the script's choice, and so may be what came before.
+            plain = before is sys.__excepthook__ or before.__module__ == "torch.distributed.distributed_c10d"
+            alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+            if not (isinstance(error, CheckpointError) and _hand_over(error, hold=plain and alone)):
+                before(kind, error, trace)
+
+        sys.excepthook = show
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    entries, left = [], None
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    for entry in reversed(entries):
+        if not os.path.realpath(entry.tb_frame.f_code.co_filename).startswith(_OURS):
+            entry.tb_next = left
+            left = entry
+    return left
+
+
+def _hand_over(error: CheckpointError, *, hold: bool) -> bool:
+    """Tell the launcher of this worker of `error`; return whether it will show it, if this process may `hold` it back."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
+    if "RESILIENT_SOCKET" not in os.environ or os.getsid(0) != os.getpid() or path == os.devnull:
+        return False  # Whatever the launcher does not know of, as what a worker starts.
+    # Redirected to a file, stderr is where somebody looks.
+    hold = hold and not os.path.exists(os.path.join(os.path.dirname(path), "stderr.log"))
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)).rstrip(),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": message, HELD_BACK: hold}, file)
+    except OSError:
+        return False
+    return hold
+
+
+def told(path: str) -> str:
+    """Return the first line of what the worker whose error file is at `path` failed with, "" where it did not say."""
+    try:
+        with open(path) as file:
+            message = json.load(file)["message"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    text = message.get("message") if isinstance(message, dict) else message
+    return str(text or "").partition("\n")[0]
+
+
+def held_back(failures: dict[int, Any]) -> str | None:
+    """Return what the ranks in torch's `failures` have not printed, each text once, None if there is nothing."""
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in sorted(failures.items()):
+        if failure.error_file_data.get(HELD_BACK):
+            ranks.setdefault(failure.message["extraInfo"]["py_callstack"], []).append(str(rank))
+    texts = [f"rank{'' if len(some) == 1 else 's'} {', '.join(some)}: {text}" for text, some in ranks.items()]
+    return "\n".join(texts) or None
