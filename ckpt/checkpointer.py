@@ -36,6 +36,7 @@ from .transport.exchange import Exchange, ExchangeStats
 from .transport.gate import Gate
 from .transport.pace import TrainerPace
 from .uncaught import install as show_refusals
+from .uncaught import refusal
 
 _ATTACH_S: Final = 120.0
 _RESTORE_S: Final = 1800.0
@@ -261,7 +262,7 @@ class Checkpointer:
         """Raise what no restart cures; the launcher shall not try, unless the script goes on with further steps."""
         if self._link is not None and os.getpid() == self._pid:
             self._link.notify("refused", message=_line(str(error)))
-        raise error
+        raise refusal(error)
 
     def _warn(self, text: str | None) -> None:
         """Log once what a recovery would not bring back."""

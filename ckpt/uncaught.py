@@ -14,7 +14,18 @@ HELD_BACK: Final = "held_back"
 """In torch's error file of a worker: the worker has not printed what it failed with."""
 
 _OURS: Final = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_REFUSAL: Final = "resilient_refusal"
 _installed = False
+
+
+def refusal(error: Exception) -> Exception:
+    """Return `error`, of a class of Python's own, as a refusal of ours."""
+    setattr(error, _REFUSAL, True)
+    return error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return isinstance(error, CheckpointError) or hasattr(error, _REFUSAL)
 
 
 def install() -> None:
@@ -25,12 +36,12 @@ def install() -> None:
         before = sys.excepthook
 
         def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if isinstance(error, CheckpointError | KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt) or _is_refusal(error):
                 error.__traceback__ = trace = _without_ours(trace)
             # torch's own puts the rank in front. Another hook is the script's choice, and so may be what came before.
             plain = before is sys.__excepthook__ or before.__module__ == "torch.distributed.distributed_c10d"
             alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
-            if not (isinstance(error, CheckpointError) and _hand_over(error, hold=plain and alone)):
+            if not (_is_refusal(error) and _hand_over(error, hold=plain and alone)):
                 before(kind, error, trace)
 
         sys.excepthook = show
@@ -48,8 +59,8 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     return left
 
 
-def _hand_over(error: CheckpointError, *, hold: bool) -> bool:
-    """Tell the launcher of this worker of `error`; return whether it will show it, if this process may `hold` it back."""
+def _hand_over(error: BaseException, *, hold: bool) -> bool:
+    """Tell the launcher of `error`; return whether it will show it, if this process may `hold` it back."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if "RESILIENT_SOCKET" not in os.environ or os.getsid(0) != os.getpid() or path == os.devnull:
         return False  # Whatever the launcher does not know of, as what a worker starts.

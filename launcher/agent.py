@@ -409,8 +409,8 @@ class ResilientAgent(LocalElasticAgent):
                 why = "" if self._told else "no Checkpointer was at work, so "
                 log.warning("%s; %sonly --max-restarts counts (%d left)", cause, why, left)
             return False
-        if (why := self._repeats(status, exited)) is not None:
-            self._verdict = f"; {why}"
+        if (repeats := self._repeats(status, exited)) is not None:
+            self._verdict = f"; {repeats}"
             log.error("%s%s, so only --max-restarts counts (%d left)", cause, self._verdict, left)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
