@@ -356,7 +356,7 @@ class ResilientAgent(LocalElasticAgent):
         if not left:
             return ""
         some = ", ".join(map(str, sorted(left)[:_NAMED])) + (", …" if len(left) > _NAMED else "")
-        return f"; rank{'' if len(left) == 1 else 's'} {some} had ended with status 0"
+        return f"; rank{'' if len(left) == 1 else 's'} {some} ended with status 0"
 
     def _succeeded(self, result: RunResult) -> RunResult:
         """Report success once; until every host has, the group counts as healthy and can still be restarted."""
@@ -388,10 +388,9 @@ class ResilientAgent(LocalElasticAgent):
                 log.error("%s%s", cause, self._verdict)
             return False
         if not status["attached"]:
-            # What the worker told is shown at the end.
-            if not self._told or self._remaining_restarts:
-                why = "" if self._told else "no Checkpointer was at work, so "
-                log.warning("%s; %sonly --max-restarts counts (%d left)", cause, why, self._remaining_restarts)
+            left = self._remaining_restarts
+            if left or not self._told:  # What the worker told is shown at the end.
+                log.warning("%s; no Checkpointer was at work, so only --max-restarts counts (%d left)", cause, left)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
         self._recovered_at = status["watermark"]
