@@ -2,9 +2,9 @@
 
 Two Gloo ranks train with DDP, one thread each, on this machine's cores, which training keeps busy: whatever a
 checkpoint computes, in `step()` or behind it, makes steps longer. Rounds without and with a checkpoint of every step
-alternate in the same processes. Beside the time of a step: the processor's time for each rank and step, with a share of
-the daemon's, and one memcpy of the state into a warm tmpfs mapping, on all ranks at once, which is the least that a copy
-costs.
+alternate in the same processes. Beside the time of a step: the processor's time for each rank and step, with a share
+of the daemon's, and one memcpy of the state into a warm tmpfs mapping, on all ranks at once, which is the least that a
+copy costs.
 
 Contenders: resilient-run on one host, `async_save` of `torch.distributed.checkpoint` and `torch.save` into tmpfs.
 Goal: a step at most 1.1 times as long as without a checkpoint, and at most three memcpys of the processor's time.

@@ -401,7 +401,7 @@ class Checkpointer:
         return exchange
 
     def _on_attached(self, link: Link, capturer: Capturer, answer: Message) -> None:
-        capturer.on_attached()
+        capturer.on_attached(answer.get("eager", ()))
         self._on_agreed(capturer, answer)
         if self._pace is None:
             loud = self._env is not None and self._env.rank == 0

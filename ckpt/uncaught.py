@@ -11,7 +11,7 @@ from typing import Any, Final
 from .errors import CheckpointError
 
 HELD_BACK: Final = "held_back"
-"""In torch's error file of a worker: the worker has not printed what it failed with."""
+"""In torch's error file of a worker that a refusal ended: whether the worker has not printed it."""
 
 _OURS: Final = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _REFUSAL: Final = "resilient_refusal"
@@ -60,7 +60,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _hand_over(error: BaseException, *, hold: bool) -> bool:
-    """Tell the launcher of `error`; return whether it will show it, if this process may `hold` it back."""
+    """Tell the launcher of this worker of `error`, and return whether it shows that, where one may `hold` it back."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if "RESILIENT_SOCKET" not in os.environ or os.getsid(0) != os.getpid() or path == os.devnull:
         return False  # Whatever the launcher does not know of, as what a worker starts.
@@ -82,14 +82,13 @@ def _hand_over(error: BaseException, *, hold: bool) -> bool:
 
 
 def told(path: str) -> str:
-    """Return the first line of what the worker whose error file is at `path` failed with, "" where it did not say."""
+    """Return the first line of the refusal that ended the worker whose error file is at `path`, "" without one."""
     try:
         with open(path) as file:
-            message = json.load(file)["message"]
+            data = json.load(file)
+        return str(data["message"]["message"]).partition("\n")[0] if HELD_BACK in data else ""
     except (OSError, ValueError, LookupError, TypeError):
         return ""
-    text = message.get("message") if isinstance(message, dict) else message
-    return str(text or "").partition("\n")[0]
 
 
 def held_back(failures: dict[int, Any]) -> str | None:

@@ -12,9 +12,11 @@ from resilient_run.ckpt.format.version import FORMATS
 
 from .base.fields import Fields
 from .base.policy import Policy
+from .base.process import network_namespace
 from .base.spec import JobSpec
 from .base.supervise import Supervisor
 from .etcd.client import EtcdConfig
+from .etcd.config import is_unix
 from .job import Job
 from .jobs import Jobs
 from .peers.peers import PeerServer
@@ -115,6 +117,7 @@ class DaemonService:
             etcd = EtcdConfig.from_dict(fields.object("etcd"))
         except ValueError as error:
             raise DaemonError(f"open_job: field 'etcd': {error}") from error
+        _check_network(fields, etcd)
         policy = _policy(fields)
         if policy.persist.target is not None:
             Tier(policy.persist.target, run_id).check()
@@ -213,6 +216,21 @@ def _check_process(fields: Fields, connection: Connection) -> None:
             f"this daemon (pid {os.getpid()}) is in another pid namespace: pid {pid} is "
             f"{connection.pid or 'no process'} to it; run launcher and daemon in one container (without a daemon the "
             "launcher starts one), or let their containers share processes (Kubernetes: shareProcessNamespace)"
+        )
+
+
+def _check_network(fields: Fields, etcd: EtcdConfig) -> None:
+    """Check that what a launcher reaches over the network is what this daemon reaches.
+
+    Raises:
+        DaemonError: It may be another etcd, or none.
+    """
+    theirs, ours = fields.optional_integer("network"), network_namespace()
+    if None not in (theirs, ours) and theirs != ours and not all(map(is_unix, etcd.endpoints)):
+        raise DaemonError(
+            f"this daemon (pid {os.getpid()}) is in another network namespace, where etcd at {etcd.where} may be out "
+            "of reach: run launcher and daemon in one, or give this launcher a daemon of its own (--rr-run-dir and "
+            "--rr-shm-dir)"
         )
 
 

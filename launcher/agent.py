@@ -370,7 +370,7 @@ class ResilientAgent(LocalElasticAgent):
         if not left:
             return ""
         some = ", ".join(map(str, sorted(left)[:_NAMED])) + (", …" if len(left) > _NAMED else "")
-        return f"; rank{'' if len(left) == 1 else 's'} {some} had ended with status 0"
+        return f"; rank{'' if len(left) == 1 else 's'} {some} ended with status 0"
 
     def _succeeded(self, result: RunResult) -> RunResult:
         """Report success once; until every host has, the group counts as healthy and can still be restarted."""
@@ -404,10 +404,8 @@ class ResilientAgent(LocalElasticAgent):
             return False
         left = self._remaining_restarts
         if not status["attached"]:
-            # What the worker told is shown at the end.
-            if not self._told or left:
-                why = "" if self._told else "no Checkpointer was at work, so "
-                log.warning("%s; %sonly --max-restarts counts (%d left)", cause, why, left)
+            if left or not self._told:  # What the worker told is shown at the end.
+                log.warning("%s; no Checkpointer was at work, so only --max-restarts counts (%d left)", cause, left)
             return False
         if (repeats := self._repeats(status, exited)) is not None:
             self._verdict = f"; {repeats}"

@@ -16,6 +16,7 @@ from resilient_run.ckpt.errors import CheckpointError, DaemonError, WireError
 from resilient_run.ckpt.format import wire
 from resilient_run.ckpt.format.version import FORMATS
 from resilient_run.ckpt.link.client import DaemonClient
+from resilient_run.daemon.base.process import network_namespace
 from resilient_run.daemon.base.settings import Settings, server_pid
 from resilient_run.daemon.trust.private import open_directory, open_log
 
@@ -90,7 +91,14 @@ class DaemonLink:
             open_directory(self._settings.shm_dir)
         self._client = DaemonClient(
             self._settings.address(),
-            {"op": "open_job", "pid": os.getpid(), "version": __version__, **FORMATS, **self._job.message()},
+            {
+                "op": "open_job",
+                "pid": os.getpid(),
+                "network": network_namespace(),
+                "version": __version__,
+                **FORMATS,
+                **self._job.message(),
+            },
             on_welcome=self._opened,
             on_message=self._hear,
             on_trouble=self._mend,

@@ -37,6 +37,7 @@ class SoloDaemon:
         self.next: tuple[int, int] | None = None
         self.replication: Message = {"scheme": "unpaced", "copies": 0, "every": 1, "idle": None}
         self.seen: list[Message] = []
+        self.eager: list[str] = []
         self._complete: dict[int, set[tuple[int, int]]] = {}
         self.changed = threading.Condition()
         self._listener: socket.socket | None = None
@@ -179,7 +180,9 @@ class SoloDaemon:
                 following = (message["generation"], 1 if committed is None else committed[1] + 1)
                 next_ = self.next if self.next and self.next[0] == message["generation"] else following
                 answer = {"restore": _pair(self.plan), "watermark": _pair(committed), "next": _pair(next_)}
-                return {"ok": True, **answer, "replication": self.replication}
+                return {"ok": True, **answer, "eager": self.eager, "replication": self.replication}
+            case "eager":
+                self.eager.append(message["name"])
             case "allocate":
                 return {"ok": True, "paths": self._allocate(rank, message)}
             case "restore":

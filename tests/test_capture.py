@@ -531,6 +531,34 @@ def test_whatever_changes_behind_a_capture_is_found_out_and_copied_at_once_from_
         assert _bytes(tree["objects"]["model"]["weight"]) == saw
 
 
+def test_what_changed_behind_a_capture_is_copied_at_once_also_by_whoever_comes_after(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_known in (False, True):
+        model = torch.nn.Linear(1000, 1000)
+        with Checkpointer(model=model) as ckpt:
+            ckpt.restore()
+            ckpt.step()
+            held = _hold(ckpt)
+            ckpt.step()
+            assert held.began.wait(30)
+            model.weight.data.zero_()
+            held.go.set()
+            assert ckpt.wait(30) == is_known
+        daemon.wait_for("eager", name="model")
+        daemon.restart(monkeypatch)
+
+
+def test_name_that_no_message_has_room_for_is_kept_to_oneself(daemon: SoloDaemon) -> None:
+    names = ["a" * 257, "line\nbreak", "\udc80", "told"]
+    with Checkpointer(model=torch.nn.Linear(2, 2)) as ckpt:
+        assert ckpt._capturer is not None
+        for name in names:
+            ckpt._capturer._tell_eager(name)
+        daemon.wait_for("eager", name="told")
+    assert daemon.eager == ["told"]
+
+
 def _hold_again(ckpt: Checkpointer) -> _HeldCopier:
     assert ckpt._capturer is not None
     held = ckpt._capturer._copier = _HeldCopier()

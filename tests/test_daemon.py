@@ -389,6 +389,46 @@ def test_daemon_in_another_pid_namespace_takes_no_job(hosts: Hosts) -> None:
     assert hosts["a"].status()["jobs"] == [], "whoever only asks is answered"
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_daemon_in_another_network_namespace_takes_no_job_of_an_etcd_that_it_may_not_reach(hosts: Hosts) -> None:
+    """As where a container shares the directory of the slots: what the launcher reaches is another network."""
+    hosts.create_job()
+    hosts["a"].prefix = ("unshare", "--net")
+    hosts["a"].start()
+    job = JobRequest(
+        run_id=hosts.run_id,
+        host="a",
+        replicas=1,
+        nproc=1,
+        etcd={**hosts.config.to_dict(), "endpoints": ["127.0.0.1:2379"]},
+        addr="127.0.0.1",
+        memory_limit_bytes=None,
+        policy={"persist": {"target": None}},
+        injection=False,
+    )
+    settings = Settings(run_dir=hosts["a"].run_dir, shm_dir=hosts["a"].shm_dir)
+    link = DaemonLink(settings=settings, job=job, on_event=lambda _: None)
+    link.start()
+    try:
+        with pytest.raises(DaemonError, match=r"another network namespace, where etcd at 127.0.0.1:2379 may be out of"):
+            link.wait_open()
+    finally:
+        link.close(discard=False)
+    etcd = {**hosts.config.to_dict(), "endpoints": ["unix:/nowhere/client"]}
+    hosts["a"].open(network=os.stat("/proc/self/ns/net").st_ino, etcd=etcd)
+
+
+def test_objects_that_change_behind_captures_are_known_to_whoever_attaches_later(hosts: Hosts) -> None:
+    (trainer,) = hosts.run("a")
+    trainer.notify("eager", name="model")
+    for number in range(100):
+        trainer.notify("eager", name=f"more{number}")
+    hosts.commit([trainer], [1])
+    eager = hosts["a"].trainer(0, world_size=1, generation=1).attach()["eager"]
+    assert len(eager) == 64
+    assert "model" in eager
+
+
 def test_process_that_says_another_pid_is_refused(hosts: Hosts) -> None:
     """As where the daemon sees the host's processes and the launcher is in a container."""
     (trainer,) = hosts.run("a")

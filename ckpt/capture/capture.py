@@ -12,7 +12,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Literal
@@ -24,7 +24,7 @@ from ..format.digests import Digester, Hashes
 from ..format.manifest import Node, encode, object_name
 from ..format.pair import Pair
 from ..format.slot import plan_layout
-from ..format.wire import Message
+from ..format.wire import MAX_EAGER_BYTES, Message
 from ..link.env import TrainerEnv
 from ..link.link import Link
 from ..state.state import TrainingState
@@ -113,12 +113,20 @@ class Capturer:
         capture = self._capture
         return capture is not None and capture.phase < _Phase.COMPLETE and bool(capture.plan.live)
 
-    def on_attached(self) -> None:
-        """Take the news of an attachment: slots may be other files now, and may have room again."""
+    def on_attached(self, eager: Collection[str]) -> None:
+        """Take the news of an attachment: slots may be other files now, and may have room again.
+
+        Args:
+            eager: What the daemon knows of objects that change behind captures, from this process or one before it.
+        """
         with self._changed:
             self._stale = True
             self._refused = None
             self._told = None
+            unknown = self._eager.difference(eager)
+            self._eager.update(eager)
+        for name in unknown:
+            self._tell_eager(name)
 
     def on_agreed(self, watermark: Pair | None, next_: Pair) -> None:
         """Take the news of a commit, or of the next capture."""
@@ -524,6 +532,12 @@ class Capturer:
             self._plan = None
             self.stats.discarded += 1
             self._skip(capture)
+        self._tell_eager(name)
+
+    def _tell_eager(self, name: str) -> None:
+        """Let whoever comes after this process know, too, unless the name is none for a message."""
+        if name.isprintable() and len(name.encode(errors="replace")) <= MAX_EAGER_BYTES:
+            self._link.notify("eager", name=name)
 
     def _announce(self, mapped: MappedSlot) -> None:
         assert mapped.held is not None

@@ -17,10 +17,12 @@ from typing import Any, Final
 
 from ..errors import WireError
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the messages of docs/protocol.md; who speaks another one is refused."""
 
 MAX_FRAME_BYTES = 1 << 20
+MAX_EAGER_BYTES = 256
+"""Of the name of an object that a trainer says to have changed behind a capture."""
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 

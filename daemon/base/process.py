@@ -1,5 +1,6 @@
 """What processes may do (open files, capabilities of the kernel), and telling them from later ones of their number."""
 
+import os
 import re
 import resource
 from contextlib import suppress
@@ -23,6 +24,13 @@ def restore_file_limit(pid: int) -> None:
     # It may have ended, or be another user's whom we may not limit.
     with suppress(ProcessLookupError, PermissionError):
         resource.prlimit(pid, _LIMIT, _inherited)
+
+
+def network_namespace() -> int | None:
+    """Return which network this process sees; None when it cannot tell."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/net").st_ino
+    return None
 
 
 def has_capability(pid: int, number: int) -> bool:

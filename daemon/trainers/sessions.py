@@ -11,6 +11,7 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
 from resilient_run.ckpt.format.pair import pair_value
+from resilient_run.ckpt.format.wire import MAX_EAGER_BYTES
 
 from ..base.fields import Fields
 from ..base.spec import JobSpec
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 60.0
 _MAX_TEXT_BYTES = 1 << 16
+_MAX_EAGER = 64
+"""So many objects that change behind captures are remembered."""
 
 
 class Sessions:
@@ -79,6 +82,7 @@ class Sessions:
         self._trainers: dict[int, Trainer] = {}
         self._unprotected: tuple[int, int, str] | None = None
         self._missed_captures = 0
+        self._eager: set[str] = set()
 
     @property
     def ranks(self) -> list[int]:
@@ -159,6 +163,7 @@ class Sessions:
         return trainer, {
             "restore": pair_value(round_.restore),
             **self._view.agreed.message(),
+            "eager": sorted(self._eager),
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
             "replication": {
                 **asdict(replication),
@@ -211,6 +216,10 @@ class Sessions:
                 trainer.restored(step, fields.number("seconds"))
             case "complete":
                 trainer.complete(fields.text("path"), *fields.pair())
+            case "eager":
+                name = fields.text("name", max_bytes=MAX_EAGER_BYTES)
+                if len(self._eager) < _MAX_EAGER:
+                    self._eager.add(name)
             case "missed":
                 self._missed(trainer, fields.integer("next"), fields.integer("step"), late=fields.flag("late"))
             case "protection":
