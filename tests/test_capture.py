@@ -1,4 +1,4 @@
-"""Captures behind training: they equal a synchronous copy, are never torn, and training never waits for a commit."""
+"""Captures: they are what `step()` saw, whatever happens after it, and training never waits for a commit."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from solo_daemon import RUN_ID, SoloDaemon, is_committed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from resilient_run.ckpt.capture import copying
 from resilient_run.ckpt.capture.copying import CapturePlan, Copier
 from resilient_run.ckpt.capture.slots import MappedSlot, TwoSlots
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.errors import StateError
+from resilient_run.ckpt.format.digests import Digester
 from resilient_run.ckpt.format.manifest import parse
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.ckpt.state.state import TrainingState
@@ -175,10 +178,10 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return made.conj() if dtype.is_complex and draw(st.booleans()) else made
 
 
-@given(tree=st.lists(tensors(), max_size=8), big=st.integers(0, 3), live=st.booleans(), hurries=st.booleans())
+@given(tree=st.lists(tensors(), max_size=8), big=st.integers(0, 3), beside=st.booleans(), threads=st.integers(1, 2))
 @settings(max_examples=60, deadline=None)
 def test_any_tensors_are_copied_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, tree: list[torch.Tensor], big: int, live: bool, hurries: bool
+    tmp_path_factory: pytest.TempPathFactory, tree: list[torch.Tensor], big: int, beside: bool, threads: int
 ) -> None:
     if big:
         tree = [*tree, torch.randn(CHUNK_BYTES // 3), torch.randn(700, 601).t(), torch.randn(3), torch.ones(1 << 18)]
@@ -188,51 +191,66 @@ def test_any_tensors_are_copied_bit_for_bit(
     # A large object begins where a chunk does.
     objects = {"first": tree[0], "model": [*tree[1:], torch.ones(1 << 20)]} if big else {}
     flat = Flattener({"objects": objects} if objects else tree)
-    plan = CapturePlan(flat, eager=set() if live else {"*"})
+    plan = CapturePlan(flat)
+    size = plan.layout.payload_bytes
     path = tmp_path_factory.mktemp("slot") / "slot"
-    payload_offset, capacity_bytes = plan_layout(10_000, plan.layout.payload_bytes)
+    payload_offset, capacity_bytes = plan_layout(10_000, size)
     Slot.create(path, capacity_bytes=max(capacity_bytes, payload_offset), payload_offset=payload_offset).close()
     target = MappedSlot(str(path), SoloDaemon(path.parent).env(), pin=False)
     target.payload.fill_(0xAB)
-    released: list[Any] = []
-    copied = Copier().copy(
+    target.zero_gaps(plan.specs, plan.layout)
+    memory = torch.zeros(size, dtype=torch.uint8) if beside else target.payload
+    digester = Digester(plan.specs, plan.layout, flat.node, rank=0, trained={"model"})
+    early = digester.hashes(memory.numpy().data[:size])
+    copier, before, released = Copier(), torch.get_num_threads(), list[str]()
+    torch.set_num_threads(threads)
+    try:
+        with patch.object(copying, "_SHARE_BYTES", 1 << 16):
+            staged = copier.stage(plan, flat, memory, early)
+    finally:
+        torch.set_num_threads(before)
+    shares = threads > 1 and sum(end - start for start, end in plan.on_host) >= 2 << 16
+    assert early.complete == (not shares or not size), "with threads to spare the hashes are left for later"
+    copier.finish(
         plan,
-        plan.stage(flat),
+        staged,
         target,
-        hurries=lambda: hurries,
         on_released=lambda: released.append("released"),
         on_copied=lambda: released.append("copied"),
     )
     assert released == ["released", "copied"]
-    assert copied.changed is None
+    assert copier.prove(plan, staged, target) is None
+    copier.close()
+    late = digester.hashes(target.slot.buffer[payload_offset : payload_offset + size])
+    manifest, checksums = digester.extend(b"{}", late)
+    if early.complete:
+        again, same = digester.extend(b"{}", early)
+        assert (again, same.tolist()) == (manifest, checksums.tolist())
     fields: dict[str, Any] = {"run_id": RUN_ID, "topology": 0, "rank": 0, "world_size": 1, "generation": 1, "step": 1}
-    target.slot.publish(**fields, payload_bytes=plan.layout.payload_bytes, manifest=b"", checksums=copied.checksums)
+    target.slot.publish(**fields, payload_bytes=size, manifest=b"", checksums=checksums)
     target.slot.verify()
-    expected = bytearray(plan.layout.payload_bytes)
+    expected = bytearray(size)
     for leaf, offset in zip(flat.leaves, plan.layout.offsets, strict=True):
         assert isinstance(leaf, torch.Tensor)
         data = _bytes(leaf)
         expected[offset : offset + len(data)] = data
-    assert target.payload[: len(expected)].numpy().tobytes() == expected, "gaps are zero, the rest is exact"
+    assert target.payload[:size].numpy().tobytes() == expected, "gaps are zero, the rest is exact"
+    early, late = None, None  # what they refer to is unmapped now
+    del staged, memory
     target.close()
 
 
-def test_large_tensors_are_live_unless_their_object_is_eager_and_all_else_is_staged() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(200, 100), torch.nn.BatchNorm1d(100), torch.nn.Linear(200, 100))
-    model[2].weight = torch.nn.Parameter(torch.zeros(200, 100).t())
-    average = torch.nn.Linear(200, 100)
-    objects = {"model": model, "average": average, "x": np.ones(50_000), "tokens": torch.ones(50_000)}
-    state = TrainingState(objects, rng=True)
-
-    def live(*eager: str) -> set[str]:
-        plan = CapturePlan(state.flatten(), eager=eager)
-        return {plan.paths[index] for index in plan.live}
-
-    assert live() == {"model.0.weight", "average.weight", "values.tokens"}, "neither small nor strided ones, nor arrays"
-    assert live("model") == {"average.weight", "values.tokens"}
-    assert live("*") == set()
+def test_a_plan_serves_while_leaves_lie_as_they_did() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(200, 100), torch.nn.BatchNorm1d(100))
+    values = torch.ones(300, dtype=torch.complex64)
+    state = TrainingState({"model": model, "x": np.ones(50_000), "values": values}, rng=True)
     plan = CapturePlan(state.flatten())
+    assert plan.live == [], "nothing of the host is read behind training"
+    assert {plan.paths[index] for index in plan.others} >= {"values.x"}
     assert plan.matches(state.flatten())
+    state.values["values"] = values.conj()
+    assert not plan.matches(state.flatten()), "it is not what lies in memory"
+    state.values["values"] = values
     model[0].weight = torch.nn.Parameter(torch.zeros(200, 100).t())
     assert not plan.matches(state.flatten()), "it is strided now"
 
@@ -432,24 +450,24 @@ def test_a_step_that_raises_is_missed_and_not_late(
         assert ckpt.wait(30)
 
 
-class _HeldCopier(Copier):
-    """Begins no copy before `go` is set; `began` says that one would."""
+class HeldCopier(Copier):
+    """Completes no capture before `go` is set; `began` says that it would."""
 
     def __init__(self) -> None:
         super().__init__()
         self.began, self.go = threading.Event(), threading.Event()
 
-    def copy(self, *args: Any, **kwargs: Any) -> Any:
+    def finish(self, *args: Any, **kwargs: Any) -> None:
         self.began.set()
         assert self.go.wait(30)
-        return super().copy(*args, **kwargs)
+        super().finish(*args, **kwargs)
 
 
-def _hold(ckpt: Checkpointer) -> _HeldCopier:
+def hold(ckpt: Checkpointer) -> HeldCopier:
     """Let the captures of `ckpt` wait from now on; the one before is committed by then."""
     assert is_committed(ckpt)
     assert ckpt._capturer is not None
-    held = ckpt._capturer._copier = _HeldCopier()
+    held = ckpt._capturer._copier = HeldCopier()
     return held
 
 
@@ -502,51 +520,24 @@ def _by_a_resized_storage(tensor: torch.Tensor) -> None:
         _by_a_resized_storage,
     ],
 )
-def test_whatever_changes_behind_a_capture_is_found_out_and_copied_at_once_from_then_on(
-    daemon: SoloDaemon, caplog: pytest.LogCaptureFixture, write: Callable[[torch.Tensor], None]
+def test_whatever_writes_after_a_step_changes_nothing_of_it(
+    daemon: SoloDaemon, write: Callable[[torch.Tensor], None]
 ) -> None:
     torch.manual_seed(1)
     model = torch.nn.Linear(1000, 1000)
-    with Checkpointer(model=model, other=torch.ones(100_000)) as ckpt:
+    with Checkpointer(model=model) as ckpt:
         ckpt.restore()
         ckpt.step()
-        held = _hold(ckpt)
-        ckpt.step()
-        assert held.began.wait(30)
-        write(model.weight)
-        held.go.set()
-        assert not ckpt.wait(30)
-        assert "model.weight changed" in caplog.text
-        assert (ckpt.stats.skipped, ckpt.stats.discarded) == (1, 1)
-        assert _newest(daemon)[0] == 1
+        held = hold(ckpt)
         saw = _bytes(model.weight)
-        held = _hold_again(ckpt)
         ckpt.step()
+        write(model.weight)
         assert held.began.wait(30)
-        _by_data(model.weight)
         held.go.set()
         assert ckpt.wait(30)
+        assert (ckpt.stats.skipped, ckpt.stats.discarded) == (0, 0)
         step, tree = _newest(daemon)
-        assert step == 3
-        assert _bytes(tree["objects"]["model"]["weight"]) == saw
-
-
-def test_what_changed_behind_a_capture_is_copied_at_once_also_by_whoever_comes_after(
-    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for is_known in (False, True):
-        model = torch.nn.Linear(1000, 1000)
-        with Checkpointer(model=model) as ckpt:
-            ckpt.restore()
-            ckpt.step()
-            held = _hold(ckpt)
-            ckpt.step()
-            assert held.began.wait(30)
-            model.weight.data.zero_()
-            held.go.set()
-            assert ckpt.wait(30) == is_known
-        daemon.wait_for("eager", name="model")
-        daemon.restart(monkeypatch)
+        assert (step, _bytes(tree["objects"]["model"]["weight"])) == (2, saw)
 
 
 def test_name_that_no_message_has_room_for_is_kept_to_oneself(daemon: SoloDaemon) -> None:
@@ -559,127 +550,62 @@ def test_name_that_no_message_has_room_for_is_kept_to_oneself(daemon: SoloDaemon
     assert daemon.eager == ["told"]
 
 
-def _hold_again(ckpt: Checkpointer) -> _HeldCopier:
-    assert ckpt._capturer is not None
-    held = ckpt._capturer._copier = _HeldCopier()
-    return held
-
-
-def test_memory_that_is_gone_behind_a_capture_is_found_out(
-    daemon: SoloDaemon, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """Its address is what it was, but whoever reads there is killed."""
+def test_memory_that_is_gone_after_a_step_is_captured_all_the_same(daemon: SoloDaemon, tmp_path: Path) -> None:
+    """Whoever read there now would be killed."""
     table = torch.from_file(str(tmp_path / "table"), shared=True, size=1 << 20)
+    table.fill_(3)
     with Checkpointer(table=table) as ckpt:
         ckpt.restore()
         ckpt.step()
-        held = _hold(ckpt)
+        held = hold(ckpt)
         ckpt.step()
-        assert held.began.wait(30)
-        os.truncate(tmp_path / "table", 1 << 20)
-        held.go.set()
-        assert not ckpt.wait(30)
-        assert "table changed" in caplog.text
-        assert (ckpt.stats.skipped, ckpt.stats.discarded) == (1, 1)
-        assert _newest(daemon)[0] == 1
-
-
-def test_what_changes_and_changes_back_is_what_the_step_saw(daemon: SoloDaemon) -> None:
-    model = torch.nn.Linear(1000, 1000)
-    with Checkpointer(model=model) as ckpt:
-        ckpt.restore()
-        ckpt.step()
-        held = _hold(ckpt)
-        saw = model.weight.detach().clone()
-        ckpt.step()
-        assert held.began.wait(30)
-        model.weight.data.zero_()
-        model.weight.data.copy_(saw)
+        os.truncate(tmp_path / "table", 0)
         held.go.set()
         assert ckpt.wait(30)
-        assert _bytes(_newest(daemon)[1]["objects"]["model"]["weight"]) == _bytes(saw)
+        step, tree = _newest(daemon)
+        assert step == 2
+        assert tree["values"]["table"].eq(3).all()
 
 
-def test_a_capture_that_waited_for_its_slot_is_proven_like_any_other(daemon: SoloDaemon) -> None:
-    """Weights are swapped for an evaluation; in the middle of it the commit comes that lets the capture begin."""
+def test_a_capture_that_waits_for_its_slot_is_what_its_step_saw(daemon: SoloDaemon) -> None:
+    """Weights are swapped for an evaluation; in the middle of it the commit comes that frees a slot."""
     daemon.frozen = True
     model = torch.nn.Linear(1000, 1000)
     with Checkpointer(model=model) as ckpt:
         ckpt.restore()
         ckpt.step()
         assert ckpt.wait(30)
+        saw = _bytes(model.weight)
         ckpt.step()
         model.weight.data.fill_(7)
+        assert not ckpt.wait(0.01)
         daemon.commit(1, 1)
-        assert not ckpt.wait(30)
-        assert ckpt.stats.discarded == 1
+        assert ckpt.wait(30)
+        step, tree = _newest(daemon)
+        assert (step, _bytes(tree["objects"]["model"]["weight"])) == (2, saw)
+        assert (ckpt.stats.skipped, ckpt.stats.discarded) == (0, 0)
+
+
+def test_a_step_that_is_interrupted_is_missed_and_its_slot_is_used_again(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of the copy: what has arrived by then is announced to nobody."""
+    with Checkpointer(x=torch.ones(1 << 20)) as ckpt:
+        ckpt.restore()
+        ckpt.step()
+        assert is_committed(ckpt)
+        copier = ckpt._capturer._copier  # type: ignore[union-attr]
+        with monkeypatch.context() as patched:
+            patched.setattr(copier, "_copy", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.step()
         assert _newest(daemon)[0] == 1
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_optimizers_wait_for_a_copy_under_way(daemon: SoloDaemon, wrapped: bool) -> None:
-    """Also one that is known only to an object around it."""
-    model = torch.nn.Linear(200, 200)
-    optimizer = _Fill(model.parameters())
-    registered = _Around(optimizer) if wrapped else optimizer
-    with Checkpointer(model=model, optimizer=registered) as ckpt:
-        ckpt.restore()
-        optimizer.step()
+        ckpt.values["x"].fill_(3)
         ckpt.step()
-        held = _hold(ckpt)
-        ckpt.step()
-        threading.Timer(0.5, held.go.set).start()
-        optimizer.step()
-        assert held.go.is_set(), "the optimizer ran into the copy"
         assert ckpt.wait(30)
-        assert ckpt.stats.discarded == 0
-        assert ckpt.stats.stall_s > 0
-        assert _newest(daemon)[1]["objects"]["model"]["weight"].eq(1).all()
-
-
-class _Around:
-    """An optimizer in another object, as frameworks have it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._inside = optimizer
-
-    def state_dict(self) -> Any:
-        return self._inside.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._inside.load_state_dict(state)
-
-
-@pytest.mark.parametrize("keyword", [False, True])
-def test_a_closure_runs_before_the_wait_for_a_copy(daemon: SoloDaemon, keyword: bool) -> None:
-    model = torch.nn.Linear(200, 200)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
-        ckpt.restore()
-        ckpt.step()
-        held = _hold(ckpt)
-        ckpt.step()
-        evaluated = 0
-
-        def closure() -> torch.Tensor:
-            nonlocal evaluated
-            evaluated += 1
-            assert held.go.is_set() == (evaluated > 1), "the first forward and backward run beside the copy"
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 200)).square().sum()
-            loss.backward()
-            if evaluated == 1:
-                threading.Timer(0.05, held.go.set).start()
-            return loss
-
-        before = _bytes(model.weight)
-        if keyword:
-            optimizer.step(closure=closure)
-        else:
-            optimizer.step(closure)
-        assert evaluated > 1
-        assert ckpt.wait(30)
-        assert _bytes(_newest(daemon)[1]["objects"]["model"]["weight"]) == before
+        step, tree = _newest(daemon)
+        assert step == 3
+        assert tree["values"]["x"].eq(3).all()
 
 
 def test_a_state_that_grows_with_every_step_is_captured_at_every_step(daemon: SoloDaemon) -> None:
@@ -789,7 +715,6 @@ def test_shards_and_their_own_memory_are_told_apart(alone: None) -> None:
 
 
 def test_state_of_nothing_but_large_tensors(daemon: SoloDaemon) -> None:
-    """Nothing of it is copied inside `step()`."""
     x = torch.arange(100_000)
     with Checkpointer(rng=False, x=x) as ckpt:
         ckpt.restore()

@@ -17,7 +17,7 @@ from cluster import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_daemon import RUN_ID, SoloDaemon, is_committed
-from test_capture import _bytes, _newest, tensors
+from test_capture import _bytes, _newest, hold, tensors
 from thread_device import Stream, ThreadDevice
 
 from resilient_run.ckpt.capture import copying, device
@@ -25,6 +25,7 @@ from resilient_run.ckpt.capture.copying import CapturePlan, Copier
 from resilient_run.ckpt.capture.fingerprint import fingerprint_cuda
 from resilient_run.ckpt.capture.slots import MappedSlot
 from resilient_run.ckpt.checkpointer import Checkpointer
+from resilient_run.ckpt.format.digests import Digester
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.ckpt.state.tree import Flattener
 
@@ -50,9 +51,15 @@ def _slot(directory: Path, plan: CapturePlan) -> MappedSlot:
     return target
 
 
-def _copy(plan: CapturePlan, staged: copying.Staged, target: MappedSlot, **options: Any) -> copying.Copied:
-    options = {"hurries": lambda: False, "on_released": lambda: None, "on_copied": lambda: None} | options
-    return Copier().copy(plan, staged, target, **options)
+def _stage(plan: CapturePlan, flat: Flattener, target: MappedSlot) -> copying.Staged:
+    target.zero_gaps(plan.specs, plan.layout)
+    return Copier().stage(plan, flat, target.payload)
+
+
+def _copy(plan: CapturePlan, staged: copying.Staged, target: MappedSlot, **options: Any) -> str | None:
+    """Return the leaf that has not arrived as it was, if any."""
+    Copier().finish(plan, staged, target, **{"on_released": lambda: None, "on_copied": lambda: None} | options)
+    return Copier().prove(plan, staged, target)
 
 
 @given(tree=st.lists(tensors(), max_size=5), big=st.integers(0, 3), devices=st.integers(1, 3))
@@ -73,11 +80,18 @@ def test_any_tensors_on_any_devices_are_copied_bit_for_bit(
         assert sum(len(each.places) for each in plan.on_devices) == sum(owner > 0 for owner in owners.values())
         target = _slot(tmp_path_factory.mktemp("slot"), plan)
         for _ in range(2):
-            copied = _copy(plan, plan.stage(flat), target)
-            assert copied.changed is None
+            assert _copy(plan, _stage(plan, flat, target), target) is None
         assert [each.uploads for each in made] == [2] * devices, "what stays where it is is described once"
         fields: dict[str, Any] = {"run_id": RUN_ID, "topology": 0, "rank": 0, "world_size": 1}
-        fields |= {"generation": 1, "step": 1, "manifest": b"", "checksums": copied.checksums}
+        digester = Digester(plan.specs, plan.layout, flat.node, rank=0, trained=())
+        payload = target.payload.numpy().data[: plan.layout.payload_bytes]
+        fields |= {
+            "generation": 1,
+            "step": 1,
+            "manifest": b"",
+            "checksums": digester.extend(b"{}", digester.hashes(payload))[1],
+        }
+        del payload
         target.slot.publish(**fields, payload_bytes=plan.layout.payload_bytes)
         target.slot.verify()
     expected = bytearray(plan.layout.payload_bytes)
@@ -104,12 +118,12 @@ def test_what_the_cuda_kernel_hashed_is_proven_by_the_cpu(
     plan = CapturePlan(flat)
     target = _slot(tmp_path, plan)
     gpu.side.gate.clear()
-    staged = plan.stage(flat)
+    staged = _stage(plan, flat, target)
     gpu.record().synchronize()
     if flip:
         leaf[-1] ^= 1
     gpu.side.gate.set()
-    assert _copy(plan, staged, target).changed == ("0" if flip else None)
+    assert _copy(plan, staged, target) == ("0" if flip else None)
     target.close()
     gpu.close()
 
@@ -120,12 +134,12 @@ def test_a_byte_that_changed_anywhere_behind_the_hash_is_found(gpu: ThreadDevice
     flat = Flattener(tree)
     plan = CapturePlan(flat)
     target = _slot(tmp_path, plan)
-    staged = plan.stage(flat)
+    staged = _stage(plan, flat, target)
     gpu.record().synchronize()
     tree[1][at] = 1
-    assert _copy(plan, staged, target).changed == "1"
+    assert _copy(plan, staged, target) == "1"
     tree[1][at] = 0
-    assert _copy(plan, plan.stage(flat), target).changed is None
+    assert _copy(plan, _stage(plan, flat, target), target) is None
     target.close()
 
 
@@ -134,12 +148,12 @@ def test_a_leaf_that_moved_is_not_read(gpu: ThreadDevice, tmp_path: Path) -> Non
     flat = Flattener([leaf])
     plan = CapturePlan(flat)
     target = _slot(tmp_path, plan)
-    staged = plan.stage(flat)
+    staged = _stage(plan, flat, target)
     gpu.record().synchronize()
     leaf.untyped_storage().resize_(leaf.nbytes * 64)
-    assert _copy(plan, staged, target).changed == "0"
+    assert _copy(plan, staged, target) == "0"
     assert plan.matches(flat), "and where it is now it is read in the next step"
-    assert _copy(plan, plan.stage(flat), target).changed is None
+    assert _copy(plan, _stage(plan, flat, target), target) is None
     assert gpu.uploads == 4
     target.close()
 
@@ -150,7 +164,7 @@ def test_a_leaf_between_words_is_staged(gpu: ThreadDevice) -> None:
 
     buffer = torch.zeros(200_000, dtype=torch.uint8)
     for start, plain in ((0, True), (1, False), (2, False), (4, True)):
-        assert copying.is_plain(buffer[start : start + 100_000].as_subclass(Elsewhere)) == plain
+        assert copying._is_readable(buffer[start : start + 100_000].as_subclass(Elsewhere)) == plain
 
 
 def test_nothing_arrives_in_a_slot_after_its_capture_has_failed(gpu: ThreadDevice, tmp_path: Path) -> None:
@@ -158,7 +172,7 @@ def test_nothing_arrives_in_a_slot_after_its_capture_has_failed(gpu: ThreadDevic
     plan = CapturePlan(flat)
     target = _slot(tmp_path, plan)
     gpu.side.gate.clear()
-    staged = plan.stage(flat)
+    staged = _stage(plan, flat, target)
 
     def fail() -> None:
         threading.Timer(0.05, gpu.side.gate.set).start()
@@ -245,16 +259,16 @@ def test_the_kernel_waits_for_tables_that_another_stream_uploads(gpu: ThreadDevi
     flat = Flattener([torch.ones(100_000)])
     plan = CapturePlan(flat)
     target = _slot(tmp_path, plan)
-    assert _copy(plan, plan.stage(flat), target).changed is None, "and what is compiled at its first call is compiled"
+    assert _copy(plan, _stage(plan, flat, target), target) is None, "and what is compiled at its first call is compiled"
     first, second = gpu.compute, Stream()
     first.gate.clear()
     plan = CapturePlan(flat)
-    plan.stage(flat)
+    _stage(plan, flat, target)
     gpu.compute = second
-    staged = plan.stage(flat)
+    staged = _stage(plan, flat, target)
     assert not second.record().come.wait(0.2), "the kernel ran before its tables were there"
     first.gate.set()
-    assert _copy(plan, staged, target).changed is None
+    assert _copy(plan, staged, target) is None
     gpu.compute = first
     second.close()
     target.close()
@@ -322,6 +336,77 @@ def test_whatever_overtakes_the_copy_is_found_out(
         _held_weight(daemon, 1)
 
 
+def test_what_changed_behind_a_capture_is_copied_at_once_also_by_whoever_comes_after(
+    daemon: SoloDaemon, gpu: ThreadDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_known in (False, True):
+        model = torch.nn.Linear(300, 300, bias=False)
+        with Checkpointer(model=model) as ckpt:
+            ckpt.restore()
+            ckpt.step()
+            held = hold(ckpt)
+            ckpt.step()
+            gpu.record().synchronize()
+            model.weight.data.zero_()
+            held.go.set()
+            assert ckpt.wait(30) == is_known
+        daemon.wait_for("eager", name="model")
+        daemon.restart(monkeypatch)
+
+
+class _Filling(_Fill):
+    """Evaluates its closure before it puts its kernel on the stream."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["plain", "wrapped", "closure", "keyword"])
+def test_optimizers_wait_until_a_copy_is_on_its_stream(daemon: SoloDaemon, gpu: ThreadDevice, how: str) -> None:
+    """Also one that is known only to an object around it; a closure runs forward and backward before that."""
+    model = torch.nn.Linear(300, 300, bias=False)
+    optimizer = _Filling(model.parameters(), gpu)
+    registered = Around(optimizer) if how == "wrapped" else optimizer
+    with Checkpointer(model=model, optimizer=registered) as ckpt:
+        ckpt.restore()
+        optimizer.step()
+        ckpt.step()
+        held = hold(ckpt)
+        ckpt.step()
+        assert held.began.wait(30)
+
+        def closure() -> None:
+            assert not held.go.is_set(), "it waited before the closure"
+            threading.Timer(0.05, held.go.set).start()
+
+        if how == "closure":
+            optimizer.step(closure)
+        elif how == "keyword":
+            optimizer.step(closure=closure)
+        else:
+            threading.Timer(0.05, held.go.set).start()
+            optimizer.step()
+        assert held.go.is_set(), "the optimizer ran into the copy"
+        assert ckpt.wait(30)
+        assert ckpt.stats.discarded == 0
+        assert _newest(daemon)[1]["objects"]["model"]["weight"].eq(1).all()
+
+
+class Around:
+    """An optimizer in another object, as frameworks have it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._inside = optimizer
+
+    def state_dict(self) -> Any:
+        return self._inside.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._inside.load_state_dict(state)
+
+
 class _Forgetful(set[str]):
     """Lets every capture run the risk anew."""
 
@@ -378,7 +463,7 @@ def test_a_trainer_without_a_gpu_never_imports_numba() -> None:
         "from resilient_run.ckpt.capture.copying import CapturePlan\n"
         "from resilient_run.ckpt.state.tree import Flattener\n"
         "flat = Flattener([torch.ones(100_000)])\n"
-        "CapturePlan(flat).stage(flat)\n"
+        "CapturePlan(flat)\n"
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-P", "-c", check], check=True)
@@ -397,7 +482,7 @@ def test_a_gpu_without_a_kernel_is_staged_and_says_so_once(
     device._cuda_device.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert not copying.is_plain(torch.zeros(100_000).as_subclass(OnGpu))
+            assert device.device_of(torch.zeros(100_000).as_subclass(OnGpu)) is None
     device._cuda_device.cache_clear()
     assert len(caplog.messages) == 1
     assert "no CUDA toolkit" in caplog.messages[0]
