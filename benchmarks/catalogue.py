@@ -98,6 +98,8 @@ BENCHMARKS: Final = (
         depends=(*JOB, "benchmarks/peers", "benchmarks/recovery_floor.py", "benchmarks/recovery_worker.py"),
         results=(
             Result(name="recovery-time", minutes=5),
+            Result(name="recovery-time-291", arguments="--tensors 291 --state-mb 144 --kill-after 30", minutes=5),
+            Result(name="recovery-time-4000", arguments="--tensors 4000 --kills 3 --kill-after 20", minutes=6),
             Result(
                 name="recovery-time-peers",
                 arguments=f"--peer lm_resiliency={LM} --peer nvidia_resiliency_ext={NVRX} --peer dlrover={DLROVER}",
@@ -175,6 +177,14 @@ BENCHMARKS: Final = (
     ),
     # What checkpoints cost.
     Benchmark(
+        script="benchmarks/step_cost.py",
+        depends=(*JOB, "benchmarks/capture_stall.py"),
+        results=(
+            Result(name="step-cost", minutes=2),
+            Result(name="step-cost-4000", arguments="--tensors 4000 --mb 64", minutes=3),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/capture_stall.py",
         depends=JOB,
         results=(
@@ -192,6 +202,12 @@ BENCHMARKS: Final = (
                 f"--lm {LM}",
                 minutes=2,
                 needs=(LM,),
+            ),
+            Result(
+                name="capture-stall-291",
+                arguments="--mb 64 --tensors 291 --loop plain "
+                "--contender resilient-run 'resilient-run, 2 hosts' async_save torch.save",
+                minutes=2,
             ),
             Result(
                 name="capture-stall-1024",

@@ -8,6 +8,7 @@ means, makes the hashes differ, and the capture is given up.
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ _BLOCK_BYTES: Final = CHUNK_BYTES
 
 _SHARE_BYTES: Final = 8 << 20
 """With less than this for each of them, threads take longer to begin than they save."""
+
+_MOST_THREADS: Final = 8
+"""So many fill the channels of the memory."""
 
 CudaEvents = list[tuple[torch.device, torch.cuda.Event]]
 _Piece = tuple[int, int, int, int]
@@ -150,15 +154,15 @@ class Copier:
         """Copy the leaves of `flat` that are on the host into `memory`, and let GPUs hash theirs.
 
         CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
-        As many threads as torch uses for an operation copy at once; training's thread is here, so they are free.
+        As many threads copy at once as this rank has cores.
 
         Args:
             plan: One that `flat` matches.
             flat: The state.
             memory: uint8 of the CPU, as long as the payload, with zeros between the leaves.
-            hashes: Of `memory`: made here, while what was copied is in the processor's cache, if torch has one thread
-                for an operation. The cores are for other ranks then, and training waits for the lock of a thread that
-                hashes. Else they are left for later, and so they are if something of it comes from a device.
+            hashes: Of `memory`: made here, while what was copied is in the processor's cache, if this rank has one
+                core, which training would share with a thread that hashes later. Else they are left for that, and so
+                they are if something of `memory` comes from a device.
         """
         for index in plan.others:
             start = plan.layout.offsets[index]
@@ -174,14 +178,15 @@ class Copier:
     ) -> None:
         """Copy the pieces of `leaves`, with help if they are long; return, or raise, when nobody copies any more."""
         pieces, helpers = iter(plan.pieces), list[Future[None]]()
-        threads = min(torch.get_num_threads(), sum(end - start for start, end in plan.on_host) // _SHARE_BYTES)
+        cores = _cores()
+        threads = min(cores, sum(end - start for start, end in plan.on_host) // _SHARE_BYTES)
         try:
             if threads > 1:
-                self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads(), "resilient-copy")
+                self._pool = self._pool or ThreadPoolExecutor(cores, "resilient-copy")
                 with contextlib.suppress(RuntimeError):  # at the end of the process no thread begins: this one is there
                     for _ in range(1, threads):
                         helpers.append(self._pool.submit(self._copy, pieces, leaves, memory))
-            if threads > 1 or plan.live or hashes is None:
+            if cores > 1 or plan.live or hashes is None:
                 self._copy(pieces, leaves, memory)
             else:
                 for to, block in groupby(pieces, key=lambda piece: piece[0] // _BLOCK_BYTES * _BLOCK_BYTES):
@@ -251,6 +256,12 @@ class Copier:
 
     def _move(self, target: int, source: int, size: int) -> None:
         (self._move_large if size > _SMALL_BYTES else self._move_small)(target, source, size)
+
+
+def _cores() -> int:
+    """Return how many cores this rank has, if those that it may use are shared by all ranks of the host."""
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
