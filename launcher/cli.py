@@ -48,7 +48,10 @@ EXITS = (
 
 @record
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``resilient-run``; arguments, exceptions and exit codes are those of ``torch.distributed.run.main``."""
+    """Run ``resilient-run``; arguments, exceptions and exit codes are those of ``torch.distributed.run.main``.
+
+    What resilient-run itself refuses is shown, and is a `SystemExit`.
+    """
     command = ResilientRun()
     try:
         with (
