@@ -414,7 +414,8 @@ def test_a_daemon_of_another_version(patient: Patient) -> None:
     finally:
         process.kill()
         process.wait()
-    report.says("daemon", "fail", found="is of another resilient-run (wire 3, not 2)", remedy=f"kill {process.pid}")
+    found = f"is of another resilient-run (wire {wire.VERSION + 1}, not {wire.VERSION})"
+    report.says("daemon", "fail", found=found, remedy=f"kill {process.pid}")
 
 
 def test_a_healthy_run_and_one_whose_commits_stand_still(hosts: Hosts, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_an_error_of_a_full_shm_says_how_much_slots_take(
         daemon.start()
         daemon.enter(monkeypatch)
         with Checkpointer(x=torch.ones(1 << 20)) as ckpt:
+            ckpt.restore()
             ckpt.step()
             assert ckpt.wait()
             sys.excepthook(RuntimeError, RuntimeError("out of range"), None)

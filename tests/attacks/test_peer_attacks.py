@@ -126,7 +126,7 @@ def test_who_speaks_no_tls_hears_nothing(hosts: Hosts, trainers: list[Trainer]) 
         assert received[:1] in (b"", b"\x15")
         assert len(received) < 16
     log = hosts["a"].log
-    assert "it speaks version 1 of the wire format, this daemon 2: install the same resilient-run" in log
+    assert f"it speaks version 1 of the wire format, this daemon {wire.VERSION}: install the same resilient-run" in log
     assert "it speaks version 99 of the wire format" in log
     goes_on(hosts, trainers, 2)
 
