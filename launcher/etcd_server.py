@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.process import raise_file_limit
 from resilient_run.daemon.trust.private import hold_directory
 
 from .workers.prctl import death_with_parent
@@ -96,7 +97,6 @@ class EmbeddedEtcd:
                 too few files.
         """
         etcd = find_etcd()
-        # Programs in Go raise the soft limit by themselves.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if 0 <= limit < _FILES:
             raise EtcdServerError(f"etcd needs {_FILES} open files, and the limit is {limit}: raise it (ulimit -Hn)")
@@ -169,6 +169,12 @@ class EmbeddedEtcd:
             self._directories.pop().remove()
 
     def _start(self) -> "subprocess.Popen[bytes]":
+        bind = death_with_parent(os.getpid())
+
+        def begin() -> None:
+            raise_file_limit()
+            bind()
+
         with self._log_path.open("wb") as output:
             return subprocess.Popen(
                 self._command,
@@ -179,7 +185,7 @@ class EmbeddedEtcd:
                 # The server holds the locks too: a directory counts as abandoned only after both have ended.
                 pass_fds=[directory.lock for directory in self._directories],
                 env={name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "RESILIENT_"))},
-                preexec_fn=death_with_parent(os.getpid()),
+                preexec_fn=begin,
                 # Ctrl-C is for the launcher, which still needs etcd while it ends the run.
                 start_new_session=True,
             )

@@ -145,9 +145,16 @@ def test_error_of_torch_before_there_are_workers_stands_alone(cluster: Cluster, 
     assert "etcd" not in host.output
 
 
-def test_too_few_open_files_are_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_few_open_files_are_enough_if_more_are_allowed_and_else_named(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import resource\nprint('limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n")
     host = cluster.host("solo")
-    host.forked, host.prefix = False, ("sh", "-c", 'ulimit -n 96 && exec "$@"', "sh")
-    host.launch(["--standalone"], [str(tmp_path / "train.py")])
+    host.forked, host.prefix = False, ("sh", "-c", 'ulimit -Sn 96 && exec "$@"', "sh")
+    host.launch(["--standalone"], [str(path)])
+    assert host.wait() == 0, host.output
+    assert host.output == "limit 96\n"
+    host.text.clear()
+    host.prefix = ("sh", "-c", 'ulimit -n 96 && exec "$@"', "sh")
+    host.launch(["--standalone"], [str(path)])
     assert host.wait() == 1
     assert re.fullmatch(r"Error: etcd needs 151 open files, and the limit is 96: raise it .*\n", host.output)
