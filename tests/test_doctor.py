@@ -26,6 +26,7 @@ from hosts import Hosts
 from launchers import run_ctl
 from patient import Patient, patient_of
 
+from resilient_run.ckpt.format import wire
 from resilient_run.daemon.doctor import etcd as doctor_etcd
 from resilient_run.daemon.doctor.examine import Check, Finding, examine, ok
 from resilient_run.daemon.etcd.client import EtcdConfig
