@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.process import raise_file_limit
+from resilient_run.daemon.base.process import raise_limits
 from resilient_run.daemon.trust.private import hold_directory
 
 from .workers.prctl import death_with_parent
@@ -172,7 +172,7 @@ class EmbeddedEtcd:
         bind = death_with_parent(os.getpid())
 
         def begin() -> None:
-            raise_file_limit()
+            raise_limits()
             bind()
 
         with self._log_path.open("wb") as output:
