@@ -409,7 +409,7 @@ class ResilientAgent(LocalElasticAgent):
             return False
         if (repeats := self._repeats(status, exited)) is not None:
             self._verdict = f"; {repeats}"
-            log.error("%s%s, so only --max-restarts counts (%d left)", cause, self._verdict, left)
+            log.error("%s%s: only --max-restarts counts (%d left)", cause, self._verdict, left)
             return False
         self._stalled = self._stalled + 1 if status["watermark"] == self._recovered_at else 1
         self._recovered_at = status["watermark"]

@@ -59,7 +59,7 @@ AT_ONCE = {
     "run continues from step 0",
     "same": "no restart cures this: step(1) after step(1): completed steps must increase",
     "back": "no restart cures this: step(7) after step(8): completed steps must increase",
-    "early": "nothing is committed yet, so only --max-restarts counts (0 left)",
+    "early": "nothing is committed yet: only --max-restarts counts (0 left)",
 }
 
 
@@ -108,7 +108,7 @@ def test_same_failure_twice_ends_the_run(cluster: Cluster, etcd_endpoint: str, m
     hosts = launch(cluster, etcd_endpoint, names, mode, size=len(names))
     assert [host.wait() for host in hosts] == [1] * len(hosts)
     output = "".join(host.output for host in hosts)
-    assert "one did so before, after step 4 too, so only --max-restarts counts (0 left)" in output
+    assert "one did so before, after step 4 too: only --max-restarts counts (0 left)" in output
     for host in hosts:
         assert generations(host) == [1, 2], host.output
     assert f"exitcode  : {3 if mode == 'exit' else 1}" in output
