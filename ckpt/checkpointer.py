@@ -59,8 +59,9 @@ class Checkpointer:
                 ckpt.step(n + 1)
         ```
 
-    Between `step()` and the next step of a registered optimizer its parameters must only be read; everything else may
-    change at any time. Without a daemon (plain `python` or `torchrun`) nothing is kept, and a warning says so.
+    What is on the host may change at any time. On GPUs, parameters should only be read between `step()` and the next
+    step of a torch optimizer, or that capture is given up. Without a daemon (plain `python` or `torchrun`) nothing is
+    kept, and a warning says so.
 
     Attributes:
         values: The plain values that were registered: part of every capture, and what `restore()` updates, in place

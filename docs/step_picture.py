@@ -102,10 +102,10 @@ def _slots(picture: Picture, x: float, owner: str) -> None:
 def _capture(picture: Picture) -> None:
     """Draw 1 to 8: from `step()` into the slot, and to the daemon."""
     _row(picture, 482, ((74, 1, "step(n)"), (158, 2, "submit")))
-    _row(picture, 508, ((74, 3, "fingerprint"), (190, 4, "slot")))
+    _row(picture, 508, ((74, 3, "slot"), (158, 4, "copy")))
     picture.numbered(74, 571, 6, "discard what changed", DISCARD)
     picture.arrow((136, 590), (136, 686), color=CAPTURE)
-    for y, number, text in ((618, 5, "copy"), (643, 7, "header")):
+    for y, number, text in ((618, 5, "from GPUs"), (643, 7, "header")):
         picture.number(136, y, number, CAPTURE)
         picture.text(121, y + 4, text, color=CAPTURE, anchor="end")
     picture.arrow((286, 559), (420, 559), color=CAPTURE)

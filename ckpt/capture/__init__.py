@@ -1,1 +1,1 @@
-"""Captures behind training: copied into a slot, with a proof that what was copied is what `step()` saw."""
+"""Captures: the state that `step()` saw, copied into a slot."""
