@@ -54,11 +54,10 @@ finally:
 """
 
 AT_ONCE = {
-    "zero": "no restart cures this: step(0): n is the number of completed steps, at least 1",
-    "norestore": "no restart cures this: step(1) before restore(): call restore() once, before the first step; this "
-    "run continues from step 0",
-    "same": "no restart cures this: step(1) after step(1): completed steps must increase",
-    "back": "no restart cures this: step(7) after step(8): completed steps must increase",
+    "zero": "step(0): n is the number of completed steps, at least 1",
+    "norestore": "step(1) before restore(): call restore() once, before the first step; this run continues from step 0",
+    "same": "step(1) after step(1): completed steps must increase",
+    "back": "step(7) after step(8): completed steps must increase",
     "early": "nothing is committed yet: only --max-restarts counts (0 left)",
 }
 
@@ -96,10 +95,8 @@ def test_mistake_ends_the_run_at_its_first_start(cluster: Cluster, etcd_endpoint
     assert [host.wait() for host in hosts] == [1] * len(hosts)
     for host in hosts:
         assert generations(host) == [1], host.output
-    told = [
-        [line for line in host.text if AT_ONCE[mode] in line and line.startswith("resilient-run: ")] for host in hosts
-    ]
-    assert max(map(len, told)) == 1, told
+    told = [[line for line in host.text if AT_ONCE[mode] in line] for host in hosts]
+    assert len(told[0]) == 1 if len(hosts) == 1 else any(told), told
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
