@@ -778,6 +778,7 @@ def test_the_estimate_is_of_what_the_kind_of_optimizer_keeps(
     with Checkpointer(model=model, optimizer=optimizer, rng=False) as ckpt:
         estimate_bytes = daemon.wait_for("attach")["estimate_bytes"]
         assert (estimate_bytes - 400) // 40_000 == 1 + tensors
+        ckpt.restore()
         model(torch.randn(1, 100)).sum().backward()
         optimizer.step()
         ckpt.step()

@@ -132,6 +132,7 @@ def test_every_byte_comes_back(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPat
     before = Training(dtype, fresh=False)
     expected = before.contents()
     with Checkpointer(**before.objects()) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     assert before.contents() == expected, "a capture changes nothing"
@@ -155,6 +156,7 @@ def test_flags_that_an_object_loads_wrong_are_no_less_refused(
                 self.tensors[name].copy_(~tensor)
 
     with Checkpointer(ring=Negating(every(torch.bool, SMALL))) as ckpt:
+        ckpt.restore()
         ckpt.step()
         assert is_committed(ckpt)
     daemon.restart(monkeypatch)

@@ -83,7 +83,7 @@ def adapts(module: torch.nn.Module, key: str) -> bool:
     """
     inner: Any = module
     loaders: list[Any] = [module.load_state_dict]
-    for part in key.split("."):
+    for part in str(key).split("."):  # a damaged checkpoint may have any
         if not isinstance(inner, torch.nn.Module):
             break
         hooks = (getattr(hook, "hook", hook) for hook in inner._load_state_dict_pre_hooks.values())
