@@ -90,7 +90,7 @@ def test_the_only_host_that_trains_leaves_and_a_standby_goes_on(
 def test_standby_that_holds_the_replica_is_lost_and_another_keeps_the_next_ones(run: Run, reference: Host) -> None:
     first, second = run.train(), run.stand_by("b")
     third = run.launch("c")
-    wait_until(lambda: "waiting as a standby" in third.output, timeout_s=60, what="another standby", host=third)
+    wait_until(lambda: "waits as a standby" in third.output, timeout_s=60, what="another standby", host=third)
     assert not third.holds(HELD)
     second.lose()
     wait_until(lambda: third.holds(HELD), timeout_s=60, what="the replica on c", host=third)

@@ -257,18 +257,18 @@ def test_a_round_that_is_broken_protects_nothing(tmp_path: Path, caplog: pytest.
     """Its first commit may be heard of after the loss of a host that it counts."""
     timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
     timeline.begin(kind="host_lost", cause="host c is lost", detect_s=0.0, last_step=3)
-    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1))
+    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1, caveats=[]))
     assert not caplog.messages
     timeline.spawned(generation=2, ranks={0})
-    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1))
+    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1, caveats=[]))
     assert not caplog.messages
-    timeline.on_event(event("first_commit", 0, generation=2, hosts=["a", "b"], replicas=2, every=1))
+    timeline.on_event(event("first_commit", 0, generation=2, hosts=["a", "b"], replicas=2, every=1, caveats=[]))
     assert caplog.messages == ["protected: every step, 2 replicas on hosts a, b"]
 
 
 def test_what_a_person_shall_see_is_no_warning_to_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
-    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a"], replicas=1, every=1))
+    timeline.on_event(event("first_commit", 0, generation=1, hosts=["a"], replicas=1, every=1, caveats=[]))
     timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=8)
     timeline.begin(kind="hang", cause="d", detect_s=0.0, last_step=8)
     recover(timeline, ranks={0}, restored_step=7)
