@@ -49,7 +49,7 @@ _begun: set[TrainerEnv | None] = set()
 
 
 class Checkpointer:
-    """Keeps the training state of this rank in the memory of its hosts, after every step, behind training.
+    """Keeps the training state of this rank in the memory of its hosts, after every step.
 
     Example:
         ```

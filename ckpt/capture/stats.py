@@ -8,12 +8,12 @@ class CaptureStats:
     """What captures cost so far.
 
     Attributes:
-        stall_s: Seconds that the training thread spent in `step()` and waiting before optimizer steps.
+        stall_s: Seconds that the training thread spent in `step()` and, for GPUs, waiting before optimizer steps.
         waited_s: Those of them in which it waited for replicas, as the scheme `blocking` does.
-        capture_s: Seconds that the capture thread spent copying and hashing.
+        capture_s: Seconds that the capture thread spent completing captures.
         captures: Complete captures.
         skipped: Steps that were not captured, the discarded ones included.
-        discarded: Captures that were given up because something changed the state while it was being copied.
+        discarded: Captures that were given up because a tensor on a GPU changed while it was being copied.
         bytes: Payload bytes of all complete captures.
     """
 
