@@ -227,7 +227,10 @@ class Checkpointer:
         self._link.notify("progress", step=n)
         self._pace.protection.stepped(n)
         if self._pace.captures:
-            self._capturer.submit(n, self._state)
+            try:
+                self._capturer.submit(n, self._state)
+            except StateError as error:
+                self._refuse(error)
             self._warn(self._state.order.replaced or self._state.unsaved.trained)
             self._warn(self._state.outgrown())
             self._warn(self._state.unsaved.changing)
@@ -242,8 +245,8 @@ class Checkpointer:
         """Return the number of completed steps that `step` is called with."""
         try:
             n = self._step + 1 if n is None else operator.index(n)
-        except TypeError as error:
-            self._refuse(error)
+        except TypeError:
+            self._refuse(TypeError(f"step({n!r}): n is the number of completed steps, an integer"))
         if n < 1:
             self._refuse(ValueError(f"step({n}): n is the number of completed steps, at least 1"))
         # A script that has read that there is nothing to restore may leave the call out.

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,8 @@ def _newest(daemon: SoloDaemon, rank: int = 0) -> tuple[int, Any]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)  # torch's copies of flags are 0 or 1
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
@@ -170,7 +173,7 @@ TENSOR_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool,
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     dtype = draw(st.sampled_from(TENSOR_DTYPES))
     shape = draw(SHAPES)
-    made = torch.randint(0, 2, [*shape, dtype.itemsize], dtype=torch.uint8).view(dtype).view(shape)
+    made = torch.randint(0, 256, [*shape, dtype.itemsize], dtype=torch.uint8).view(dtype).view(shape)
     if draw(st.booleans()) and made.dim() > 1:
         made = made.transpose(0, -1)
     if draw(st.booleans()) and made.dim():
@@ -453,9 +456,23 @@ class HeldCopier(Copier):
         self.began, self.go = threading.Event(), threading.Event()
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
+        self._wait()
+        super().finish(*args, **kwargs)
+
+    def _wait(self) -> None:
         self.began.set()
         assert self.go.wait(30)
-        super().finish(*args, **kwargs)
+
+
+class _HeldProof(HeldCopier):
+    """Publishes no capture before `go` is set."""
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        Copier.finish(self, *args, **kwargs)
+
+    def prove(self, *args: Any, **kwargs: Any) -> str | None:
+        self._wait()
+        return super().prove(*args, **kwargs)
 
 
 def hold(ckpt: Checkpointer) -> HeldCopier:
@@ -502,6 +519,10 @@ def _by_a_resized_storage(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(tensor.nbytes * 8)
 
 
+def _by_a_freed_storage(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -513,6 +534,7 @@ def _by_a_resized_storage(tensor: torch.Tensor) -> None:
         _by_a_fused_kernel,
         _by_another_thread,
         _by_a_resized_storage,
+        _by_a_freed_storage,
     ],
 )
 def test_whatever_writes_after_a_step_changes_nothing_of_it(
@@ -566,12 +588,14 @@ def test_a_capture_that_waits_for_its_slot_is_what_its_step_saw(daemon: SoloDaem
     """Weights are swapped for an evaluation; in the middle of it the commit comes that frees a slot."""
     daemon.frozen = True
     model = torch.nn.Linear(1000, 1000)
-    with Checkpointer(model=model) as ckpt:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model=model, optimizer=optimizer) as ckpt:
         ckpt.restore()
         ckpt.step()
         assert ckpt.wait(30)
         saw = _bytes(model.weight)
         ckpt.step()
+        optimizer.step()
         model.weight.data.fill_(7)
         assert not ckpt.wait(0.01)
         daemon.commit(1, 1)
@@ -601,6 +625,113 @@ def test_a_step_that_is_interrupted_is_missed_and_its_slot_is_used_again(
         step, tree = _newest(daemon)
         assert step == 3
         assert tree["values"]["x"].eq(3).all()
+
+
+def test_a_copy_ends_with_all_its_threads_however_often_it_is_interrupted(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in the middle of it, once more while it waits for the thread that helps."""
+    helps, go, ended = threading.Event(), threading.Event(), threading.Event()
+    main = threading.current_thread()
+
+    def interrupt() -> None:
+        assert main.ident is not None
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        threading.Timer(0.1, go.set).start()
+
+    class Interrupted(Copier):
+        def _copy(self, *args: Any) -> None:
+            if threading.current_thread() is main:
+                assert helps.wait(30)
+                threading.Timer(0.1, interrupt).start()
+                raise KeyboardInterrupt
+            helps.set()
+            assert go.wait(30)
+            super()._copy(*args)
+            ended.set()
+
+    monkeypatch.setattr(copying, "_SHARE_BYTES", 1 << 16)
+    monkeypatch.setattr(copying, "_cores", lambda: 2)
+    with Checkpointer(rng=False, x=torch.ones(1 << 20)) as ckpt:
+        ckpt.restore()
+        ckpt.step()
+        assert is_committed(ckpt)
+        capturer = ckpt._capturer
+        assert capturer is not None
+        free = next(slot for slot in capturer._slots.slots if slot.held is None)
+        before, capturer._copier = capturer._copier, Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.step()
+        assert ended.is_set(), "somebody writes to a slot that was given up"
+        assert free.payload.eq(0).all(), "a piece was begun after the interrupt"
+        capturer._copier.close()
+        capturer._copier = before
+        ckpt.step()
+        assert ckpt.wait(30)
+
+
+def test_a_step_leaves_the_slot_alone_that_is_being_published(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has missed that step: it will never be committed, so its slot is free once it is complete."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Checkpointer(x=torch.ones(100_000)) as ckpt:
+        ckpt.restore()
+        capturer = ckpt._capturer
+        assert capturer is not None
+        held = capturer._copier = _HeldProof()
+        ckpt.step(1)
+        assert held.began.wait(30)
+        capture = capturer._capture
+        assert capture is not None
+        assert capture.target is not None
+        before = bytes(capture.target.slot.buffer)
+        daemon.call_for(1, 2)
+        _until_heard(ckpt, next_step=2)
+        ckpt.values["x"].fill_(2)
+        ckpt.step(2)
+        assert bytes(capture.target.slot.buffer) == before
+        ckpt.values["x"].fill_(3)
+        held.go.set()
+        assert ckpt.wait(30)
+        daemon.wait_for("complete", step=1)
+        step, tree = _newest(daemon)
+        assert step == 2
+        assert tree["values"]["x"].eq(2).all()
+
+
+def test_the_handler_of_a_signal_may_close_in_the_middle_of_a_step(daemon: SoloDaemon) -> None:
+    ckpt = Checkpointer(x=torch.ones(1 << 20))
+    ckpt.restore()
+    ckpt.step()
+    assert is_committed(ckpt)
+    assert ckpt._capturer is not None
+
+    class Closing(Copier):
+        def _copy(self, *args: Any) -> None:
+            ckpt.close()
+            super()._copy(*args)
+
+    ckpt._capturer._copier = Closing()
+    ckpt.step()
+    assert [slot.verify().step for slot in daemon.slots() if slot.state() == "COMPLETE"] == [1]
+
+
+def test_captures_wait_for_their_slot_in_any_mode_of_torch(daemon: SoloDaemon) -> None:
+    """The memory in which one waits serves the next one that does."""
+    daemon.frozen = True
+    with Checkpointer(x=torch.randn(30, 40).t()) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        assert ckpt.wait(30)
+        with torch.inference_mode():
+            ckpt.step(2)
+        daemon.commit(1, 1)
+        assert ckpt.wait(30)
+        ckpt.step(3)
+        daemon.commit(1, 2)
+        assert ckpt.wait(30)
+        assert ckpt.stats.captures == 3
 
 
 def test_a_state_that_grows_with_every_step_is_captured_at_every_step(daemon: SoloDaemon) -> None:
@@ -654,6 +785,10 @@ def test_growth_that_is_refused_is_skipped_and_logged(daemon: SoloDaemon, caplog
             ckpt.step()
             assert not ckpt.wait(0.01) or pytest.fail("captured without room")
         wait_until(lambda: "no room for 12 GiB" in caplog.text, timeout_s=30, what="the refusal")
+        assert ckpt._capturer is not None
+        ckpt._capturer._beside = None
+        ckpt.step()
+        assert ckpt._capturer._beside is None, "what no slot will come for was copied"
         assert _newest(daemon)[0] == 1
         ckpt.values["data"] = torch.zeros(10)
         ckpt.step()

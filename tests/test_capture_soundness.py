@@ -363,6 +363,7 @@ def drive(directory: Path, *, cases: int, seed: str) -> tuple[Counter[str], list
         finally:
             daemon.stop()
         counts += case.counts + Counter(cases=last, captured=len(daemon.judged), wrong=len(daemon.wrong))
+        counts["discarded"] += case.checkpointer.stats.discarded
         wrong += [
             f"model {number}, step {step} ({case.done[step]}): {leaves[:3]}" for step, leaves in daemon.wrong.items()
         ]
@@ -377,6 +378,7 @@ def test_no_writer_gets_into_a_committed_capture(tmp_path: Path, alone: None, se
     assert not wrong, f"{len(wrong)} of {counts['captured']} captures are not what step(n) saw:\n" + "\n".join(wrong)
     assert counts["undisturbed and captured"] >= 10, counts
     assert counts["undisturbed"] == 0, "captures were given up though nobody wrote"
+    assert counts["discarded"] == 0, "what is on the host is read after step()"
 
 
 def main() -> int:
@@ -398,7 +400,7 @@ def main() -> int:
             if options.json is not None:
                 found = {"seed": options.seed, "seconds": seconds, **counts}
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if counts["wrong"] or counts["undisturbed"] else 0
+    return 1 if counts["wrong"] or counts["undisturbed"] or counts["discarded"] else 0
 
 
 if __name__ == "__main__":

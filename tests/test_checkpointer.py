@@ -663,7 +663,7 @@ def test_steps_in_any_mode_of_torch_are_captured(
 def test_a_step_is_any_integer_and_nothing_else(daemon: SoloDaemon) -> None:
     with Checkpointer(model=torch.nn.Linear(2, 3)) as ckpt:
         ckpt.restore()
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"step\(.*\): n is the number of completed steps"):
             ckpt.step(0.5)  # type: ignore[arg-type]
         ckpt.step(np.int64(1))  # type: ignore[arg-type]
         ckpt.step(torch.tensor(2))  # type: ignore[arg-type]

@@ -274,6 +274,14 @@ def test_the_kernel_waits_for_tables_that_another_stream_uploads(gpu: ThreadDevi
     target.close()
 
 
+def test_a_plan_of_leaves_on_devices_is_made_where_another_device_is_the_default(gpu: ThreadDevice) -> None:
+    leaf = torch.ones(100_000)
+    with torch.device("meta"):
+        plan = CapturePlan(Flattener([leaf]))
+        plan.on_devices[0].fingerprint({0: leaf})
+    assert gpu.uploads == 2
+
+
 def test_the_stream_that_is_current_waits_for_the_copy(daemon: SoloDaemon, gpu: ThreadDevice) -> None:
     model = torch.nn.Linear(300, 300, bias=False)
     optimizer = _Fill(model.parameters(), gpu)

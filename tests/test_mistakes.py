@@ -20,7 +20,7 @@ print(json.dumps({"rank": rank, "pid": os.getpid(), "generation": generation}), 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-checkpointer = Checkpointer(model=model, optimizer=optimizer)
+checkpointer = Checkpointer(model=model, optimizer=optimizer, note=None)
 try:
     start = 0 if mode == "norestore" else checkpointer.restore()
     print(json.dumps({"rank": rank, "start": start}), flush=True)
@@ -37,6 +37,8 @@ try:
         dist.all_reduce(loss.detach())
         loss.backward()
         optimizer.step()
+        if mode == "value" and step == 4:
+            checkpointer.values["note"] = object()
         checkpointer.step({"zero": step, "same": 1, "back": 8 - step}.get(mode, step + 1))
         if mode == "caught" and step == 4 and generation == 1:
             try:
@@ -45,7 +47,7 @@ try:
                 pass
         if mode == "caught" and step == 5 and generation == 1 and rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if mode in ("poison", "exit"):
+        if mode in ("poison", "exit", "value"):  # else a step may be passed over
             checkpointer.wait()
             while (checkpointer.watermark or (0, 0))[1] <= step:
                 time.sleep(0.01)
@@ -58,6 +60,7 @@ AT_ONCE = {
     "norestore": "step(1) before restore(): call restore() once, before the first step; this run continues from step 0",
     "same": "step(1) after step(1): completed steps must increase",
     "back": "step(7) after step(8): completed steps must increase",
+    "value": "values.note: values of type builtins.object are not supported",
     "early": "nothing is committed yet: only --max-restarts counts (0 left)",
 }
 
