@@ -1,10 +1,15 @@
-"""What an uncaught refusal looks like: no frame of ours, and the launcher shows it last, once for all ranks."""
+"""What an uncaught error looks like: a refusal without frames of ours, which the launcher shows last, for all at once.
+
+An error that a full /dev/shm may have caused is followed by how much of it slots take.
+"""
 
 import json
+import logging
 import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -15,7 +20,14 @@ HELD_BACK: Final = "held_back"
 
 _OURS: Final = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _REFUSAL: Final = "resilient_refusal"
+_SHARED: Final = Path("/dev/shm")
+_FULL: Final = ("No space left on device", "Bus error")
+"""What an error says that may come from a full tmpfs: of a write, and of a data loader about a worker."""
+
+_log = logging.getLogger(__name__)
 _installed = False
+vault = Path()
+"""The directory with the slots of this host, once some are mapped."""
 
 
 def refusal(error: Exception) -> Exception:
@@ -43,8 +55,23 @@ def install() -> None:
             alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
             if not (_is_refusal(error) and _hand_over(error, hold=plain and alone)):
                 before(kind, error, trace)
+                if any(text in str(error) for text in _FULL) and _SHARED.exists():
+                    _tell_what_slots_take()
 
         sys.excepthook = show
+
+
+def _tell_what_slots_take() -> None:
+    found = [path.stat() for path in vault.glob("*/*.slot") if path.exists()]
+    taken = sum(each.st_size for each in found if each.st_dev == _SHARED.stat().st_dev)
+    if taken:
+        about = os.statvfs(_SHARED)
+        _log.error(
+            "checkpoints take %.0f of the %.0f MiB of /dev/shm: if it is full, enlarge it (docker run --shm-size=…, "
+            "mount -o remount,size=…), or keep them in another tmpfs (RESILIENT_SHM_DIR)",
+            taken / (1 << 20),
+            about.f_blocks * about.f_frsize / (1 << 20),
+        )
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

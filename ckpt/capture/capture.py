@@ -89,8 +89,8 @@ class Capturer:
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
         self._plan: CapturePlan | None = None
-        self._beside_of: CapturePlan | None = None
-        self._beside: torch.Tensor | None = None  # for a capture that no slot is free for in its step()
+        # Memory for captures that no slot is free for in their step().
+        self._beside: tuple[CapturePlan, torch.Tensor] | None = None
         self._digester: tuple[CapturePlan, Digester] | None = None
         self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
         self._on_complete: Callable[[str, Pair], None] = lambda path, version: None
@@ -214,20 +214,19 @@ class Capturer:
             target.zero_gaps(plan.specs, plan.layout)
             memory = target.payload
         elif capture.phase is _Phase.PENDING:
-            if self._beside is None or self._beside_of is not plan:
+            if self._beside is None or self._beside[0] is not plan:
                 # Only what is written takes memory.
                 pages = mmap.mmap(-1, max(1, plan.layout.payload_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 with torch.inference_mode(False):  # later steps write to it as well, in whatever mode this one is
-                    self._beside, self._beside_of = torch.frombuffer(pages, dtype=torch.uint8), plan
-            memory = self._beside
+                    self._beside = plan, torch.frombuffer(pages, dtype=torch.uint8)
+            memory = self._beside[1]
         else:
             return
         hashes = capture.digester.hashes(memory.numpy().data[: plan.layout.payload_bytes])
         staged = self._copier.stage(plan, flat, memory, hashes)
         with self._changed:
-            capture.hashes = hashes if hashes.complete else None
             if capture.phase is not _Phase.SKIPPED:
-                capture.staged = staged
+                capture.staged, capture.hashes = staged, hashes if hashes.complete else None
             if capture.phase is _Phase.STAGING:
                 capture.phase = _Phase.COPYING
             self._changed.notify_all()

@@ -28,9 +28,6 @@ from .slots import MappedSlot
 _SMALL_BYTES: Final = 64 << 10
 """Leaves of a GPU up to this are copied inside `step()`, which takes no longer than a fingerprint of them."""
 
-_BLOCK_BYTES: Final = CHUNK_BYTES
-"""What one thread copies at a time: no longer, so that it is still in the cache when it is hashed."""
-
 _SHARE_BYTES: Final = 8 << 20
 """With less than this for each of them, threads take longer to begin than they save."""
 
@@ -117,7 +114,7 @@ class CapturePlan:
             (start, place, start - first, end - start)
             for place, index in enumerate(self.moved)
             for first, last in [self._place(index)]
-            for start, end in _blocks(first, last)
+            for start, end in _by_chunks(first, last)
         ]
         self.late = sorted(
             {
@@ -189,9 +186,9 @@ class Copier:
             if cores > 1 or plan.live or hashes is None:
                 self._copy(pieces, leaves, memory)
             else:
-                for to, block in groupby(pieces, key=lambda piece: piece[0] // _BLOCK_BYTES * _BLOCK_BYTES):
+                for to, chunk in groupby(pieces, key=lambda piece: piece[0] // CHUNK_BYTES * CHUNK_BYTES):
                     hashes.upto(to)
-                    self._copy(block, leaves, memory)
+                    self._copy(chunk, leaves, memory)
                 hashes.upto()
         finally:
             for _ in pieces:
@@ -264,10 +261,10 @@ def _cores() -> int:
     return min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes of the payload where its blocks end."""
+def _by_chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes of the payload where its chunks end: one is still in the cache when it is hashed."""
     while start < end:
-        stop = min(end, (start // _BLOCK_BYTES + 1) * _BLOCK_BYTES)
+        stop = min(end, (start // CHUNK_BYTES + 1) * CHUNK_BYTES)
         yield start, stop
         start = stop
 

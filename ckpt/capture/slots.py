@@ -1,28 +1,19 @@
 """The two slots of one rank as the trainer writes them: mapping, pinning, and which of them may be overwritten."""
 
 import fcntl
-import logging
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 
+from .. import uncaught
 from ..errors import SlotError
 from ..format.manifest import Layout, TensorSpec
 from ..format.pair import Pair
 from ..format.slot import HEADER_BYTES, Slot, chunk_count, open_file
 from ..format.wire import Message
 from ..link.env import TrainerEnv
-
-_log = logging.getLogger(__name__)
-
-_SHARED: Final = Path("/dev/shm")
-_FULL: Final = ("No space left on device", "Bus error")
-"""What an error says that may come from a full tmpfs: of a write, and of a data loader about a worker."""
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: page-locked for every device."""
@@ -159,7 +150,7 @@ class TwoSlots:
                 slot.close()
         self.slots = slots
         for slot in slots:
-            _Crowded.watch(slot.slot.path)
+            uncaught.vault = slot.slot.path.parent.parent
 
     def fits(self, manifest_bytes: int, payload_bytes: int) -> bool:
         """Tell whether the slots are there and large enough for such a capture."""
@@ -214,34 +205,6 @@ class TwoSlots:
         if mapped.held is None:
             return False
         return mapped.held == self.watermark or mapped.held >= (self._env.generation, self.next)
-
-
-class _Crowded:
-    """Follows an uncaught error that a full /dev/shm may have caused by how much of it slots take."""
-
-    before: Any = None
-    vault = Path()
-
-    @classmethod
-    def watch(cls, path: Path) -> None:
-        cls.vault = path.parent.parent
-        if cls.before is None:
-            cls.before, sys.excepthook = sys.excepthook, cls.hook
-
-    @classmethod
-    def hook(cls, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        cls.before(kind, error, trace)
-        if any(text in str(error) for text in _FULL) and _SHARED.exists():
-            found = [path.stat() for path in cls.vault.glob("*/*.slot") if path.exists()]
-            taken = sum(each.st_size for each in found if each.st_dev == _SHARED.stat().st_dev)
-            if taken:
-                about = os.statvfs(_SHARED)
-                _log.error(
-                    "checkpoints take %.0f of the %.0f MiB of /dev/shm: if it is full, enlarge it (docker run "
-                    "--shm-size=…, mount -o remount,size=…), or keep them in another tmpfs (RESILIENT_SHM_DIR)",
-                    taken / (1 << 20),
-                    about.f_blocks * about.f_frsize / (1 << 20),
-                )
 
 
 def _held(slot: Slot, env: TrainerEnv) -> Pair | None:
