@@ -307,8 +307,9 @@ class Checkpointer:
         # What ends the script, whichever hooks that has set. Its text is the script's own business.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None and self._link is not None:
-            text = "".join(traceback.format_exception_only(error)).encode(errors="replace")
-            self._link.notify("raised", digest=xxhash.xxh3_128_hexdigest(text), step=self._step)
+            texts = (type(error).__qualname__, "".join(traceback.format_exception_only(error)))
+            digest = ".".join(xxhash.xxh3_64_hexdigest(text.encode(errors="replace")) for text in texts)
+            self._link.notify("raised", digest=digest, step=self._step)
         for hook in self._hooks:
             hook.remove()
         if _open.get(self._pid) is self:

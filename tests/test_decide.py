@@ -1,5 +1,6 @@
 """What the root decides: an example of every action and of every reason to do nothing, and that deciding ends."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -501,12 +502,19 @@ def loop(count: int, **changes: Any) -> tuple[Failure, ...]:
     return tuple(noted(generation=g, began_step=3 if g == first else 10, **changes) for g in range(first, 4))
 
 
+def creeping(*, to: int = 10, by: int = 2, **changes: Any) -> tuple[Failure, ...]:
+    """Three failures, each `by` steps after the one before it, the last of them at step `to`."""
+    return tuple(
+        noted(generation=g, began_step=to - by * (4 - g), **{"raised": f"type.text {g}", **changes}) for g in (1, 2, 3)
+    )
+
+
 LOOPS: list[tuple[str, RootView, bool]] = [
     ("just enough", whole(history=loop(3)), True),
     ("one too few", whole(history=loop(2)), False),
     ("of any rank", whole(history=(*loop(3)[:2], noted(generation=3, rank=2, host="c"))), True),
     ("another exit code", whole(history=(*loop(3)[:2], noted(generation=3, exitcode=-9))), False),
-    ("another step", whole(history=loop(3), round=round_(restore=(3, 11)), watermark=(3, 11)), False),
+    ("another step", whole(history=loop(3), round=round_(restore=(3, 31)), watermark=(3, 31)), False),
     (
         "from the beginning",
         whole(
@@ -518,6 +526,17 @@ LOOPS: list[tuple[str, RootView, bool]] = [
     ),
     ("hangs", whole(history=tuple(noted("hang", generation=g) for g in (1, 2, 3))), True),
     ("lost hosts", whole(history=tuple(noted("host_lost", "d", generation=g) for g in (1, 2, 3))), False),
+    ("a little further each time, with another text", whole(history=creeping()), True),
+    ("just a little further", whole(history=creeping(to=100, by=10), round=round_(restore=(3, 100))), True),
+    ("further", whole(history=creeping(to=100, by=11), round=round_(restore=(3, 100))), False),
+    ("another exception", whole(history=(*creeping()[:2], *creeping(raised="other.text 3")[2:])), False),
+    ("killed a little further each time", whole(history=creeping(exitcode=-9)), False),
+    ("killed through a shell", whole(history=creeping(exitcode=137)), False),
+    (
+        "hangs a little further each time",
+        whole(history=tuple(replace(each, kind="hang", exitcode=None) for each in creeping())),
+        False,
+    ),
     ("not the last one", whole(history=(*loop(3), noted(generation=4)), round=round_(generation=6)), False),
 ]
 
@@ -527,8 +546,9 @@ def test_same_failure_at_the_same_step_ends_the_run(name: str, view: RootView, s
     decision = decide(view, RootPolicy(crash_loop_failures=3, quarantine_failures=9), NOW_S)
     assert (Stop in kinds(decision)) is stops
     if stops:
-        step = 0 if view.round is None or view.round.restore is None else 10
-        assert f"training failed 3 times at step {step} in the same way, so no restart cures this" in decision.reason
+        assert re.search(r"training failed 3 times at steps? \d+( to \d+)? in the same way, so no", decision.reason)
+        assert view.round is not None
+        assert f"{view.round.began_step} in the same way" in decision.reason
         assert view.history[-1].message in decision.reason
         assert transaction(view, decision, NOW_S)[1]["root/failures"] == {"failures": []}
 

@@ -33,6 +33,8 @@ try:
             raise ValueError("this batch is poison")
         if step == 4 and mode == "exit":
             sys.exit(3)
+        if step > start and mode == "creep":
+            raise ValueError(f"batch {step} of {os.getpid()} is poison")
         loss = model(torch.ones(4)).sum()
         dist.all_reduce(loss.detach())
         loss.backward()
@@ -47,7 +49,7 @@ try:
                 pass
         if mode == "caught" and step == 5 and generation == 1 and rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if mode in ("poison", "exit", "value"):  # else a step may be passed over
+        if mode in ("poison", "exit", "value", "creep"):  # else a step may be passed over
             checkpointer.wait()
             while (checkpointer.watermark or (0, 0))[1] <= step:
                 time.sleep(0.01)
@@ -112,6 +114,13 @@ def test_same_failure_twice_ends_the_run(cluster: Cluster, etcd_endpoint: str, m
     for host in hosts:
         assert generations(host) == [1, 2], host.output
     assert f"exitcode  : {3 if mode == 'exit' else 1}" in output
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_same_failure_a_step_further_each_time_ends_the_run(cluster: Cluster, etcd_endpoint: str, names: str) -> None:
+    hosts = launch(cluster, etcd_endpoint, names, "creep", size=len(names))
+    assert [host.wait() for host in hosts] == [1] * len(hosts)
+    assert "training failed 5 times at steps 1 to 5 in the same way, so no restart cures this" in hosts[0].output
 
 
 def test_mistake_that_the_script_has_caught_ends_nothing(cluster: Cluster, etcd_endpoint: str) -> None:

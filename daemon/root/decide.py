@@ -25,6 +25,8 @@ _SOFTWARE = frozenset({"worker_exit", "hang", "restart"})
 _HARDWARE = frozenset({"host_lost", "unhealthy"})
 _BLAMED = frozenset({"worker_exit", "hang", "host_lost", "unhealthy", "corruption"})
 _LOOPING = frozenset({"worker_exit", "hang", "corruption"})
+_FEW_STEPS = 10
+"""How much further than the last time a script may have got that fails in the same way for the same reason."""
 _ABSENT_S = 10.0
 """How long a launcher may be away before it is replaced, unless others found it lost: etcd may have been away."""
 _LEAVING_S = 60.0
@@ -220,27 +222,32 @@ def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
 
 
 def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
-    """Return the end of a run whose last failure was the same one at the same step once too often.
+    """Return the end of a run whose last failure was the same one about the same step once too often.
 
-    It is seen when the next round begins where the one before it began to fail: only then is it certain
-    that the last attempt committed nothing.
+    It is seen when the next round begins where the one before it began to fail: only then is it certain how far
+    the last attempt got. A worker that ends by itself may get a few steps further each time.
     """
     assert view.round is not None
-    restored = view.round.began_step
-    began = {failure.generation: failure.began_step for failure in view.history} | {view.generation: restored}
+    reached = first = view.round.began_step
+    began = {failure.generation: failure.began_step for failure in view.history} | {view.generation: reached}
     last = next((failure for failure in view.history if failure.generation == view.generation - 1), None)
     if last is None or last.kind not in _LOOPING:
         return None
-    same = [
-        failure
-        for failure in view.history
-        if (failure.kind, failure.exitcode) == (last.kind, last.exitcode)
-        and began.get(failure.generation + 1) == restored
-    ]
-    if len(same) < policy.crash_loop_failures:
+    few = _FEW_STEPS if 0 < (last.exitcode or 0) < 128 else 0  # a shell tells of a signal by 128 and its number
+    count = 0
+    for failure in reversed(view.history):
+        ended = began.get(failure.generation + 1)
+        if failure.error != last.error or ended is None:
+            continue
+        if not first - few <= ended <= first:
+            break
+        first = ended
+        count += 1
+    if count < policy.crash_loop_failures:
         return None
+    where = f"step {first}" if first == reached else f"steps {first} to {reached}"
     return Stop(
-        reason=f"training failed {len(same)} times at step {restored} in the same way, so no restart cures this; the "
+        reason=f"training failed {count} times at {where} in the same way, so no restart cures this; the "
         f"last time: {last.message or last.kind}"
     )
 

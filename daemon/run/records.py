@@ -129,7 +129,8 @@ class Failure:
         pid: Of that worker.
         exitcode: Of that worker, None when it did not exit.
         step: Of a hang, where training stood still, as in `Observation`; of a worker that exited, its last one.
-        raised: Digest of the exception that ended a worker, "" where that is not known.
+        raised: Digests of type and text of the exception that ended a worker, with a point between them, "" where that
+            is not known.
         began_step: The step that the generation started from, None when the writer does not know it. The root may see
             the failure after the next generation has begun.
         unix_s: When it was written or noted.
@@ -174,6 +175,11 @@ class Failure:
     def way(self) -> tuple[int | None, int | None, str]:
         """How a worker exited, the same where a script fails as before: its code, after which step, and why."""
         return self.exitcode, self.step, self.raised
+
+    @property
+    def error(self) -> tuple[str, int | None, str]:
+        """What failed, whatever its text says and wherever it was: kind, exit code, the exception's type."""
+        return self.kind, self.exitcode, self.raised.partition(".")[0]
 
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value; not every failure has a `step`."""
