@@ -26,8 +26,6 @@ _FULL: Final = ("No space left on device", "Bus error")
 
 _log = logging.getLogger(__name__)
 _installed = False
-vault = Path()
-"""The directory with the slots of this host, once some are mapped."""
 
 
 def refusal(error: Exception) -> Exception:
@@ -62,7 +60,9 @@ def install() -> None:
 
 
 def _tell_what_slots_take() -> None:
-    found = [path.stat() for path in vault.glob("*/*.slot") if path.exists()]
+    from .capture.slots import vaults  # the launcher, which has no torch, reads this module too
+
+    found = [path.stat() for vault in vaults for path in vault.glob("*/*.slot") if path.exists()]
     taken = sum(each.st_size for each in found if each.st_dev == _SHARED.stat().st_dev)
     if taken:
         about = os.statvfs(_SHARED)

@@ -3,11 +3,11 @@
 import fcntl
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from .. import uncaught
 from ..errors import SlotError
 from ..format.manifest import Layout, TensorSpec
 from ..format.pair import Pair
@@ -17,6 +17,9 @@ from ..link.env import TrainerEnv
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: page-locked for every device."""
+
+vaults: Final[set[Path]] = set()
+"""Directories with the slots of this host that this process has mapped."""
 
 
 class MappedSlot:
@@ -150,7 +153,7 @@ class TwoSlots:
                 slot.close()
         self.slots = slots
         for slot in slots:
-            uncaught.vault = slot.slot.path.parent.parent
+            vaults.add(slot.slot.path.parent.parent)
 
     def fits(self, manifest_bytes: int, payload_bytes: int) -> bool:
         """Tell whether the slots are there and large enough for such a capture."""

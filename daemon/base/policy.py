@@ -24,7 +24,7 @@ class RootPolicy:
 
     Attributes:
         stalled_recoveries: Recoveries in a row that may pass without a newly committed step before the run ends.
-        crash_loop_failures: Times that the same failure may stop training at the same step, or a few further; then the run ends.
+        crash_loop_failures: Times that the same failure may stop training at about the same step; then the run ends.
         quarantine_failures: Failures of one host within the window that put it into quarantine.
         quarantine_window_s: How long a failure counts, seconds.
         quarantine_cooldown_s: How long a quarantine lasts, seconds.
