@@ -277,37 +277,45 @@ def digest(state):
     return repr(state)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--tensor", type=int, default=1, metavar="RANKS")
-parser.add_argument("--pipeline", type=int, default=1, metavar="RANKS")
-parser.add_argument("--chunks", type=int, default=1, help="of the model on each rank of the pipeline")
-parser.add_argument("--expert", type=int, default=1, metavar="RANKS")
-parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: one MLP in their place")
-parser.add_argument("--layers", type=int, default=2)
-parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-parser.add_argument("--distributed", action="store_true", help="shard the optimizer over data-parallel ranks")
-parser.add_argument("--overlap", action="store_true", help="overlap gradient reduction and parameter gathers")
-parser.add_argument("--micro-batch", type=int, default=2)
-parser.add_argument("--global-batch", type=int, default=16)
-parser.add_argument("--rampup", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"))
-parser.add_argument("--train-iters", type=int, default=30)
-parser.add_argument("--eval-interval", type=int, default=10)
-parser.add_argument("--seed", type=int, default=7)
-args = parser.parse_args()
-args.cpu = not torch.cuda.is_available()
-args.consumed_train_samples = args.consumed_valid_samples = 0
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tensor", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--pipeline", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--chunks", type=int, default=1, help="of the model on each rank of the pipeline")
+    parser.add_argument("--expert", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: one MLP in their place")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--distributed", action="store_true", help="shard the optimizer over data-parallel ranks")
+    parser.add_argument("--overlap", action="store_true", help="overlap gradient reduction and parameter gathers")
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--global-batch", type=int, default=16)
+    parser.add_argument("--rampup", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"))
+    parser.add_argument("--train-iters", type=int, default=30)
+    parser.add_argument("--eval-interval", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+    args.cpu = not torch.cuda.is_available()
+    args.consumed_train_samples = args.consumed_valid_samples = 0
+    return args
 
-if args.cpu:
-    on_cpu()
-else:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-initialize_megatron(args)
-model, optimizer, scheduler = setup_model_and_optimizer(args)
-state = MegatronState(model, optimizer, scheduler, args)
-with Checkpointer(megatron=state) as checkpointer:
-    train(args, model, optimizer, scheduler, checkpointer)
-parameters = [dict(chunk.named_parameters()) for chunk in model]
-line = {"rank": dist.get_rank(), "parameters": digest(parameters), "state": digest(state.state_dict())}
-os.write(1, f"{json.dumps(line)}\n".encode())
-dist.barrier()
-os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
+
+def pretrain(args):
+    if args.cpu:
+        on_cpu()
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    initialize_megatron(args)
+    model, optimizer, scheduler = setup_model_and_optimizer(args)
+    state = MegatronState(model, optimizer, scheduler, args)
+    with Checkpointer(megatron=state) as checkpointer:
+        train(args, model, optimizer, scheduler, checkpointer)
+    parameters = [dict(chunk.named_parameters()) for chunk in model]
+    line = {"rank": dist.get_rank(), "parameters": digest(parameters), "state": digest(state.state_dict())}
+    os.write(1, f"{json.dumps(line)}\n".encode())
+    dist.barrier()
+    os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
+
+
+if __name__ == "__main__":
+    pretrain(arguments())

@@ -134,6 +134,10 @@ MISTAKES = {
         "Checkpointer(megatron=[setattr(model[0].config, 'fp8', 'e4m3'), MegatronState(model, optimizer)][1])",
         "Megatron's fp8 is not supported",
     ),
+    "another optimizer": (
+        "Checkpointer(megatron=MegatronState(model, type('Layers', (), vars(optimizer))()))",
+        "Megatron's Layers is not supported",
+    ),
     "another schedule": (
         "Checkpointer(megatron=MegatronState(model, optimizer, object()))",
         "object is not Megatron's OptimizerParamScheduler",
@@ -158,10 +162,9 @@ def test_what_cannot_be_kept_ends_the_run_at_once(cluster: Cluster, tmp_path: Pa
 def test_optimizer_that_comes_after_the_checkpointer_ends_the_run_at_once(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = SCRIPT.read_text().replace("Checkpointer(megatron=state)", "early")
-    made = "model, optimizer, scheduler = setup_model_and_optimizer(args)\n"
-    early = "early = Checkpointer(model=torch.nn.Linear(1, 1))\n"
-    assert made in text
-    script.write_text(text.replace("initialize_megatron(args)\n" + made, early + "initialize_megatron(args)\n" + made))
+    begins = "    initialize_megatron(args)\n"
+    assert begins in text
+    script.write_text(text.replace(begins, "    early = Checkpointer(model=torch.nn.Linear(1, 1))\n" + begins))
     host = cluster.host("solo")
     start(host, tmp_path, [], ["--standalone", "--nproc-per-node=2", "--max-restarts=3"], [str(script), *SHORT])
     assert host.wait() == 1

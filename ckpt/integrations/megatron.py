@@ -60,8 +60,8 @@ class MegatronState:
         self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._optimizer, self._scheduler, self._args = optimizer, scheduler, args
         self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        for each in self._optimizers:
-            if (kind := type(each).__qualname__) not in _KEPT:
+        for each in {optimizer, *self._optimizers}:
+            if (kind := type(each).__qualname__) not in _KEPT and (kind, each) != ("ChainedOptimizer", optimizer):
                 raise StateError(f"Megatron's {kind} is not supported: use one of {', '.join(_KEPT)}")
         settings = [each.config for each in [*self._optimizers, *self._chunks]]
         settings += [chunk.ddp_config for chunk in self._chunks if hasattr(chunk, "ddp_config")]
