@@ -138,6 +138,10 @@ MISTAKES = {
         "Checkpointer(megatron=MegatronState(model, type('Layers', (), vars(optimizer))()))",
         "Megatron's Layers is not supported",
     ),
+    "another model": (
+        "Checkpointer(megatron=MegatronState([torch.nn.Linear(1, 1)], optimizer))",
+        "the optimizer trains what is not in model",
+    ),
     "another schedule": (
         "Checkpointer(megatron=MegatronState(model, optimizer, object()))",
         "object is not Megatron's OptimizerParamScheduler",

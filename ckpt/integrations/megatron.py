@@ -63,11 +63,21 @@ class MegatronState:
         for each in {optimizer, *self._optimizers}:
             if (kind := type(each).__qualname__) not in _KEPT and (kind, each) != ("ChainedOptimizer", optimizer):
                 raise StateError(f"Megatron's {kind} is not supported: use one of {', '.join(_KEPT)}")
-        settings = [each.config for each in [*self._optimizers, *self._chunks]]
-        settings += [chunk.ddp_config for chunk in self._chunks if hasattr(chunk, "ddp_config")]
+        settings = [
+            vars(each).get(of) for each in [*self._optimizers, *self._chunks] for of in ("config", "ddp_config")
+        ]
         for name in _UNTRIED:
             if any(getattr(each, name, None) for each in settings):
                 raise StateError(f"Megatron's {name} is not supported: train without it, or without a Checkpointer")
+        known = {id(parameter) for chunk in self._chunks for parameter in chunk.parameters()}
+        if any(
+            not known.issuperset(map(id, _trained(each)))
+            or not set(self._chunks).issuperset(getattr(each, "model_chunks", ()))
+            for each in self._optimizers
+        ):
+            raise StateError(
+                "the optimizer trains what is not in model: give all chunks, as get_megatron_optimizer() has them"
+            )
         # The others gather these parameters: what this rank has of theirs may be of the step before.
         self._sharded = {
             id(parameter)
@@ -159,6 +169,13 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         group.update({name: option for name, option in options.items() if name != "params"})
     if state["scaler"]:
         optimizer.grad_scaler.load_state_dict(state["scaler"])
+
+
+def _trained(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of models that an optimizer trains, without those that a distributed one shards."""
+    halves = [parameter for group in getattr(optimizer, "float16_groups", []) for parameter in group]
+    groups = [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups
+    return halves + [each for group in groups for each in group["params"] if isinstance(each, torch.nn.Parameter)]
 
 
 def _weights(optimizer: Any) -> list[torch.Tensor]:
