@@ -78,13 +78,13 @@ class MegatronState:
             raise StateError(
                 "the optimizer trains what is not in model: give all chunks, as get_megatron_optimizer() has them"
             )
-        # The others gather these parameters: what this rank has of theirs may be of the step before.
+        # Ranks gather these parameters from each other: what one has of the others' may be of the step before.
+        self._gathered = {chunk for each in self._optimizers for chunk in getattr(each, "model_chunks", ())}
         self._sharded = {
             id(parameter)
-            for chunk in self._chunks
-            for group in _bucket_groups(chunk)
+            for chunk in self._gathered
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
             for bucket in group.buckets
-            if bucket.param_data is not None
             for parameter in bucket.params
         }
 
@@ -131,17 +131,13 @@ class MegatronState:
                 states[name] = saved
         # Megatron-LM leaves out the gather of the first iteration, as after loading its own checkpoints.
         for chunk in self._chunks:
-            if any(id(parameter) in self._sharded for parameter in chunk.parameters()):
+            if chunk in self._gathered:
                 chunk.start_param_sync(force_sync=True)
 
     def _whole(self, chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a chunk that no optimizer shards."""
         every = [*chunk.named_parameters(), *chunk.named_buffers()]
         return {name: tensor for name, tensor in every if id(tensor) not in self._sharded}
-
-
-def _bucket_groups(chunk: Any) -> list[Any]:
-    return [*getattr(chunk, "bucket_groups", []), *getattr(chunk, "expert_parallel_bucket_groups", [])]
 
 
 def _optimizer_state(optimizer: Any) -> dict[str, Any]:
