@@ -220,6 +220,11 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/megatron_stall.py",
+        depends=(*JOB, "benchmarks/capture_stall.py", "examples/with_megatron.py"),
+        results=(Result(name="megatron-stall", minutes=3, needs=("megatron-core",)),),
+    ),
+    Benchmark(
         script="benchmarks/interleaving.py",
         root=True,
         depends=(*JOB, *LAB, "benchmarks/interleaving_worker.py"),

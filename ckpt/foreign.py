@@ -1,9 +1,13 @@
-"""Libraries that keep training state where no registered object shows it: a process that trains with one is refused."""
+"""Libraries that keep training state where no `state_dict()` shows it: one that no registered object covers is refused.
+
+An adapter of ours says by `covers()` of which objects it keeps all.
+"""
 
 import gc
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +29,8 @@ class _ForeignClass:
 
 _RESTARTS: Final = "resilient-run restarts the workers as torchrun does"
 _MEGATRON: Final = (
-    f"Leave the Checkpointer out and keep Megatron's own checkpoints: {_RESTARTS}. Or train with fully_shard (FSDP2) "
-    "and one of torch's optimizers"
+    "Register it: Checkpointer(megatron=MegatronState(model, optimizer, scheduler)), from "
+    "resilient_run.integrations.megatron"
 )
 _KINDS: Final = (
     _ForeignClass(
@@ -51,14 +55,20 @@ _KINDS: Final = (
 )
 
 
-def foreign() -> str | None:
+def foreign(objects: Iterable[Any]) -> str | None:
     """Return why this process cannot have checkpoints, None if it can.
 
     All objects of the process are looked at, because what is registered need not show who trains it: ZeRO leaves a
     plain module in the script's hands. Where none of the libraries is imported, nothing is looked at.
+
+    Args:
+        objects: The registered ones.
     """
     kinds = {id(found): kind for kind in _KINDS if (found := getattr(sys.modules.get(kind.module), kind.name, None))}
-    classes = {id(type(item)): type(item) for item in gc.get_objects()} if kinds else {}
+    if not kinds:
+        return None
+    covered = {id(each) for item in objects if hasattr(type(item), "covers") for each in item.covers()}
+    classes = {id(type(item)): type(item) for item in gc.get_objects() if id(item) not in covered}
     for found in classes.values():
         for base in found.__mro__:
             if kind := kinds.get(id(base)):

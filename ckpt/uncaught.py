@@ -13,10 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from .errors import CheckpointError
+from .errors import CheckpointError, StateError
 
 HELD_BACK: Final = "held_back"
 """In torch's error file of a worker that a refusal ended: whether the worker has not printed it."""
+
+_FINAL: Final = "final"
+"""There, too: whether no restart cures it."""
 
 _OURS: Final = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _REFUSAL: Final = "resilient_refusal"
@@ -102,20 +105,24 @@ def _hand_over(error: BaseException, *, hold: bool) -> bool:
     }
     try:
         with open(path, "w") as file:
-            json.dump({"message": message, HELD_BACK: hold}, file)
+            final = isinstance(error, StateError) or hasattr(error, _REFUSAL)
+            json.dump({"message": message, HELD_BACK: hold, _FINAL: final}, file)
     except OSError:
         return False
     return hold
 
 
-def told(path: str) -> str:
-    """Return the first line of the refusal that ended the worker whose error file is at `path`, "" without one."""
+def told(path: str) -> tuple[str, bool]:
+    """Return the first line of the refusal that ended the worker whose error file is at `path`, "" without one.
+
+    With it comes whether no restart cures that.
+    """
     try:
         with open(path) as file:
             data = json.load(file)
-        return str(data["message"]["message"]).partition("\n")[0] if HELD_BACK in data else ""
+        return (str(data["message"]["message"]).partition("\n")[0], data[_FINAL]) if HELD_BACK in data else ("", False)
     except (OSError, ValueError, LookupError, TypeError):
-        return ""
+        return "", False
 
 
 def held_back(failures: dict[int, Any]) -> str | None:

@@ -148,7 +148,7 @@ class ResilientAgent(LocalElasticAgent):
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
         self._seen: set[Way] = set()
-        self._told = ""  # by the worker whose failure is being decided on
+        self._told, self._is_final = "", False  # by the worker whose failure is being decided on
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the worker group to its end, as torch's agent does; a standby that was not needed succeeds with it."""
@@ -342,7 +342,7 @@ class ResilientAgent(LocalElasticAgent):
         exitcode, local_rank = min(exited)
         rank, pid = worker_group.workers[local_rank].global_rank, self._pcontext.pids()[local_rank]
         error_file = self._pcontext.error_files[local_rank]
-        self._told = told(error_file)
+        self._told, self._is_final = told(error_file)
         message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode, error_file)}"
         message += self._left_early(worker_group)
         status = self._status()
@@ -422,7 +422,7 @@ class ResilientAgent(LocalElasticAgent):
 
     def _refuses(self, status: Mapping[str, Any], cause: str) -> bool:
         """Tell whether a worker of this host failed as no restart cures, and allow none."""
-        if status.get("refused") is None:
+        if status.get("refused") is None and not self._is_final:
             return False
         self._decided_generation, self._decision = self._rdzv.generation, False
         self._verdict = "; no restart cures this" + ("" if self._told else f": {status['refused']}")
@@ -521,7 +521,7 @@ def _died(exitcode: int, error_file: str) -> str:
         how = f"was killed by {signal.Signals(-exitcode).name}{why}"
     else:
         how = f"exited with code {exitcode}"
-    return ": ".join(filter(None, (how, told(error_file))))
+    return ": ".join(filter(None, (how, told(error_file)[0])))
 
 
 def _way(status: Mapping[str, Any], rank: int, exitcode: int) -> Way:

@@ -16,6 +16,7 @@ from ..errors import StateError
 from ..state.held import local
 from ..state.memory import digest
 from ..state.tree import is_strided
+from ..uncaught import install as show_refusals
 
 
 def framework(name: str, requirement: str) -> ModuleType:
@@ -24,6 +25,7 @@ def framework(name: str, requirement: str) -> ModuleType:
     Raises:
         ImportError: It is not installed; the message has the command that installs it.
     """
+    show_refusals()
     try:
         return import_module(name)
     except ImportError as error:

@@ -1,11 +1,9 @@
-"""Megatron's optimizers under resilient-run, on a CPU: prints what a `Checkpointer` says to each.
-
-Megatron names CUDA where it means the device, so `OnCPU` reads "cpu" there; all else is Megatron's own code.
-"""
+"""Megatron's optimizers under resilient-run, on a CPU: prints what a `Checkpointer` that covers none says to each."""
 
 import json
 import os
-from typing import Any
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,29 +12,17 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from resilient_run import Checkpointer
 from resilient_run.ckpt.errors import StateError
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from with_megatron import on_cpu
+
 RANK = int(os.environ["RANK"])
 
-
-class OnCPU(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        made = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(made, str):
-            return made.replace("torch.", "torch.cuda.")
-        return made
-
-
 dist.init_process_group("gloo")
-torch.cuda.current_device = lambda: "cpu"
-OnCPU().__enter__()
-
+on_cpu()
 parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
 for distributed in (True, False):
     for dtype in (torch.float32, torch.bfloat16):
