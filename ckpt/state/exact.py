@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .held import held_optimizers, local, parameters
+from .held import held_optimizers, local, parameters, state_dict_of
 from .tree import extent, is_strided, overlaps, raw, same, same_keys
 
 
@@ -174,7 +174,7 @@ def put(item: Any, wanted: Any) -> None:
     """
     live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
     made: dict[int, torch.Tensor] = {}
-    for container, key, now, value in _differences(item.state_dict(), wanted, {}):
+    for container, key, now, value in _differences(state_dict_of(item), wanted, {}):
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
             first = made.setdefault(id(value), now)
             if first is now or id(container) not in live:
@@ -183,7 +183,7 @@ def put(item: Any, wanted: Any) -> None:
                 container[key] = first
         elif id(container) in live:
             container[key] = value
-    for now, value in _dicts(item.state_dict(), wanted):
+    for now, value in _dicts(state_dict_of(item), wanted):
         if id(now) in live and not same_keys(now, value) and now.keys() == value.keys():
             ordered = {key: now[key] for key in value}
             now.clear()
