@@ -28,7 +28,6 @@ STEPS = {"accelerate": 60, "transformers": 39, "lightning": 60}
 RANKS = [pytest.param(1, id="alone"), pytest.param(2, id="ddp", marks=pytest.mark.nightly)]
 ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-ROOT = Path(__file__).parent.parent
 FSDP_CONFIGURATION = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -41,7 +40,7 @@ fsdp_config:
   fsdp_state_dict_type: FULL_STATE_DICT
   fsdp_cpu_ram_efficient_loading: false
   fsdp_sync_module_states: false
-mixed_precision: bf16
+mixed_precision: {precision}
 num_machines: 1
 num_processes: 2
 use_cpu: false
@@ -95,10 +94,13 @@ def test_killed_run_of_accelerates_configuration_with_fsdp_ends_like_one_that_wa
 ) -> None:
     """What `accelerate config` writes, given to `accelerate launch` in its place behind resilient-run."""
     configuration = tmp_path / "accelerate.yaml"
-    strategy = "fsdp_sharding_strategy: SHARD_GRAD_OP" if version == 1 else "fsdp_reshard_after_forward: true"
-    configuration.write_text(FSDP_CONFIGURATION.format(version=version, strategy=strategy))
-    module = ROOT / "launcher" / "facade" / "integrations" / "accelerate_launch.py"
-    script = [str(module), "--config_file", str(configuration), str(KILLED.with_name("sharded_accelerate.py"))]
+    strategy, precision = {
+        1: ("fsdp_sharding_strategy: SHARD_GRAD_OP", "bf16"),
+        2: ("fsdp_reshard_after_forward: true", '"no"'),  # it leaves the buffers of BatchNorm as they are
+    }[version]
+    configuration.write_text(FSDP_CONFIGURATION.format(version=version, strategy=strategy, precision=precision))
+    module = ("-m", "resilient_run.integrations.accelerate_launch")
+    script = [*module, "--config_file", str(configuration), str(KILLED.with_name("sharded_accelerate.py"))]
     output = ends_alike(cluster, tmp_path, "accelerate", script, 2)
     assert "RuntimeWarning" not in output
 

@@ -1,6 +1,6 @@
-"""`accelerate launch` behind resilient-run, as its module: the script of this rank, configured as Accelerate's file says.
+"""`accelerate launch` behind resilient-run, as a module: runs this rank's script as Accelerate's file configures it.
 
-Accelerate's launcher tells its workers nothing but environment variables. Those of the ranks are resilient-run's.
+Accelerate's launcher passes that on by environment variables alone. Ranks and their number are resilient-run's.
 """
 
 import os
@@ -35,5 +35,6 @@ def main() -> None:
     if asked.module:
         runpy.run_module(asked.training_script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(asked.training_script))
+        if not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(os.path.abspath(asked.training_script))
         runpy.run_path(asked.training_script, run_name="__main__")

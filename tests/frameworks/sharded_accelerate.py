@@ -5,12 +5,12 @@ import os
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from on_cpu import print_digest, scale_no_sums
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from on_cpu import print_digest, scale_no_sums
 from resilient_run.integrations.accelerate import AcceleratorCheckpointer
 
 EPOCHS = 3
@@ -35,7 +35,7 @@ assert isinstance(model, FSDPModule | FullyShardedDataParallel)
 scale_no_sums(model)
 checkpointer = AcceleratorCheckpointer(accelerator)
 checkpointer.restore()
-for epoch in checkpointer.epochs(EPOCHS):
+for _epoch in checkpointer.epochs(EPOCHS):
     model.train()
     for index, (features, labels) in enumerate(train):
         with accelerator.accumulate(model):
