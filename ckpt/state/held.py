@@ -126,24 +126,6 @@ def state_dict_of(item: Any) -> Any:
     return state
 
 
-def load_into(item: Any, state: Any) -> None:
-    """Let `item` load a state that `state_dict_of` returned."""
-    units = fsdp1_units(item) if isinstance(item, torch.nn.Module) else []
-    if not units:
-        item.load_state_dict(state)
-        return
-    from torch.distributed.fsdp._runtime_utils import _reshard
-
-    for unit in units:
-        handle = unit._handle
-        # What a forward pass left gathered would be used by the next one in place of what is loaded.
-        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
-            _reshard(unit, handle, True)
-    for prefix, inner in _inside(item, units):
-        # What it does not take is found by the comparison that follows.
-        inner._load_from_state_dict(state, prefix, {}, False, [], [], [])  # type: ignore[no-untyped-call]
-
-
 def begin_fsdp1(module: torch.nn.Module) -> None:
     """Let FSDP1 cast the buffers of `module` as its first forward pass does."""
     units = fsdp1_units(module)
@@ -166,14 +148,14 @@ def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
             "ended: call step() after it"
         )
     state: dict[str, Any] = OrderedDict()
-    for prefix, inner in _inside(module, units):
-        inner._save_to_state_dict(state, prefix, False)  # type: ignore[no-untyped-call]
+    for prefix, inner in inside(module, units):
+        inner._save_to_state_dict(state, prefix, False)
     state.update((key, local(tensor).detach()) for key, tensor in named_parameters(module))
     state[FSDP1] = [[handle.rank, handle.world_size] for handle in handles]
     return state
 
 
-def _inside(module: torch.nn.Module, units: list[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+def inside(module: torch.nn.Module, units: list[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the prefixes of keys, and the modules, but for FSDP1's own, which have hooks that gather."""
     for prefix, inner in module.named_modules(remove_duplicate=False):
         if not any(inner is unit for unit in units):

@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from ..errors import SlotError, StateError, TopologyError
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
-from .exact import OwnTensors, put, put_flags, sharing_kept, without_uncastable
+from .exact import OwnTensors, load_into, put, put_flags, sharing_kept, without_uncastable
 from .fits import check_fits, some
-from .held import dict_items, held_optimizers, load_into, named_parameters, parameters, state_dict_of
+from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of
 from .state import TrainingState, get_rng, set_rng
 from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
 from .values import renew

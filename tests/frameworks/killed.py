@@ -32,7 +32,7 @@ def strike(where: str) -> None:
         if (place, rank) != (where, RANK) or step > Checkpointer.completed or mark.exists():
             continue
         checkpointer, completed = Checkpointer.latest, Checkpointer.completed
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 10  # a step that a rank did not capture is committed never
         while where != "after" and checkpointer is not None and time.monotonic() < deadline:
             if checkpointer.watermark is not None and checkpointer.watermark[1] >= completed:
                 break

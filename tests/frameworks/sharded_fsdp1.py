@@ -84,7 +84,7 @@ with FullyShardedDataParallel.summon_full_params(model, writeback=False):
 tensors += [value for state in optimizer.state.values() for value in state.values()]
 for tensor in tensors:
     digest.update(tensor.numpy().tobytes())
-print(f"rank {dist.get_rank()} ends with {digest.hexdigest()}, loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+print(f"rank {dist.get_rank()} ends with loss {losses[0]:.6f}, parameters {digest.hexdigest()}", flush=True)
 checkpointer.close()
 dist.destroy_process_group()
 os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
