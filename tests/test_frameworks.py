@@ -28,6 +28,24 @@ STEPS = {"accelerate": 60, "transformers": 39, "lightning": 60}
 RANKS = [pytest.param(1, id="alone"), pytest.param(2, id="ddp", marks=pytest.mark.nightly)]
 ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
+FSDP_CONFIGURATION = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: {version}
+  {strategy}
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_use_orig_params: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_sync_module_states: false
+mixed_precision: {precision}
+num_machines: 1
+num_processes: 2
+use_cpu: false
+"""
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -68,6 +86,31 @@ def test_killed_script_that_does_not_know_us_ends_like_one_that_was_not(
 
 def test_killed_run_of_lightning_with_fsdp2_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
     ends_alike(cluster, tmp_path, "lightning", [str(KILLED.with_name("sharded_lightning.py"))], 2)
+
+
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_killed_run_of_accelerates_configuration_with_fsdp_ends_like_one_that_was_not(
+    cluster: Cluster, tmp_path: Path, version: int
+) -> None:
+    """What `accelerate config` writes, given to `accelerate launch` in its place behind resilient-run."""
+    configuration = tmp_path / "accelerate.yaml"
+    strategy, precision = {
+        1: ("fsdp_sharding_strategy: SHARD_GRAD_OP", "bf16"),
+        2: ("fsdp_reshard_after_forward: true", '"no"'),  # it leaves the buffers of BatchNorm as they are
+    }[version]
+    configuration.write_text(FSDP_CONFIGURATION.format(version=version, strategy=strategy, precision=precision))
+    module = ("-m", "resilient_run.integrations.accelerate_launch")
+    script = [*module, "--config_file", str(configuration), str(KILLED.with_name("sharded_accelerate.py"))]
+    output = ends_alike(cluster, tmp_path, "accelerate", script, 2)
+    assert "RuntimeWarning" not in output
+
+
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_killed_run_of_trainer_with_fsdp_ends_like_one_that_was_not(
+    cluster: Cluster, tmp_path: Path, version: int
+) -> None:
+    script = [str(KILLED.with_name("sharded_transformers.py")), str(version)]
+    ends_alike(cluster, tmp_path, "transformers", script, 2)
 
 
 def test_lightning_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from ..errors import SlotError, StateError
 from ..format.manifest import ShardSpec, TensorSpec, parse
 from ..format.slot import Slot
+from ..state.held import FSDP1
 from ..state.tree import OPTIONAL_PARTS, same, unflatten
 from .pieces import TensorPieces, place
 
@@ -128,8 +129,14 @@ def merge(trees: Mapping[int, Any]) -> dict[str, Any]:
     Of what differs between ranks the lowest rank's is in the object's place, and the other ranks' below `RANKS`.
 
     Raises:
-        StateError: Shards do not belong to one tensor.
+        StateError: Shards do not belong to one tensor, or are those of FSDP1.
     """
+    for name, held in ((name, held) for tree in trees.values() for name, held in tree["objects"].items()):
+        if isinstance(held, dict) and FSDP1 in held:
+            raise StateError(
+                f"{name} is in shards of FSDP1, which do not tell how to put them together: let the script save it "
+                "under FullyShardedDataParallel.state_dict_type(), or train with fully_shard (FSDP2)"
+            )
     differences: dict[int, dict[str, Any]] = {rank: {} for rank in trees}
     state = _merge("", {rank: tree["objects"] for rank, tree in trees.items()}, differences)
     state[RANKS] = {

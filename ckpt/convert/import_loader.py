@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import StateError
+from ..state.held import fsdp1_units
 from ..state.state import Stateful, TrainingState, set_rng
 from ..state.tree import Flattener, same
 from ..state.values import renew
@@ -173,6 +174,11 @@ def _at(objects: Any, name: str) -> Any:
 
 
 def _plan_module(name: str, module: torch.nn.Module, found: Any, names: _Names) -> Callable[[], Any]:
+    if fsdp1_units(module):
+        raise StateError(
+            f"{name} is sharded by FSDP1, which takes no whole tensors: train with fully_shard (FSDP2), or load the "
+            "import into the module before it is wrapped, in a script of your own"
+        )
     current = module.state_dict()
     flat = dict(_flat(found, current))
     if not any(key.startswith("module.") for key in current):

@@ -11,7 +11,7 @@ from .common import framework, warn_of_buckets
 from .position import PositionedLoader
 
 _REQUIREMENT: Final = "accelerate>=1.15"
-_SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU")
+_SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
 class AcceleratorCheckpointer(Checkpointer):
@@ -47,10 +47,7 @@ class AcceleratorCheckpointer(Checkpointer):
         """
         framework("accelerate", _REQUIREMENT)
         if accelerator.distributed_type not in _SUPPORTED:
-            raise StateError(
-                f"{accelerator.distributed_type} through Accelerate is not supported: use DDP, or FSDP2 "
-                "(fully_shard) with a Checkpointer and without Accelerate"
-            )
+            raise StateError(f"{accelerator.distributed_type} through Accelerate is not supported: use DDP or FSDP")
         if not accelerator._optimizers:
             raise StateError(
                 "the Accelerator has prepared no optimizer: call prepare() before AcceleratorCheckpointer()"

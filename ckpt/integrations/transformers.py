@@ -355,12 +355,10 @@ def refuse(trainer: Any, trial: Any = None) -> None:
     Raises:
         StateError: It names the setting and the remedy.
     """
-    fsdp = "use DDP, or FSDP2 (fully_shard) with a Checkpointer and a loop of your own"
     refused = (
         (trial is not None, "hyperparameter_search()", "a run has one sequence of steps: protect what comes after it"),
         (trainer.args.auto_find_batch_size, "auto_find_batch_size=True", "set per_device_train_batch_size"),
-        (trainer.is_deepspeed_enabled, "DeepSpeed", fsdp),
-        (trainer.is_fsdp_enabled, "FSDP through Trainer", fsdp),
+        (trainer.is_deepspeed_enabled, "DeepSpeed", "use DDP or FSDP"),
     )
     for found, setting, remedy in refused:
         if found:

@@ -10,8 +10,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from .held import held_optimizers, local, parameters
+from .held import fsdp1_units, held_optimizers, inside, local, parameters, state_dict_of
 from .tree import extent, is_strided, overlaps, raw, same, same_keys
+
+
+def load_into(item: Any, state: Any) -> None:
+    """Let `item` load a state that `state_dict_of` returned."""
+    units = fsdp1_units(item) if isinstance(item, torch.nn.Module) else []
+    if not units:
+        item.load_state_dict(state)
+        return
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    for unit in units:
+        handle = unit._handle
+        # What a forward pass left gathered would be used by the next one in place of what is loaded.
+        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+            _reshard(unit, handle, True)
+    for prefix, inner in inside(item, units):
+        # What it does not take is found by the comparison that follows.
+        inner._load_from_state_dict(state, prefix, {}, False, [], [], [])
 
 
 def without_uncastable(state: Any) -> Any:
@@ -174,7 +192,7 @@ def put(item: Any, wanted: Any) -> None:
     """
     live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
     made: dict[int, torch.Tensor] = {}
-    for container, key, now, value in _differences(item.state_dict(), wanted, {}):
+    for container, key, now, value in _differences(state_dict_of(item), wanted, {}):
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
             first = made.setdefault(id(value), now)
             if first is now or id(container) not in live:
@@ -183,7 +201,7 @@ def put(item: Any, wanted: Any) -> None:
                 container[key] = first
         elif id(container) in live:
             container[key] = value
-    for now, value in _dicts(item.state_dict(), wanted):
+    for now, value in _dicts(state_dict_of(item), wanted):
         if id(now) in live and not same_keys(now, value) and now.keys() == value.keys():
             ordered = {key: now[key] for key in value}
             now.clear()

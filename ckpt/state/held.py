@@ -1,5 +1,6 @@
 """Which torch optimizers an object holds, whatever its class, and which one trains parameters behind our back."""
 
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -12,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from ..errors import StateError
 from ..format.manifest import leaf_paths
 from .memory import Extents, digest
 from .tree import Flattener, Leaf, extent, is_strided
@@ -33,6 +35,8 @@ _KEPT: Final = {
 Those that are not here have them from the start, or other ones.
 """
 _ASKED: Final = ("momentum", "amsgrad", "centered")
+FSDP1: Final = "_fsdp1_ranks"
+"""Key of a module's state that tells that its tensors are shards of FSDP1: of each unit the shard and their number."""
 _LEAVES: Final = (
     torch.Tensor,
     torch.nn.Module,
@@ -73,8 +77,26 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield key and tensor of all parameters in `module`; a method of its own may leave some out."""
-    return torch.nn.Module.named_parameters(module, remove_duplicate=False)
+    """Yield key and tensor of all parameters in `module`; a method of its own may leave some out.
+
+    Those of FSDP1 are what an optimizer has: a gathered unit has others in their places.
+    """
+    owned: dict[tuple[int, str], torch.Tensor] = {}
+    for unit in fsdp1_units(module):
+        if (flat := unit._flat_param) is not None and flat._params is not None:
+            both = chain(flat._param_infos, flat._shared_param_infos), chain(flat._params, flat._shared_params)
+            owned |= {(id(info.module), info.param_name): parameter for info, parameter in zip(*both, strict=True)}
+    for key, inner, name, tensor in _registered(module) if owned else ():
+        yield key, owned.get((id(inner), name), tensor)
+    if not owned:
+        yield from torch.nn.Module.named_parameters(module, remove_duplicate=False)
+
+
+def _registered(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for name, tensor in inner._parameters.items():
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, inner, name, tensor
 
 
 def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,11 +110,56 @@ def keyed_parameters(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Ten
 
 
 def state_dict_of(item: Any) -> Any:
-    """Return what `item.state_dict()` does, of a module without what has no data before its first forward pass."""
+    """Return what `item.state_dict()` does, of a module without what has no data before its first forward pass.
+
+    Where FSDP1 would gather it, this is what this rank has of it.
+
+    Raises:
+        StateError: FSDP1's parameters are gathered for something that has not ended.
+    """
+    units = fsdp1_units(item) if isinstance(item, torch.nn.Module) else []
+    if units:
+        return _local_state(item, units)
     state = item.state_dict()
     if isinstance(item, torch.nn.Module) and any(map(is_lazy, state.values())):
         return OrderedDict((key, value) for key, value in state.items() if not is_lazy(value))
     return state
+
+
+def begin_fsdp1(module: torch.nn.Module) -> None:
+    """Let FSDP1 cast the buffers of `module` as its first forward pass does."""
+    units = fsdp1_units(module)
+    if any(unit.mixed_precision.buffer_dtype is not None for unit in units):
+        type(units[0]).fsdp_modules(module, root_only=True)  # which initializes the outermost
+
+
+def fsdp1_units(module: torch.nn.Module) -> list[Any]:
+    """Return the modules in `module` that are FSDP1's."""
+    # Looked up and not imported, because whoever uses it has imported it.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return [] if kind is None else [inner for inner in module.modules() if isinstance(inner, kind)]
+
+
+def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
+    handles = [unit._handle for unit in units if unit._handle is not None]
+    if any(handle._training_state.name != "IDLE" for handle in handles):
+        raise StateError(
+            "FSDP1's parameters are gathered, by summon_full_params() or a forward or backward pass that has not "
+            "ended: call step() after it"
+        )
+    state: dict[str, Any] = OrderedDict()
+    for prefix, inner in inside(module, units):
+        inner._save_to_state_dict(state, prefix, False)
+    state.update((key, local(tensor).detach()) for key, tensor in named_parameters(module))
+    state[FSDP1] = [[handle.rank, handle.world_size] for handle in handles]
+    return state
+
+
+def inside(module: torch.nn.Module, units: list[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the prefixes of keys, and the modules, but for FSDP1's own, which have hooks that gather."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        if not any(inner is unit for unit in units):
+            yield f"{prefix}." if prefix else "", inner
 
 
 def state_of(optimizer: Optimizer) -> dict[Any, Any]:
@@ -146,9 +213,10 @@ def _groups(optimizers: Iterable[Optimizer]) -> list[list[torch.Tensor]]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, and any other tensor as it is."""
+    """Return this rank's shard of a DTensor or of FSDP1's flat parameter, and any other tensor as it is."""
     if not _is_sharded(tensor):
-        return tensor
+        # A flat parameter is its shard until its first forward pass, and may be gathered from then on.
+        return getattr(tensor, "_local_shard", tensor)
     with torch.no_grad():
         shard: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard

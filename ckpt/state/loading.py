@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import SlotError, StateError, TopologyError
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
-from .exact import OwnTensors, put, put_flags, sharing_kept, without_uncastable
+from .exact import OwnTensors, load_into, put, put_flags, sharing_kept, without_uncastable
 from .fits import check_fits, some
 from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of
 from .state import TrainingState, get_rng, set_rng
@@ -66,7 +66,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
         with _loading(f"{name}: load_state_dict()", doubts.get(name, "")), sharing_kept(state.objects[name]):
-            state.objects[name].load_state_dict(without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
+            load_into(state.objects[name], without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
     for tensors in before:
         tensors.put_back()
     state.find_trained()  # an object may have made its optimizers anew
@@ -255,7 +255,7 @@ def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Modul
 
 
 def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader", kinds: dict[int, str]) -> Any:
-    current = module.state_dict()
+    current = state_dict_of(module)
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
     state = OrderedDict((key, unflatten(child, loader.own_copy, kinds=kinds)) for key, child in entries(node).items())
     state |= {key: value for key, value in current.items() if is_lazy(value) and key not in state}

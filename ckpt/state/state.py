@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -15,7 +14,19 @@ import xxhash
 from ..errors import StateError
 from ..format.manifest import Manifest, leaf_paths
 from .fits import Layout, difference, layout
-from .held import ParameterOrder, held_optimizers, keyed_parameters, later_bytes, mistaken_key, state_dict_of, state_of
+from .held import (
+    ParameterOrder,
+    begin_fsdp1,
+    fsdp1_units,
+    held_optimizers,
+    keyed_parameters,
+    later_bytes,
+    mistaken_key,
+    named_parameters,
+    parameters,
+    state_dict_of,
+    state_of,
+)
 from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
@@ -116,7 +127,9 @@ class TrainingState:
 
     def begin(self) -> None:
         """Remember how the state looks where a restarted script restores it."""
-        states = {name: item.state_dict() for name, item in self.modules.items()}
+        for module in self.modules.values():
+            begin_fsdp1(module)
+        states = {name: state_dict_of(item) for name, item in self.modules.items()}
         self._begun = layout(states, self.modules, self.held)
 
     def changed(self) -> str | None:
@@ -238,7 +251,16 @@ class TrainingState:
         self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         apart = {id(each) for item in self.objects.values() for each in _differing(item)}
-        self.apart = frozenset(name for name, item in self.objects.items() if id(item) in apart)
+        sharded = [module for module in self.modules.values() if fsdp1_units(module)]
+        shards = {id(shard) for module in sharded for _, shard in named_parameters(module)}
+        apart |= {id(module) for module in sharded}
+        apart |= {id(each) for each in self.optimizers if not shards.isdisjoint(map(id, parameters(each)))}
+        # An optimizer is apart with its parameters, and what holds it with the optimizer.
+        self.apart = frozenset(
+            name
+            for name, item in self.objects.items()
+            if not apart.isdisjoint(map(id, [item, *self.held.get(name, ())]))
+        )
         self.order = ParameterOrder()
         self.unsaved = Unsaved()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
@@ -359,10 +381,6 @@ def _unwrap(name: str, item: Any) -> Any:
         )
     if not isinstance(item, torch.nn.Module):
         return item
-    # Looked up and not imported, because whoever uses it has imported it.
-    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if fsdp1 is not None and any(isinstance(module, fsdp1) for module in item.modules()):
-        raise StateError(f"{name}: FullyShardedDataParallel gathers its state across ranks; use fully_shard (FSDP2)")
     return item.module if isinstance(item, torch.nn.parallel.DistributedDataParallel) else item
 
 

@@ -1,4 +1,4 @@
-"""Run a training script that dies at given moments: `killed.py DIRECTORY SCRIPT ARGUMENT…`, as a worker.
+"""Run a training script that dies at given moments: `killed.py DIRECTORY (SCRIPT | -m MODULE) ARGUMENT…`, as a worker.
 
 `DIRECTORY/kills.json` has moments `[where, step, rank]`, and each strikes once: "train" and "evaluate" in a forward
 pass of any model once that many steps are completed and committed, "after" as soon as `step(n)` has returned, none
@@ -32,7 +32,7 @@ def strike(where: str) -> None:
         if (place, rank) != (where, RANK) or step > Checkpointer.completed or mark.exists():
             continue
         checkpointer, completed = Checkpointer.latest, Checkpointer.completed
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 10  # a step that a rank did not capture is committed never
         while where != "after" and checkpointer is not None and time.monotonic() < deadline:
             if checkpointer.watermark is not None and checkpointer.watermark[1] >= completed:
                 break
@@ -68,4 +68,8 @@ Checkpointer.step = noted_step
 register_module_forward_pre_hook(before_forward)
 print(json.dumps({"rank": RANK, "pid": os.getpid()}), flush=True)
 sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0] == "-m":
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")

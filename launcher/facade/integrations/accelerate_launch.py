@@ -1,0 +1,8 @@
+"""accelerate launch, behind resilient-run: see docs/frameworks.md."""
+
+from resilient_run.ckpt.integrations.accelerate_launch import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()
