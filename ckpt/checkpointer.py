@@ -349,7 +349,7 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
-        if text := foreign():
+        if text := foreign(self._state.objects.values()):
             raise StateError(text)
         self._topology = self._state.topology(env.world_size)
         self._state.check_kept()
@@ -463,8 +463,8 @@ class Checkpointer:
         """Look once more when training begins: an engine may be made after the Checkpointer."""
         if not self._looked:
             self._looked = True
-            if text := foreign():
-                raise StateError(text)
+            if text := foreign(self._state.objects.values()):
+                self._refuse(StateError(text))
 
     def _release(self) -> None:
         assert self._capturer is not None
