@@ -1,4 +1,7 @@
-"""Libraries that keep training state where only an object made for them shows it: without one, such a process is refused."""
+"""Libraries that keep training state where no `state_dict()` shows it: one that no registered object covers is refused.
+
+An adapter of ours says by `covers()` of which objects it keeps all.
+"""
 
 import gc
 import sys
@@ -34,8 +37,8 @@ _KINDS: Final = (
         module="deepspeed.runtime.engine",
         name="DeepSpeedEngine",
         reason="keeps fp32 weights, optimizer states, loss scale and counters in partitions and attributes of its own",
-        remedy="After deepspeed.initialize(), register it: Checkpointer(engine=EngineState(engine)), where EngineState is "
-        "from resilient_run.integrations.deepspeed",
+        remedy="Register it: Checkpointer(engine=EngineState(engine)), after deepspeed.initialize(), from "
+        "resilient_run.integrations.deepspeed",
     ),
     _ForeignClass(
         module="megatron.core.optimizer.optimizer",
@@ -52,25 +55,25 @@ _KINDS: Final = (
 )
 
 
-def foreign(registered: Iterable[Any] = ()) -> str | None:
+def foreign(objects: Iterable[Any] = ()) -> str | None:
     """Return why this process cannot have checkpoints, None if it can.
 
     All objects of the process are looked at, because what is registered need not show who trains it: ZeRO leaves a
     plain module in the script's hands. Where none of the libraries is imported, nothing is looked at.
 
     Args:
-        registered: Objects; what the `covers()` of one returns is shown by it.
+        objects: The registered ones.
     """
     kinds = {id(found): kind for kind in _KINDS if (found := getattr(sys.modules.get(kind.module), kind.name, None))}
-    covered = {id(each) for item in registered if hasattr(type(item), "covers") for each in item.covers()}
-    known: dict[type, _ForeignClass | None] = {}
-    for item in gc.get_objects() if kinds else ():
-        found = type(item)
-        if found not in known:
-            known[found] = next((kinds[id(base)] for base in found.__mro__ if id(base) in kinds), None)
-        if (kind := known[found]) and id(item) not in covered:
-            return (
-                f"{found.__module__}.{found.__qualname__} {kind.reason}, and a checkpoint would not have all of "
-                f"it. {kind.remedy}"
-            )
+    if not kinds:
+        return None
+    covered = {id(each) for item in objects if hasattr(type(item), "covers") for each in item.covers()}
+    classes = {id(type(item)): type(item) for item in gc.get_objects() if id(item) not in covered}
+    for found in classes.values():
+        for base in found.__mro__:
+            if kind := kinds.get(id(base)):
+                return (
+                    f"{found.__module__}.{found.__qualname__} {kind.reason}, and a checkpoint would not have all of "
+                    f"it. {kind.remedy}"
+                )
     return None

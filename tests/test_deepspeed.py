@@ -24,7 +24,8 @@ pytestmark = [
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 KILLED, TRAIN = FRAMEWORKS / "killed.py", FRAMEWORKS / "deepspeed_train.py"
 TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ENVIRON = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
+QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of torch, at each collective
+ENVIRON = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", **QUIET}
 STEPS = 12
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 PERSISTENT = {"stage3_param_persistence_threshold": 100}
@@ -68,7 +69,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def moments(case: str) -> list[tuple[str, int, int]]:
-    """Draw a moment in a step, one in the evaluation that follows, and one right after a step; the first comes twice."""
+    """Draw a moment in a step, which comes twice, one in the evaluation that follows, and one right after a step."""
     draw = random.Random(case)
     twice = ("train", draw.randrange(1, 3), draw.randrange(2))
     return [
@@ -91,7 +92,22 @@ def test_killed_engine_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Pa
         accelerator = pytest.importorskip("deepspeed.accelerator").get_accelerator()
         if not accelerator.is_fp16_supported():
             pytest.skip("DeepSpeed has no fp16 on this CPU (avx512_fp16)")
-    script = [str(TRAIN), json.dumps(CASES[name])]
+    ends_alike(cluster, tmp_path, moments(name), str(TRAIN), json.dumps(CASES[name]))
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+def test_killed_engine_of_a_framework_ends_like_one_that_was_not(
+    cluster: Cluster, tmp_path: Path, library: str, stage: str
+) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed (extra zoo)")
+    kills = [("train", 2, 0), ("train", 2, 0), ("evaluate", 5, 1), ("after", 7, 0)]
+    ends_alike(cluster, tmp_path, kills, str(FRAMEWORKS / "deepspeed_through.py"), library, stage)
+
+
+def ends_alike(cluster: Cluster, tmp_path: Path, kills: list[tuple[str, int, int]], *script: str) -> None:
+    """Kill a script at some moments; it must end with the same digests as one that nobody disturbed."""
     reference = subprocess.run(
         [sys.executable, *TORCHRUN, *script],
         env={**os.environ, **ENVIRON},
@@ -102,7 +118,6 @@ def test_killed_engine_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Pa
     )
     assert reference.returncode == 0, reference.stdout + reference.stderr
     undisturbed = ends(reference.stdout.splitlines())
-    kills = moments(name)
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     host = cluster.host("solo")
     host.forked = False
@@ -114,3 +129,52 @@ def test_killed_engine_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Pa
     assert min(restored[1:]) > 0, "it began at the beginning"
     assert ends(host.output.splitlines()) == undisturbed
     assert len(undisturbed) == 2
+
+
+def test_killed_example_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
+    example = str(EXAMPLE.with_name("with_deepspeed.py"))
+    command = [sys.executable, *TORCHRUN, example]
+    environ = {**os.environ, **ENVIRON}
+    reference = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    (undisturbed,) = [line for line in reference.stdout.splitlines() if line.startswith("parameters ")]
+    (tmp_path / "kills.json").write_text(json.dumps([("train", 13, 1), ("after", 31, 0)]))
+    host = cluster.host("solo")
+    host.forked = False
+    host.launch(["--standalone", "--nproc-per-node", "2"], [str(KILLED), str(tmp_path), example], **ENVIRON)
+    assert host.wait(250) == 0, host.output
+    assert len(list(tmp_path.glob("struck*"))) == 2
+    assert undisturbed in host.output
+
+
+def test_checkpointer_made_before_the_engine_is_refused_once(cluster: Cluster) -> None:
+    host = cluster.host("solo")
+    host.forked = False
+    command = [str(FRAMEWORKS / "deepspeed_late.py")]
+    host.launch(["--standalone", "--nproc-per-node", "2"], command, LOGLEVEL="INFO", **ENVIRON)
+    assert host.wait(250) != 0
+    assert host.output.count("Register it: Checkpointer(engine=EngineState(engine))") <= 3, host.output
+    assert "no restart cures this" in host.output
+    assert host.output.count("deepspeed_late.py FAILED") <= 1
+    assert "generation 2" not in host.output
+
+
+def test_step_between_micro_batches_is_refused() -> None:
+    code = (
+        "import json, sys; sys.argv[1:] = [json.dumps({'stage': 2, 'dtype': 'bf16', 'accumulate': 2})]\n"
+        f"source = open({str(TRAIN)!r}).read().partition('engine = build()')[0]\n"
+        "exec(source)\n"
+        "engine = build(); state = EngineState(engine); state.state_dict()\n"
+        "engine.backward(engine(torch.randn(4, 8).bfloat16()).float().mean()); engine.step()\n"
+        "try: state.state_dict()\n"
+        "except Exception as error: print('told', type(error).__name__, error, flush=True)\n"
+        "os._exit(0)"
+    )
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, **ENVIRON, **one},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert "told StateError the engine has accumulated gradients of 1 of 2 micro-batches" in told.stdout, told.stderr

@@ -56,6 +56,7 @@ class Block(nn.Module):
 
 
 def build() -> Any:
+    deepspeed.init_distributed(verbose=False)
     torch.manual_seed(0)
     layers = [nn.Linear(8, 9), Block(), Block(), nn.Linear(9, 1)]
     if pipeline:
