@@ -150,12 +150,10 @@ def test_checkpointer_made_before_the_engine_is_refused_once(cluster: Cluster) -
     host = cluster.host("solo")
     host.forked = False
     command = [str(FRAMEWORKS / "deepspeed_late.py")]
-    host.launch(["--standalone", "--nproc-per-node", "2"], command, LOGLEVEL="INFO", **ENVIRON)
+    host.launch(["--standalone", "--nproc-per-node", "2"], command, **ENVIRON)
     assert host.wait(250) != 0
-    assert host.output.count("Register it: Checkpointer(engine=EngineState(engine))") <= 3, host.output
-    assert "no restart cures this" in host.output
-    assert host.output.count("deepspeed_late.py FAILED") <= 1
-    assert "generation 2" not in host.output
+    assert host.output.count("Register it: Checkpointer(engine=EngineState(engine)), after deepspeed.init") == 1
+    assert host.output.count("begun") == 2, "each rank once"
 
 
 def test_step_between_micro_batches_is_refused() -> None:

@@ -9,7 +9,25 @@ from ..errors import StateError
 from .common import framework
 
 _REQUIREMENT: Final = "deepspeed>=0.19.8"
-_COUNTS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied")
+_COUNTS: Final = (
+    "global_steps",
+    "global_samples",
+    "micro_steps",
+    "skipped_steps",
+    "_step_applied",
+    "_is_gradient_accumulation_boundary",
+)
+_SCALING: Final = (
+    "cur_scale",
+    "cur_iter",
+    "cur_hysteresis",
+    "last_overflow_iter",
+    "overflow",
+    "custom_loss_scaler",
+    "external_loss_scale",
+    "is_gradient_accumulation_boundary",
+)
+"""Attributes of what has the loss scale: the engine's optimizer and, with most of them, an object of its."""
 _REFUSED: Final = (
     ("random_ltd_enabled", "random LTD"),
     ("curriculum_learning_enabled", "curriculum learning"),
@@ -85,7 +103,9 @@ class EngineState:
             "masters": [master.detach() for master in masters],
             "states": states,
             "options": [] if inner is None else [_options(group) for group in inner.param_groups],
-            "plain": [_plain(item) for item in self._scaling()],
+            "scaling": [
+                {name: value for name, value in vars(item).items() if name in _SCALING} for item in self._scaling()
+            ],
             "objects": [item.state_dict() for item in self._stateful()],
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "norm": engine._global_grad_norm,
@@ -113,7 +133,10 @@ class EngineState:
                 if saved or master in inner.state:
                     inner.state[master] = _filled(inner.state.get(master, {}), saved, master, on_device)
             _replay(inner, state["states"])
-        for item, saved in zip(self._scaling(), state["plain"], strict=True):
+            # After a first step, ZeRO 1 and 2 show parameters their parts of the states.
+            if any(state["states"]) and hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+                engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for item, saved in zip(self._scaling(), state["scaling"], strict=True):
             vars(item).update(saved)
         for item, saved in zip(self._stateful(), state["objects"], strict=True):
             item.load_state_dict(saved)
@@ -152,7 +175,9 @@ class EngineState:
     def _scaling(self) -> list[Any]:
         """Return what has the loss scale and its history among its attributes."""
         outer = self._engine.optimizer
-        found = [] if outer is self._inner else [outer, getattr(outer, "loss_scaler", None)]
+        if outer is self._inner:
+            return []
+        found = [outer, *(getattr(outer, name, None) for name in ("loss_scaler", "loss_scale_config"))]
         return [item for item in found if item is not None]
 
     def _stateful(self) -> list[Any]:
@@ -173,10 +198,6 @@ def _accumulates(engine: Any) -> bool:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _plain(item: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(item).items() if type(value) in (bool, int, float)}
 
 
 def _filled(own: dict[str, Any], saved: dict[str, Any], master: torch.Tensor, on_device: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from torch import nn
 from resilient_run import Checkpointer
 
 deepspeed.init_distributed(verbose=False)
+print("begun", flush=True)
 model = nn.Linear(8, 1)
 checkpointer = Checkpointer(model=model)
 checkpointer.restore()

@@ -41,7 +41,7 @@ def tell(model: nn.Module, rank: int, **others: Any) -> None:
 
 def through_accelerate() -> None:
     set_seed(0)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     inputs = torch.randn(72, 16)
     data = TensorDataset(inputs, inputs.sum(1).sign().add(1).div(2).long())
     model: Any = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear(65, 2))

@@ -137,7 +137,7 @@ def digests(engine: Any) -> dict[str, str]:
     found["extra"] = digest([each.calls for each in engine.module.modules() if isinstance(each, Block)])
     found["options"] = digest([{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups])
     found["schedule"] = digest(engine.lr_scheduler.state_dict())
-    scale = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer
+    scale = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
     names = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
     found["scale"] = str([float(getattr(scale, name, 0)) for name in names])
     names = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
