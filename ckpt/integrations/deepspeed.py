@@ -116,7 +116,7 @@ class EngineState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; it fills the tensors that there are, which others have views of."""
         engine, inner, masters = self._engine, self._inner, self._masters()
-        # ZeRO 3 has small parameters whole after a step; they are no views of the partitions.
+        # ZeRO 3 may have small parameters whole, which are no views of the partitions; a forward pass gathers them.
         if whole := getattr(engine.optimizer, "persistent_parameters", ()):
             whole[0].partition(whole)
         for name, tensor in self._tensors():
@@ -142,8 +142,6 @@ class EngineState:
             item.load_state_dict(saved)
         vars(engine).update(state["counts"], _global_grad_norm=state["norm"])
         _tracker().set_states(state["rng"])
-        if whole:
-            whole[0].all_gather(whole)
 
     @property
     def _inner(self) -> Any:
