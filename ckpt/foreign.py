@@ -37,8 +37,8 @@ _KINDS: Final = (
         module="deepspeed.runtime.engine",
         name="DeepSpeedEngine",
         reason="keeps fp32 weights, optimizer states, loss scale and counters in partitions and attributes of its own",
-        remedy=f"Leave the Checkpointer out and keep engine.save_checkpoint(): {_RESTARTS}. Or train with fully_shard "
-        "(FSDP2) in place of deepspeed.initialize()",
+        remedy="Register it: Checkpointer(engine=EngineState(engine)), after deepspeed.initialize(), from "
+        "resilient_run.integrations.deepspeed",
     ),
     _ForeignClass(
         module="megatron.core.optimizer.optimizer",

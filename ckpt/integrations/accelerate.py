@@ -8,10 +8,11 @@ from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import Stateful
 from .common import framework, warn_of_buckets
+from .deepspeed import EngineState
 from .position import PositionedLoader
 
 _REQUIREMENT: Final = "accelerate>=1.15"
-_SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 
 class AcceleratorCheckpointer(Checkpointer):
@@ -47,7 +48,9 @@ class AcceleratorCheckpointer(Checkpointer):
         """
         framework("accelerate", _REQUIREMENT)
         if accelerator.distributed_type not in _SUPPORTED:
-            raise StateError(f"{accelerator.distributed_type} through Accelerate is not supported: use DDP or FSDP")
+            raise StateError(
+                f"{accelerator.distributed_type} through Accelerate is not supported: use DDP, FSDP or DeepSpeed"
+            )
         if not accelerator._optimizers:
             raise StateError(
                 "the Accelerator has prepared no optimizer: call prepare() before AcceleratorCheckpointer()"
@@ -61,9 +64,10 @@ class AcceleratorCheckpointer(Checkpointer):
             isinstance(each, Stateful) for each in objects.values()
         )
         self._stepped: int | None = None
+        engines = accelerator.distributed_type == "DEEPSPEED"
         prepared: dict[str, Any] = {
-            "models": list(accelerator._models),
-            "optimizers": list(accelerator._optimizers),
+            "models": [EngineState(each) if engines else each for each in accelerator._models],
+            "optimizers": [] if engines else list(accelerator._optimizers),
             "schedulers": [getattr(each, "scheduler", each) for each in accelerator._schedulers],
             "loaders": self._loaders,
             "custom": list(accelerator._custom_objects),

@@ -18,6 +18,7 @@ from ..errors import StateError
 from ..state.state import get_rng, set_rng
 from .accelerate import PreparedLoader
 from .common import AfterRestore, framework, replaced, warn_of_buckets, warn_of_silent
+from .deepspeed import EngineState
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -211,8 +212,7 @@ class Run:
         stateful = _stateful(trainer)
         others: dict[str, Any] = {"scaler": trainer.accelerator.scaler, "callbacks": stateful}
         self.checkpointer = make(
-            model=trainer.model,
-            optimizer=trainer.optimizer,
+            **_trained(trainer),
             scheduler=trainer.lr_scheduler,
             trainer=self,
             **{name: found for name, found in others.items() if found},
@@ -303,6 +303,13 @@ class Run:
         return self._history
 
 
+def _trained(trainer: Any) -> dict[str, Any]:
+    """Return model and optimizer, by the names that they are registered with."""
+    if not trainer.is_deepspeed_enabled:
+        return {"model": trainer.model, "optimizer": trainer.optimizer}
+    return {"engine": EngineState(trainer.model_wrapped)}
+
+
 def _plain(arguments: Any) -> dict[str, Any]:
     """Return the settings that a callback may change on the way."""
     # The one that is left out is patched while an epoch runs.
@@ -358,7 +365,6 @@ def refuse(trainer: Any, trial: Any = None) -> None:
     refused = (
         (trial is not None, "hyperparameter_search()", "a run has one sequence of steps: protect what comes after it"),
         (trainer.args.auto_find_batch_size, "auto_find_batch_size=True", "set per_device_train_batch_size"),
-        (trainer.is_deepspeed_enabled, "DeepSpeed", "use DDP or FSDP"),
     )
     for found, setting, remedy in refused:
         if found:
