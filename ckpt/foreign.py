@@ -27,7 +27,6 @@ class _ForeignClass:
     remedy: str
 
 
-_RESTARTS: Final = "resilient-run restarts the workers as torchrun does"
 _MEGATRON: Final = (
     "Register it: Checkpointer(megatron=MegatronState(model, optimizer, scheduler)), from "
     "resilient_run.integrations.megatron"
