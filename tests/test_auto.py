@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from framework_parts import Attempts, Ended, Net, Numbers, Stream, content
+from framework_parts import Attempts, Ended, Net, Numbers, Opaque, Stream, content, weighing
 from torch.utils.data import DataLoader, IterableDataset
 
 from resilient_run.ckpt.errors import StateError
@@ -88,6 +88,14 @@ def test_trainer_goes_on(attempt: Attempts, watch: Watch, tmp_path: Path) -> Non
     assert watch.said[0].startswith(f"{PROTECTS}transformers.Trainer: every step")
 
 
+def test_trainer_goes_on_with_what_its_class_holds(attempt: Attempts, watch: Watch, tmp_path: Path) -> None:
+    def loop() -> Any:
+        return train(tmp_path, kind=weighing(pytest.importorskip("transformers").Trainer))
+
+    assert attempt(looked_into(watch, loop), 3, 6) == attempt(loop)
+    assert len(watch.said) == 1
+
+
 class Drawing(IterableDataset[Any]):
     """Draws from the generator that training uses, at last."""
 
@@ -101,19 +109,8 @@ class Drawing(IterableDataset[Any]):
             yield {"x": x, "labels": x.sum()[None]}
 
 
-def counting() -> Any:
-    transformers = pytest.importorskip("transformers")
-
-    class Counting(transformers.Trainer):
-        """Weighs its loss by what it has counted."""
-
-        seen = 0
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            self.seen = self.seen + 1
-            return super().compute_loss(*args, **kwargs) * self.seen
-
-    return Counting
+def opaque() -> Any:
+    return weighing(pytest.importorskip("transformers").Trainer, Opaque)
 
 
 def looping() -> Any:
@@ -134,6 +131,7 @@ def counting_callback() -> Any:
 
         def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
             self.steps = self.steps + 1
+            self.made = iter([self.steps])
             for group in optimizer.param_groups:
                 group["weight_decay"] = 0.01 * self.steps
 
@@ -146,8 +144,8 @@ def counting_callback() -> Any:
         (lambda: {"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported"),
         (lambda: {"kind": looping()}, r"Looping has a _run_epoch\(\) of its own"),
         (lambda: {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}, "persistent_workers=True"),
-        (lambda: {"kind": counting()}, "Counting.seen changes in training"),
-        (lambda: {"callbacks": [counting_callback()]}, "Schedule.steps changes in training"),
+        (lambda: {"kind": opaque()}, "Weighing.made changes in training, and no checkpoint can have it"),
+        (lambda: {"callbacks": [counting_callback()]}, "Schedule.made changes in training"),
         (lambda: {"data": Drawing()}, "Drawing draws from the random generators"),
     ],
     ids=["option", "loop", "loader", "attribute", "callback", "stream"],
@@ -371,6 +369,23 @@ def counts(base: Any) -> Any:
     return Counts
 
 
+def makes(base: Any) -> Any:
+    class Makes(base):
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.made = iter([index])
+            return super().training_step(batch, index)
+
+    return Makes
+
+
+def test_lightning_goes_on_with_what_a_module_holds(attempt: Attempts, watch: Watch) -> None:
+    def loop() -> Any:
+        return fit(kind=counts)
+
+    assert attempt(lit(watch, loop), 3, 6) == attempt(loop)
+    assert len(watch.said) == 1
+
+
 def saves(base: Any) -> Any:
     class Saves(base):
         def on_save_checkpoint(self, checkpoint: Any) -> None:
@@ -388,7 +403,7 @@ def workers() -> DataLoader[Any]:
     [
         (lambda: {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
         (lambda: {"data": workers()}, "persistent_workers=True"),
-        (lambda: {"kind": counts}, r"Counts\.seen changes in training"),
+        (lambda: {"kind": makes}, r"Makes\.made changes in training"),
         (lambda: {"kind": saves}, r"what on_save_checkpoint\(\) of the module adds"),
         (lambda: {"data": DataLoader(Drawing(), 4)}, "Drawing draws from the random generators"),
     ],

@@ -1,12 +1,13 @@
 """Loops of frameworks as people write them, ended after a committed step, go on in the same way or are refused."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from framework_parts import Net, Numbers, Stream, content
+from framework_parts import Ended, Net, Numbers, Opaque, Remembers, Stream, content, weighing
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -109,7 +110,9 @@ def test_accelerate_refuses_steps_after_epochs_that_were_left(attempt: Any, tmp_
         attempt(lambda: accelerated(tmp_path, loop, shuffled()), 3)
 
 
-def trained(directory: Path, data: Any, *callbacks: Any, resume: str | None = None, **arguments: Any) -> Any:
+def trained(
+    directory: Path, data: Any, *callbacks: Any, resume: str | None = None, kind: Any = None, **arguments: Any
+) -> Any:
     transformers = pytest.importorskip("transformers")
     from resilient_run.integrations.transformers import protect
 
@@ -117,7 +120,8 @@ def trained(directory: Path, data: Any, *callbacks: Any, resume: str | None = No
     settings = transformers.TrainingArguments(
         output_dir=str(directory), report_to=[], disable_tqdm=True, use_cpu=True, **(usual | arguments)
     )
-    trainer = transformers.Trainer(model=Net(), args=settings, train_dataset=data, callbacks=list(callbacks))
+    made = kind or transformers.Trainer
+    trainer = made(model=Net(), args=settings, train_dataset=data, callbacks=list(callbacks))
     protect(trainer).train(resume_from_checkpoint=resume)
     return trainer
 
@@ -194,6 +198,131 @@ def test_trainer_puts_back_what_callbacks_begin_again(attempt: Any, tmp_path: Pa
     assert attempt(run, 2, 5) == attempt(run)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_trainer_goes_on_with_what_its_class_holds(attempt: Any, tmp_path: Path, accumulated: int) -> None:
+    def run() -> Any:
+        kind = weighing(pytest.importorskip("transformers").Trainer)
+        arguments = {"gradient_accumulation_steps": accumulated, "logging_steps": 3}
+        trainer = trained(tmp_path, Numbers(), kind=kind, **arguments)
+        assert trainer.nested[0] is trainer.nested[1][1]
+        assert trainer.wave is trainer.same is trainer.nested[0][0]
+        assert trainer.first.item() == 0
+        return content(trainer.model), content(trainer.beside), logged(trainer)
+
+    assert attempt(run, 2, 5) == attempt(run)
+
+
+def test_trainer_goes_on_with_what_its_callbacks_hold(attempt: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Follows(transformers.TrainerCallback, Remembers):
+        """Has a module that follows the trained one, made when training begins, and weighs the learning rate."""
+
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            self.prepare()
+            self.behind = Net()
+            self.behind.load_state_dict(model.state_dict())
+
+        def on_step_end(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            for mine, its in zip(self.behind.parameters(), model.parameters(), strict=True):
+                mine.data.mul_(0.5).add_(its.data, alpha=0.5)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = self.weigh(self.behind.net[0].bias.sum()).item()
+
+    def run() -> Any:
+        callback = Follows()
+        trainer = trained(tmp_path, Numbers(), callback)
+        return content(trainer.model), content(callback.behind), list(callback.window)
+
+    assert attempt(run, 2, 5) == attempt(run)
+
+
+def test_trainer_goes_on_with_what_its_model_holds(attempt: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    def forward(self: Any, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        found = plain(self, x, labels)
+        return found | {"loss": found["loss"] * self.calls}
+
+    plain = Net.forward
+    monkeypatch.setattr(Net, "forward", forward)
+
+    def run() -> Any:
+        return content(trained(tmp_path, Numbers()).model)
+
+    assert attempt(run, 2, 5) == attempt(run)
+
+
+def test_trainer_refuses_what_no_checkpoint_can_have_before_it_is_committed(attempt: Any, tmp_path: Path) -> None:
+    kind = weighing(pytest.importorskip("transformers").Trainer, Opaque)
+    with pytest.raises(StateError, match=r"^Weighing\.made changes in training.* \(list_iterator\)\. Keep it in"):
+        attempt(lambda: trained(tmp_path, Numbers(), kind=kind), 99)
+    assert attempt.daemon.watermark[1] == 3
+
+
+def logged(trainer: Any) -> Any:
+    """Return a trainer's log without what time tells."""
+    timed = ("runtime", "per_second", "step_time")
+    return [
+        {key: value for key, value in entry.items() if not key.endswith(timed)} for entry in trainer.state.log_history
+    ]
+
+
+def tokens() -> Any:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["<pad>", "<eos>", "<unk>", *map(str, range(29))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+
+
+def with_trl(name: str, directory: Path) -> Any:
+    """Return a small trainer of TRL."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    peft, datasets = pytest.importorskip("peft"), pytest.importorskip("datasets")
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    config = transformers.GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=1, n_head=2, **ids)
+    texts = [f"{number % 29} {number * 7 % 29} 5" for number in range(12)]
+    answers = {"chosen": texts, "rejected": [text[::-1] for text in texts]}
+    options, others, columns, kind = {}, {}, {}, transformers.GPT2LMHeadModel
+    if name == "SFT":
+        columns = {"text": texts}
+        others = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=2)}
+    elif name == "DPO":
+        columns = {"prompt": texts} | answers
+        options = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+        others = {"ref_model": kind(config)}
+    elif name == "GRPO":
+        columns = {"prompt": texts}
+        options = {"steps_per_generation": 2, "num_iterations": 2, "num_generations": 2, "max_completion_length": 4}
+        others = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+    else:
+        columns, kind, config.num_labels = answers, transformers.GPT2ForSequenceClassification, 1
+    usual = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 8, "logging_steps": 3}
+    usual |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False}
+    return getattr(trl, f"{name}Trainer")(
+        model=kind(config),
+        args=getattr(trl, f"{name}Config")(output_dir=str(directory), **usual, **options),
+        train_dataset=datasets.Dataset.from_dict(columns),
+        processing_class=tokens(),
+        **others,
+    )
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO", "Reward"])
+def test_trainers_of_trl_go_on(attempt: Any, tmp_path: Path, name: str) -> None:
+    def run() -> Any:
+        from resilient_run.integrations.transformers import protect
+
+        trainer = protect(with_trl(name, tmp_path))
+        trainer.train()
+        reference = getattr(trainer, "ref_model", None)
+        return content(trainer.model), None if reference is None else content(reference), logged(trainer)
+
+    assert attempt(run, 2, 5) == attempt(run)
+
+
 def fit(data: DataLoader[Any], *callbacks: Any, **options: Any) -> Any:
     lightning = pytest.importorskip("lightning")
     from resilient_run.integrations.lightning import ResilientCallback
@@ -263,19 +392,74 @@ def test_lightning_keeps_what_a_checkpoint_callback_knows(attempt: Any, tmp_path
     assert attempt(run, 5, 9) == attempt(run)
 
 
-def test_lightning_tells_of_callbacks_whose_state_it_cannot_know(attempt: Any) -> None:
+def test_lightning_takes_up_the_files_of_a_step_that_was_not_committed(attempt: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
-    class Counting(lightning.Callback):
-        count = 0
+    class Dies(lightning.pytorch.callbacks.ModelCheckpoint):
+        died = False
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.count += 1
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            super().on_train_batch_end(trainer, *others)
+            if trainer.global_step == 4 and not Dies.died:
+                Dies.died = True
+                raise Ended
 
-    counting = Counting()
-    counting.count = 1
-    with pytest.warns(RuntimeWarning, match="what .*Counting has in its attributes is in no checkpoint"):
-        attempt(lambda: fit(shuffled(), counting))
+    def run(directory: Path) -> Any:
+        directory.mkdir(exist_ok=True)
+        kept = Dies(directory, filename="some", save_last=True, every_n_train_steps=2, save_top_k=1)
+        fit(shuffled(), kept, enable_checkpointing=True, max_epochs=3)
+        last = torch.load(directory / "last.ckpt", weights_only=False)
+        return last["global_step"], sorted(path.name for path in directory.iterdir())
+
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "some.ckpt").write_text("of somebody else")
+        os.utime(tmp_path / name / "some.ckpt", (0, 0))
+    killed = attempt(lambda: run(tmp_path / "killed"), 99)
+    assert Dies.died
+    assert killed == attempt(lambda: run(tmp_path / "whole"))
+    assert "last.ckpt" in killed[1]
+    assert "last-v1.ckpt" not in killed[1]
+    assert (tmp_path / "killed" / "some.ckpt").read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+@pytest.mark.parametrize("ends", [(2, 6), (4, 9)])
+def test_lightning_goes_on_averaging_weights(attempt: Any, name: str, ends: tuple[int, ...]) -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+    def run() -> Any:
+        made = getattr(callbacks, name)
+        average = made(2e-2, swa_epoch_start=2, annealing_epochs=2) if name[0] == "S" else made(decay=0.7)
+        return fit(shuffled(), average, max_epochs=4)[1:], content(average._average_model)
+
+    assert attempt(run, *ends) == attempt(run)
+
+
+def test_lightning_goes_on_with_what_callbacks_and_data_hold(attempt: Any) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Weighs(lightning.Callback, Remembers):
+        def on_before_optimizer_step(self, _: Any, __: Any, optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                group["weight_decay"] = self.weigh(torch.ones(())).item()
+
+    class Data(lightning.LightningDataModule):
+        moved = 0
+
+        def train_dataloader(self) -> Any:
+            return shuffled()
+
+        def on_after_batch_transfer(self, batch: Any, _: int) -> Any:
+            self.moved += 1
+            return {**batch, "x": batch["x"] * self.moved}
+
+    def run() -> Any:
+        weighs = Weighs()
+        weighs.prepare()
+        return fit(Data(), weighs)[1:], content(weighs.beside)
+
+    assert attempt(run, 2, 6) == attempt(run)
 
 
 def test_lightning_fits_twice(attempt: Any) -> None:
@@ -284,10 +468,10 @@ def test_lightning_fits_twice(attempt: Any) -> None:
     assert loop.on_advance_end.__func__ is type(loop).on_advance_end, "it has its methods back"
 
 
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "BackboneFinetuning", "LearningRateFinder"])
+@pytest.mark.parametrize("name", ["BackboneFinetuning", "LearningRateFinder"])
 def test_lightning_refuses_what_changes_the_optimizer_on_the_way(attempt: Any, name: str) -> None:
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-    callback = callbacks.StochasticWeightAveraging(1e-2) if name[0] == "S" else getattr(callbacks, name)()
+    callback = getattr(callbacks, name)()
     with pytest.raises(StateError, match=f"{name} makes other optimizers, schedules or steps"):
         attempt(lambda: fit(shuffled(), callback), 3)
 

@@ -16,6 +16,8 @@ from resilient_run.ckpt.integrations.remembered import Remembered
 SCALE = [1.0]
 TABLE = {"a": {"b": 1}}
 COUNT = 0
+DEPRECATED = torch.distributed.reduce_op
+"""It warns if it is asked for anything, even its class."""
 
 
 class Data(Dataset[Any]):

@@ -9,13 +9,11 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, NoReturn, Protocol
-
-import torch
 
 from .. import checkpointer as checkpointers
 from ..checkpointer import Checkpointer
@@ -24,7 +22,7 @@ from ..format.manifest import parse
 from ..format.slot import Slot
 from ..state.tree import entries, unflatten
 from .position import excuses
-from .remembered import Remembered, difference, own_names
+from .remembered import Remembered
 
 _WATCHED: Final = {
     "transformers.trainer": ("train", ".auto_transformers"),
@@ -110,7 +108,7 @@ class UnaskedCheckpointer(Checkpointer):
         hook: Hook,
         what: str,
         training: Mapping[str, Any],
-        attributes: "Attributes",
+        remembered: Remembered,
         **objects: Any,
     ) -> None:
         """Attach, as a `Checkpointer` does.
@@ -119,7 +117,7 @@ class UnaskedCheckpointer(Checkpointer):
             hook: Says what there is to say.
             what: The trainer, as people know it.
             training: What this training is told by from others, plain and the same in each start of the script.
-            attributes: What belongs to it and is in no checkpoint.
+            remembered: What belongs to it and is in no checkpoint.
             objects: As for a `Checkpointer`.
 
         Raises:
@@ -128,7 +126,7 @@ class UnaskedCheckpointer(Checkpointer):
         """
         self._hook = hook
         self._what = what
-        self._attributes = attributes
+        self._remembered = remembered
         self._has_left = False
         self._late: str | Exception | None = None
         self._is_called_back = False
@@ -158,7 +156,7 @@ class UnaskedCheckpointer(Checkpointer):
             elif self._late is not None:
                 raise self._late
             # What counts steps is seen at the first one, before anything is kept; what changes later, later.
-            if changed := self._attributes.changed():
+            if changed := self._remembered.changed():
                 self._doubt(changed)
             if not self._has_left:
                 super().step(n)
@@ -282,51 +280,6 @@ def begun(
     excuses.hear = _pass
     hook.protects_nothing(f"{what}: {short(reason)}")
     return None
-
-
-class Attributes:
-    """Attributes that a script's own classes give objects of a framework, and what else the script remembers.
-
-    No checkpoint has them.
-
-    Args:
-        things: The objects.
-        roots: Name → object of the script that the framework's objects hold.
-    """
-
-    def __init__(self, things: Iterable[Any], roots: Mapping[str, Any]) -> None:
-        self._remembered = Remembered(roots)
-        self._things = [(thing, names) for thing in things if (names := own_names(type(thing)))]
-        self._before: dict[str, str] | None = None
-
-    def begin(self) -> None:
-        """Remember them, once: what begins a training has set them by now."""
-        if self._before is None:
-            self._before = dict(self._glance())
-        self._remembered.begin()
-
-    def changed(self) -> str | None:
-        """Return what is not as it was or cannot be compared, None if all is."""
-        if self._before is None:
-            return None
-        return difference(self._before, dict(self._glance())) or self._remembered.changed()
-
-    def _glance(self) -> Iterator[tuple[str, str]]:
-        for thing, names in self._things:
-            attributes = getattr(thing, "__dict__", {})
-            for name in attributes.keys() & names:
-                yield f"{type(thing).__name__}.{name}", _look(attributes[name])
-
-
-def _look(value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)
-    if isinstance(value, torch.Tensor):
-        return f"{id(value)} {0 if value.is_inference() else value._version}"
-    try:
-        return f"{id(value)} {len(value)}"
-    except Exception:  # noqa: BLE001 - a class may do anything there
-        return f"{id(value)}"
 
 
 def short(reason: object) -> str:

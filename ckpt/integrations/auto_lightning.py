@@ -6,9 +6,10 @@ from typing import Any, Final
 
 from ..checkpointer import Checkpointer
 from ..errors import StateError
-from .auto import Attributes, Hook, UnaskedCheckpointer, begun, may_begin, short
+from .auto import Hook, UnaskedCheckpointer, begun, may_begin, short
 from .common import framework
 from .lightning import _REQUIREMENT, Fit, ResilientCallback, refuse
+from .remembered import Remembered
 
 _WHAT: Final = "lightning.Trainer"
 
@@ -71,10 +72,6 @@ class _UnaskedFit(Fit):
         self._hook = hook
         self._is_followed = True
         self.unasked: UnaskedCheckpointer | None = None
-        callbacks = [each for each in trainer.callbacks if not isinstance(each, ResilientCallback)]
-        things = [trainer.lightning_module, *filter(None, [trainer.datamodule]), *callbacks]
-        loaders = list(self._loop._combined_loader.flattened) if self._loop._combined_loader is not None else []
-        self._attributes = Attributes(things, {"module": things[0], "callbacks": callbacks, "loaders": loaders})
 
     def close(self) -> None:
         """Give the loops their methods back, once, and detach."""
@@ -97,11 +94,14 @@ class _UnaskedFit(Fit):
         return self
 
     def _make_checkpointer(self, **objects: Any) -> Checkpointer:
-        self.unasked = UnaskedCheckpointer(self._hook, _WHAT, self._training(), self._attributes, **objects)
+        callbacks = [each for each in self._trainer.callbacks if not isinstance(each, ResilientCallback)]
+        roots = {"module": self._trainer.lightning_module, "callbacks": callbacks, "loader": self._loader.loader}
+        self._remembered = Remembered(roots, objects["attributes"])
+        self.unasked = UnaskedCheckpointer(self._hook, _WHAT, self._training(), self._remembered, **objects)
         return self.unasked
 
     def _start_epoch(self, original: Any, data_fetcher: Any) -> None:
-        self._attributes.begin()
+        self._remembered.begin()
         super()._start_epoch(original, data_fetcher)
 
     def _training(self) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ..errors import StateError
-from .auto import Attributes, Hook, UnaskedCheckpointer, begun, may_begin, short
-from .transformers import ResilientMixin, Run, refuse, trainer_module
+from .auto import Hook, UnaskedCheckpointer, begun, may_begin, short
+from .remembered import Remembered
+from .transformers import ResilientMixin, Run, derived, refuse, trainer_module
 
 _WHAT: Final = "transformers.Trainer"
 _MAY_OVERRIDE: Final = frozenset({"_evaluate", "_save_checkpoint"})
@@ -35,10 +36,7 @@ def _take(trainer: Any, hook: Hook, trial: Any) -> str | None:
     try:
         _refuse_overrides(trainer)
         refuse(trainer, trial)
-        made = type(trainer)
-        # The name is the same: some write it into what they save.
-        names = {"__module__": made.__module__, "__qualname__": made.__qualname__, "__doc__": made.__doc__}
-        trainer.__class__ = type(made.__name__, (_UnaskedMixin, made), names)
+        trainer.__class__ = derived(_UnaskedMixin, type(trainer))
     except Exception as error:  # noqa: BLE001 - a class of the script's may forbid it
         return short(error)
     trainer._hook = hook
@@ -50,7 +48,7 @@ def _give_back(trainer: Any) -> UnaskedCheckpointer | None:
     """Make the trainer what it was; return what kept its state."""
     unasked: UnaskedCheckpointer | None = trainer._unasked
     trainer.__class__ = type(trainer).__bases__[1]
-    for name in ("_hook", "_unasked", "_attributes", "_run", "_loader", "_prepared"):
+    for name in ("_hook", "_unasked", "_remembered", "_run", "_loader", "_prepared"):
         vars(trainer).pop(name, None)
     if unasked is not None:
         unasked.close()
@@ -62,14 +60,10 @@ class _UnaskedMixin(ResilientMixin):
 
     _hook: Hook
     _unasked: UnaskedCheckpointer | None
-    _attributes: Attributes
+    _remembered: Remembered
 
     def _begin_run(self) -> Run | None:
         hook = self._hook
-        silent = [each for each in self.callback_handler.callbacks if not hasattr(each, "state_dict")]
-        held = ("model", "data_collator", "train_dataset", "compute_loss_func", "compute_metrics")
-        roots = {name: getattr(self, name, None) for name in held}
-        self._attributes = Attributes([self, *silent], {**roots, "callbacks": silent})
         run: Run | None = begun(
             hook, lambda: Run(self, functools.partial(self._make, hook)), lambda: self._unasked, _WHAT
         )
@@ -81,7 +75,10 @@ class _UnaskedMixin(ResilientMixin):
         return run
 
     def _make(self, hook: Hook, **objects: Any) -> UnaskedCheckpointer:
-        self._unasked = UnaskedCheckpointer(hook, _WHAT, _training(self), self._attributes, **objects)
+        held = ("model", "data_collator", "train_dataset", "compute_loss_func", "compute_metrics")
+        roots = {name: getattr(self, name, None) for name in held}
+        self._remembered = Remembered(roots, objects["attributes"])
+        self._unasked = UnaskedCheckpointer(hook, _WHAT, _training(self), self._remembered, **objects)
         return self._unasked
 
     def _go_on_alone(self) -> None:
@@ -96,7 +93,7 @@ class _UnaskedMixin(ResilientMixin):
         self.__dict__["_prepare_for_training"] = handed
 
     def _run_epoch(self, **arguments: Any) -> None:
-        self._attributes.begin()
+        self._remembered.begin()
         super()._run_epoch(**arguments)
 
     def _end_run(self) -> None:

@@ -64,27 +64,6 @@ def warn_of_buckets(models: Iterable[Any], remedy: str) -> None:
         )
 
 
-def warn_of_silent(callbacks: Iterable[Any], library: str, remedy: str) -> None:
-    """Warn of callbacks that have attributes and tell their state in no way.
-
-    Args:
-        callbacks: Those that do not tell it; the framework's own are passed over.
-        library: The package of the framework.
-        remedy: How they could tell it.
-    """
-    silent = [
-        type(each).__qualname__
-        for each in callbacks
-        if vars(each) and type(each).__module__.partition(".")[0] not in (library, "resilient_run")
-    ]
-    if silent:
-        warnings.warn(
-            f"what {', '.join(silent)} has in its attributes is in no checkpoint. If training depends on it, {remedy}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
 class AfterRestore:
     """What a restore has brought, against hooks that a framework calls again before training goes on."""
 

@@ -1,8 +1,10 @@
 """Lightning: a callback that goes on in the middle of an epoch, with the loops' progress and what was logged so far."""
 
+import contextlib
 import functools
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +13,9 @@ import torch
 from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import Stateful, get_rng, set_rng
-from .common import AfterRestore, framework, warn_of_buckets, warn_of_silent
+from .common import AfterRestore, framework, warn_of_buckets
 from .position import PositionedLoader
+from .remembered import Attributes, is_repeated, own_modules
 
 _REQUIREMENT: Final = "lightning>=2.6"
 
@@ -22,7 +25,9 @@ else:
     _Callback = framework("lightning.pytorch", _REQUIREMENT).Callback
 
 _METRICS: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_CHANGING: Final = ("BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "StochasticWeightAveraging")
+_CHANGING: Final = ("BaseFinetuning", "BatchSizeFinder", "LearningRateFinder")
+_CLOCK_S: Final = 0.01
+"""How much older than it is a file may look that the kernel stamps with its last tick."""
 _META: Final = (
     "fx",
     "name",
@@ -142,20 +147,20 @@ class Fit:
         warn_of_buckets([trainer.strategy.model], 'Trainer(strategy="ddp_find_unused_parameters_true")')
         module, optimizers = trainer.lightning_module, list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        metrics = [_MetricState(metric) for metric in _metrics(module)]
+        self.attributes = self._attributes()
         self.checkpointer = self._make_checkpointer(
             model=module,
             optimizers=optimizers,
             **_some("schedulers", schedulers),
-            **_some("metrics", metrics),
             fit=self,
+            attributes=self.attributes,
             **self._objects,
         )
         self._completed = self.checkpointer.restore()
         self._rng = get_rng()
         if self._resumed is not None:
             own = [each for each in self._objects.values() if isinstance(each, Stateful)]
-            self._restored = AfterRestore([module], optimizers, [*schedulers, *metrics, *own])
+            self._restored = AfterRestore([module], optimizers, [*schedulers, *own])
 
     def _make_checkpointer(self, **objects: Any) -> Checkpointer:
         return Checkpointer(**objects)
@@ -167,6 +172,20 @@ class Fit:
             # What hooks did to it since then was done before.
             self._restored.put_back()
             self._restored = None
+        if self.checkpointer is not None:
+            self.attributes.begin()
+
+    def _attributes(self) -> Attributes:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        base = framework("lightning.pytorch", _REQUIREMENT).Callback
+        others = [each for each in trainer.callbacks if not type(each).__module__.startswith(("lightning.", "resili"))]
+        silent = [each for each in others if type(each).state_dict is base.state_dict]
+        silent += [each for each in trainer.callbacks if is_repeated(each)]
+        managed = [*module.modules(), *trainer.optimizers, *trainer.callbacks, trainer, self._loader.loader]
+        managed += [config.scheduler for config in trainer.lr_scheduler_configs]
+        managed += [getattr(self._loader.loader, name, None) for name in ("dataset", "collate_fn", "sampler")]
+        things = [*own_modules(module), *filter(None, [trainer.datamodule]), *silent]
+        return Attributes(things, [each for each in (*managed, *self._objects.values()) if each is not None])
 
     def _start_epoch(self, original: Any, data_fetcher: Any) -> None:
         if self._resumed is None:
@@ -194,6 +213,7 @@ class Fit:
         assert self._loader is not None
         return {
             "position": self._loader.position(),
+            "at_s": time.time(),
             "loops": self._loop.state_dict(),
             "should_stop": trainer.should_stop,
             "callbacks": call._call_callbacks_state_dict(trainer),
@@ -220,6 +240,7 @@ class Fit:
         call = framework("lightning.pytorch.trainer.call", _REQUIREMENT)
         self._loop.load_state_dict(state["loops"])
         self._untangle(self._loop)
+        self._take_up_files(state["at_s"])
         trainer.should_stop = state["should_stop"]
         for each in trainer.checkpoint_callbacks:
             # Loggers give each process a directory of its own, and what it kept in another one it does not take back.
@@ -233,6 +254,19 @@ class Fit:
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter = state["first"]
         self._epoch_loop._results.update({key: self._result(each) for key, each in state["results"].items()})
+
+    def _take_up_files(self, since_s: float) -> None:
+        """Let checkpoint callbacks write again what they wrote after the step that training goes on from.
+
+        To them a file that they do not know is somebody else's, which they put another one beside.
+
+        Args:
+            since_s: When that step was kept.
+        """
+        for each in self._trainer.checkpoint_callbacks:
+            if hasattr(each, "file_exists"):
+                each.file_exists = functools.partial(_exists, each, since_s, time.time())
+                self._hooks.append((each, "file_exists", None))
 
     def _untangle(self, loop: Any) -> None:
         """Let a loop go on as if it had been there all the time: Lightning's own restarts pass over parts of it."""
@@ -260,26 +294,17 @@ class Fit:
         return metric
 
 
-class _MetricState:
-    """What a torchmetrics metric has counted in this epoch, which its own `state_dict` leaves out."""
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-
-    def state_dict(self) -> dict[str, Any]:
-        metric = self._metric
-        return {"counts": {name: getattr(metric, name) for name in metric._defaults}, "updates": metric._update_count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in state["counts"].items():
-            copied = [each.clone() for each in value] if isinstance(value, list) else value.clone()
-            setattr(self._metric, name, copied)
-        self._metric._update_count, self._metric._computed = state["updates"], None
-
-
-def _metrics(module: Any) -> Iterator[Any]:
-    kind = framework("torchmetrics", "torchmetrics>=1").Metric
-    return (found for found in module.modules() if isinstance(found, kind))
+def _exists(callback: Any, since_s: float, until_s: float, path: Any, trainer: Any) -> bool:
+    """Do what `ModelCheckpoint.file_exists` does, but for files written in between that no such callback knows."""
+    exists = False
+    if trainer.is_global_zero and (exists := callback._fs.exists(path)):
+        kept = [each for each in trainer.checkpoint_callbacks if hasattr(each, "best_k_models")]
+        known = {known for each in kept for known in (each.last_model_path, each.best_model_path, *each.best_k_models)}
+        if path not in known:
+            with contextlib.suppress(NotImplementedError, KeyError):
+                written_s = callback._fs.modified(path).timestamp()
+                exists = not since_s - _CLOCK_S <= written_s <= until_s
+    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
 
 
 def _some(name: str, found: list[Any]) -> dict[str, Any]:
@@ -316,11 +341,6 @@ def refuse(trainer: Any) -> None:
         raise StateError("training_step(dataloader_iter): what it draws is not known. Let it take a batch")
     lightning = framework("lightning.pytorch", _REQUIREMENT)
     _refuse_callbacks(trainer.callbacks, lightning.Callback)
-    warn_of_silent(
-        [each for each in trainer.callbacks if type(each).state_dict is lightning.Callback.state_dict],
-        "lightning",
-        "give it state_dict() and load_state_dict()",
-    )
     if type(trainer.lightning_module).on_save_checkpoint is not lightning.LightningModule.on_save_checkpoint:
         warnings.warn(
             "what on_save_checkpoint() of the module adds to a file is in no checkpoint here. If training depends on "
@@ -355,7 +375,7 @@ def _refuse_callbacks(callbacks: list[Any], base: Any) -> None:
                 f"{type(each).__qualname__} makes other optimizers, schedules or steps on the way, which are not kept: "
                 "leave it out, or do what it does in the module"
             )
-        if type(each).on_save_checkpoint is not base.on_save_checkpoint:
+        if type(each).on_save_checkpoint is not base.on_save_checkpoint and not is_repeated(each):
             raise StateError(
                 f"{type(each).__qualname__} has its state by on_save_checkpoint(), which is for files: give it "
                 "state_dict() and load_state_dict(), or leave it out"

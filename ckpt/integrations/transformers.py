@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import get_rng, set_rng
 from .accelerate import PreparedLoader
-from .common import AfterRestore, framework, replaced, warn_of_buckets, warn_of_silent
+from .common import AfterRestore, framework, replaced, warn_of_buckets
 from .deepspeed import EngineState
+from .remembered import Attributes, own_modules
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -30,7 +29,6 @@ _HERE: Final = "resilient-run"
 """In place of a directory to resume from."""
 _OWN: Final = ("_begin_run", "_end_run")
 """Methods of `ResilientMixin` that override none of Trainer's."""
-_SUMS: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 _COUNTS: Final = (
     "epoch",
     "global_step",
@@ -58,10 +56,15 @@ def protect(trainer: Any) -> Any:
     """
     trainer_module()
     if not isinstance(trainer, ResilientMixin):
-        made = type(trainer)
-        trainer.__class__ = type(f"Resilient{made.__name__}", (ResilientMixin, made), {})
+        trainer.__class__ = derived(ResilientMixin, type(trainer))
     refuse(trainer)
     return trainer
+
+
+def derived(mixin: type, made: type) -> type:
+    """Return a class of both, which goes by the name of `made`: some write it into what they save."""
+    names = {"__module__": made.__module__, "__qualname__": made.__qualname__, "__doc__": made.__doc__}
+    return type(made.__name__, (mixin, made), names)
 
 
 class ResilientMixin(_Trainer):
@@ -191,6 +194,7 @@ class Run:
 
     Attributes:
         checkpointer: Keeps all of it.
+        attributes: What the trainer's class, its model and its callbacks hold.
         resumed: What was restored, until its epoch begins.
         loader: The position in the epoch.
         over: Whether the epoch that is gone on with has no more steps.
@@ -211,10 +215,12 @@ class Run:
         warn_of_buckets([trainer.model_wrapped], "TrainingArguments(ddp_find_unused_parameters=True)")
         stateful = _stateful(trainer)
         others: dict[str, Any] = {"scaler": trainer.accelerator.scaler, "callbacks": stateful}
+        self.attributes = _attributes(trainer)
         self.checkpointer = make(
             **_trained(trainer),
             scheduler=trainer.lr_scheduler,
             trainer=self,
+            attributes=self.attributes,
             **{name: found for name, found in others.items() if found},
         )
         self._completed = self.checkpointer.restore()
@@ -238,6 +244,8 @@ class Run:
             # What callbacks did to it since then was done before.
             self._apply(resumed)
             self._restored.put_back()
+        self.attributes.begin()
+        if self._restored is not None:
             self._restored = None
             set_rng(self._rng)
         return resumed
@@ -267,7 +275,6 @@ class Run:
             "history": self._log_history(),
             "control": dict(vars(trainer.control)),
             "callbacks": [callback.state()["attributes"] for callback in _exportable(trainer)],
-            "sums": {name: getattr(trainer, name, None) for name in _SUMS},
             "changed": {
                 name: value for name, value in _plain(trainer.args).items() if self._arguments.get(name) != value
             },
@@ -290,8 +297,6 @@ class Run:
             # It is applied twice, and callbacks change their lists where they are.
             vars(callback).update(copy.deepcopy(attributes))
         vars(trainer.args).update(state["changed"])
-        for name, value in state["sums"].items():
-            setattr(trainer, name, value.clone() if isinstance(value, torch.Tensor) else value)
 
     def _log_history(self) -> str:
         """Return the entries of the log as lines; only new ones are written each time."""
@@ -327,16 +332,23 @@ def _exportable(trainer: Any) -> list[Any]:
 
 
 def _stateful(trainer: Any) -> list[Any]:
-    """Return the callbacks with a `state_dict`, and warn of those that have a state and tell it in no way."""
+    """Return the callbacks with a `state_dict`."""
     exportable = _exportable(trainer)
-    others = [callback for callback in trainer.callback_handler.callbacks if callback not in exportable]
-    stateful = [callback for callback in others if hasattr(callback, "state_dict")]
-    warn_of_silent(
-        [callback for callback in others if callback not in stateful],
-        "transformers",
-        "give it state_dict() and load_state_dict(), or let it derive from transformers' ExportableState",
+    callbacks = trainer.callback_handler.callbacks
+    return [callback for callback in callbacks if callback not in exportable and hasattr(callback, "state_dict")]
+
+
+def _attributes(trainer: Any) -> Attributes:
+    told = [*_exportable(trainer), *_stateful(trainer)]
+    callbacks = [each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith("transf")]
+    silent = [each for each in callbacks if each not in told]
+    model, optimizer, loader = trainer.model, trainer.optimizer, trainer._loader
+    managed = [*trainer.model_wrapped.modules(), optimizer, getattr(optimizer, "optimizer", None), trainer.lr_scheduler]
+    managed += [trainer.train_dataset, trainer.eval_dataset, trainer.data_collator, trainer.processing_class, *told]
+    return Attributes(
+        [trainer, *own_modules(model), *silent],
+        [*managed, loader, trainer.args, trainer.state, trainer.control, trainer.accelerator],
     )
-    return stateful
 
 
 def trainer_module() -> ModuleType:
