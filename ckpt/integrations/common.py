@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import StateError
-from ..state.held import local, state_dict_of
+from ..state.held import local, whole_state
 from ..state.memory import digest
 from ..state.tree import is_strided
 from ..uncaught import install as show_refusals
@@ -106,6 +106,6 @@ class AfterRestore:
 
     def _digest(self) -> Iterator[tuple[str, str]]:
         for module in self._modules:
-            for name, tensor in state_dict_of(module).items():
+            for name, tensor in whole_state(module).items():
                 if isinstance(tensor, torch.Tensor) and is_strided(local(tensor)):
                     yield name, digest(local(tensor))

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .held import fsdp1_units, held_optimizers, inside, local, parameters, state_dict_of
+from .held import fsdp1_units, held_optimizers, inside, local, parameters, whole_state
 from .tree import extent, is_strided, overlaps, raw, same, same_keys
 
 
 def load_into(item: Any, state: Any) -> None:
-    """Let `item` load a state that `state_dict_of` returned."""
+    """Let `item` load a state that `whole_state` returned."""
     units = fsdp1_units(item) if isinstance(item, torch.nn.Module) else []
     if not units:
         item.load_state_dict(state)
@@ -192,7 +192,7 @@ def put(item: Any, wanted: Any) -> None:
     """
     live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
     made: dict[int, torch.Tensor] = {}
-    for container, key, now, value in _differences(state_dict_of(item), wanted, {}):
+    for container, key, now, value in _differences(whole_state(item), wanted, {}):
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
             first = made.setdefault(id(value), now)
             if first is now or id(container) not in live:
@@ -201,7 +201,7 @@ def put(item: Any, wanted: Any) -> None:
                 container[key] = first
         elif id(container) in live:
             container[key] = value
-    for now, value in _dicts(state_dict_of(item), wanted):
+    for now, value in _dicts(whole_state(item), wanted):
         if id(now) in live and not same_keys(now, value) and now.keys() == value.keys():
             ordered = {key: now[key] for key in value}
             now.clear()

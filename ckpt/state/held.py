@@ -110,20 +110,21 @@ def keyed_parameters(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Ten
 
 
 def state_dict_of(item: Any) -> Any:
-    """Return what `item.state_dict()` does, of a module without what has no data before its first forward pass.
+    """Return what `whole_state` does, of a module without what has no data before its first forward pass."""
+    state = whole_state(item)
+    if isinstance(item, torch.nn.Module) and any(map(is_lazy, state.values())):
+        return OrderedDict((key, value) for key, value in state.items() if not is_lazy(value))
+    return state
 
-    Where FSDP1 would gather it, this is what this rank has of it.
+
+def whole_state(item: Any) -> Any:
+    """Return what `item.state_dict()` does; where FSDP1 would gather it, what this rank has of it.
 
     Raises:
         StateError: FSDP1's parameters are gathered for something that has not ended.
     """
     units = fsdp1_units(item) if isinstance(item, torch.nn.Module) else []
-    if units:
-        return _local_state(item, units)
-    state = item.state_dict()
-    if isinstance(item, torch.nn.Module) and any(map(is_lazy, state.values())):
-        return OrderedDict((key, value) for key, value in state.items() if not is_lazy(value))
-    return state
+    return _local_state(item, units) if units else item.state_dict()
 
 
 def begin_fsdp1(module: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
 from .exact import OwnTensors, load_into, put, put_flags, sharing_kept, without_uncastable
 from .fits import check_fits, some
-from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of
+from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of, whole_state
 from .state import TrainingState, get_rng, set_rng
 from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
 from .values import renew
@@ -255,7 +255,7 @@ def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Modul
 
 
 def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader", kinds: dict[int, str]) -> Any:
-    current = state_dict_of(module)
+    current = whole_state(module)
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
     state = OrderedDict((key, unflatten(child, loader.own_copy, kinds=kinds)) for key, child in entries(node).items())
     state |= {key: value for key, value in current.items() if is_lazy(value) and key not in state}

@@ -26,6 +26,7 @@ from .held import (
     parameters,
     state_dict_of,
     state_of,
+    whole_state,
 )
 from .outside import Watch, ambiguous, has_others, outside, read_only
 from .tree import Flattener, extent, overlaps, share
@@ -129,7 +130,7 @@ class TrainingState:
         """Remember how the state looks where a restarted script restores it."""
         for module in self.modules.values():
             begin_fsdp1(module)
-        states = {name: state_dict_of(item) for name, item in self.modules.items()}
+        states = {name: whole_state(item) for name, item in self.modules.items()}
         self._begun = layout(states, self.modules, self.held)
 
     def changed(self) -> str | None:
