@@ -139,7 +139,7 @@ def digests(engine: Any) -> dict[str, str]:
     found["schedule"] = digest(engine.lr_scheduler.state_dict())
     scale = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
     names = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
-    found["scale"] = str([float(getattr(scale, name, 0)) for name in names])
+    found["scale"] = str([getattr(scale, name, None) for name in names])
     names = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
     found["counters"] = str([getattr(engine, name) for name in names])
     found["random"] = digest(torch.get_rng_state())
