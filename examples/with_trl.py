@@ -37,7 +37,7 @@ torch.manual_seed(0)
 ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, **ids))
 model.save_pretrained(os.path.join(directory, f"model{os.environ.get('RANK', '0')}"))  # the reference is loaded
-data = Dataset.from_dict({"prompt": [f"{number % 61} {number * 7 % 61} 5" for number in range(24)]})
+data = Dataset.from_dict({"prompt": [f"{number % 61} {number * 7 % 61} 5" for number in range(8)]})
 arguments = GRPOConfig(
     output_dir=directory,
     num_train_epochs=3,

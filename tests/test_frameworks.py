@@ -23,7 +23,7 @@ pytestmark = pytest.mark.jobs
 
 KILLED = Path(__file__).parent / "frameworks" / "killed.py"
 TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-STEPS = {"accelerate": 60, "transformers": 39, "lightning": 60}
+STEPS = {"accelerate": 60, "transformers": 39, "trl": 48, "lightning": 60}
 """How many steps of the optimizer an example makes in one process: 3 epochs, each with an evaluation at its end."""
 RANKS = [pytest.param(1, id="alone"), pytest.param(2, id="ddp", marks=pytest.mark.nightly)]
 ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -95,6 +95,7 @@ class _UnaskedFit(Fit):
 
     def _make_checkpointer(self, **objects: Any) -> Checkpointer:
         callbacks = [each for each in self._trainer.callbacks if not isinstance(each, ResilientCallback)]
+        assert self._loader is not None
         roots = {"module": self._trainer.lightning_module, "callbacks": callbacks, "loader": self._loader.loader}
         self._remembered = Remembered(roots, objects["attributes"])
         self.unasked = UnaskedCheckpointer(self._hook, _WHAT, self._training(), self._remembered, **objects)

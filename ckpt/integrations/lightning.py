@@ -115,13 +115,17 @@ class Fit:
             (self._epoch_loop, "on_run_start", self._start_epoch),
             (self._epoch_loop, "on_advance_end", self._end_batch),
         )
-        self._hooks = [(owner, name, functools.partial(hook, getattr(owner, name))) for owner, name, hook in hooks]
-        for owner, name, replacement in self._hooks:
-            setattr(owner, name, replacement)
+        self._hooked: list[tuple[Any, str]] = []
+        for owner, name, hook in hooks:
+            self._hook_in(owner, name, functools.partial(hook, getattr(owner, name)))
+
+    def _hook_in(self, owner: Any, name: str, replacement: Any) -> None:
+        setattr(owner, name, replacement)
+        self._hooked.append((owner, name))
 
     def close(self) -> None:
         """Give the loops their methods back, and detach."""
-        for owner, name, _ in self._hooks:
+        for owner, name in self._hooked:
             delattr(owner, name)
         if self.checkpointer is not None:
             self.checkpointer.close()
@@ -176,6 +180,7 @@ class Fit:
             self.attributes.begin()
 
     def _attributes(self) -> Attributes:
+        assert self._loader is not None
         trainer, module = self._trainer, self._trainer.lightning_module
         base = framework("lightning.pytorch", _REQUIREMENT).Callback
         others = [each for each in trainer.callbacks if not type(each).__module__.startswith(("lightning.", "resili"))]
@@ -265,8 +270,7 @@ class Fit:
         """
         for each in self._trainer.checkpoint_callbacks:
             if hasattr(each, "file_exists"):
-                each.file_exists = functools.partial(_exists, each, since_s, time.time())
-                self._hooks.append((each, "file_exists", None))
+                self._hook_in(each, "file_exists", functools.partial(_exists, each, since_s, time.time()))
 
     def _untangle(self, loop: Any) -> None:
         """Let a loop go on as if it had been there all the time: Lightning's own restarts pass over parts of it."""

@@ -160,7 +160,7 @@ class _Look:
     def attributes(self, path: str, owner: Any) -> dict[str, Any]:
         """Return the nodes of attributes that are not what they were first."""
         members = _members(owner, content=id(owner) not in self._managed)
-        known, nodes = framework_names(type(owner)).difference(_CONTENT), {}
+        known, nodes = framework_names(type(owner)).difference(_CONTENT), dict[str, Any]()
         first = _Look({}, None, None) if self._first is None else self._first
         self.names[path] = set(members)
         if path.count(".") == 0:
@@ -332,7 +332,6 @@ def _loaded(node: Any, live: Any, path: str, made: dict[str, Any], *, inside: bo
         return made[rest[0]]
     if tag in ("same", "gone"):
         return live
-    kinds = {kind.__name__: kind for kind in _SEQUENCES}
     made[path] = live
     if tag == "object":
         _load_attributes(rest[0], live, path, made)
@@ -357,19 +356,19 @@ def _loaded(node: Any, live: Any, path: str, made: dict[str, Any], *, inside: bo
         made[path].clear()
         made[path].update(items)
     else:
-        kind, maxlen, nodes = kinds[tag], rest[0], rest[1:]
+        kind, maxlen, *nodes = next(each for each in _SEQUENCES if each.__name__ == tag), *rest
         if kind in (list, deque) and type(live) is not kind:
             made[path] = [] if kind is list else deque(maxlen=maxlen)
-        before = list(live) if type(live) in _SEQUENCES else []
-        items = [
-            _loaded(each, before[place] if place < len(before) else None, f"{path}[{place}]", made, inside=inside)
+        there = list(live) if type(live) in _SEQUENCES else []
+        filled = [
+            _loaded(each, there[place] if place < len(there) else None, f"{path}[{place}]", made, inside=inside)
             for place, each in enumerate(nodes)
         ]
         if kind in (list, deque):
             made[path].clear()
-            made[path].extend(items)
+            made[path].extend(filled)
         else:
-            made[path] = kind(items)
+            made[path] = kind(filled)
     return made[path]
 
 
@@ -558,7 +557,7 @@ def _is_own(kind: type) -> bool:
 
 
 @functools.cache
-def framework_names(kind: type) -> frozenset[str]:
+def framework_names(kind: Any) -> frozenset[str]:
     """Return the names of attributes that the methods of a framework's classes give an object of this class."""
     found: set[str] = set()
     for each in kind.__mro__:
