@@ -54,7 +54,7 @@ _KINDS: Final = (
 )
 
 
-def foreign(objects: Iterable[Any]) -> str | None:
+def foreign(objects: Iterable[Any] = ()) -> str | None:
     """Return why this process cannot have checkpoints, None if it can.
 
     All objects of the process are looked at, because what is registered need not show who trains it: ZeRO leaves a

@@ -31,8 +31,6 @@ _SCALING: Final = (
 _REFUSED: Final = (
     ("random_ltd_enabled", "random LTD"),
     ("curriculum_learning_enabled", "curriculum learning"),
-    ("curriculum_enabled_legacy", "curriculum learning"),
-    ("pld_enabled", "progressive layer drop"),
     ("super_offload", "SuperOffload"),
     ("is_deepcompile_enabled", "DeepCompile"),
 )
@@ -239,7 +237,7 @@ def _refuse(engine: Any, kind: type) -> None:
         StateError: It names the setting.
     """
     pipeline = framework("deepspeed.runtime.pipe.engine", _REQUIREMENT).PipelineEngine
-    found = next((what for name, what in _REFUSED if getattr(engine, name, bool)()), None)
+    found = next((what for name, what in _REFUSED if getattr(engine, name)()), None)
     if type(engine) not in (kind, pipeline):
         found = type(engine).__qualname__
     elif engine.zenflow:
