@@ -633,6 +633,11 @@ def test_a_copy_ends_with_all_its_threads_however_often_it_is_interrupted(
     """Once in the middle of it, once more while it waits for the thread that helps."""
     helps, go, ended = threading.Event(), threading.Event(), threading.Event()
     main = threading.current_thread()
+    copies = True
+
+    def raise_in_time(*_: Any) -> None:
+        if copies:  # Late, it would end whoever runs the tests.
+            raise KeyboardInterrupt
 
     def interrupt() -> None:
         assert main.ident is not None
@@ -660,8 +665,15 @@ def test_a_copy_ends_with_all_its_threads_however_often_it_is_interrupted(
         assert capturer is not None
         free = next(slot for slot in capturer._slots.slots if slot.held is None)
         before, capturer._copier = capturer._copier, Interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            ckpt.step()
+        handler = signal.signal(signal.SIGINT, raise_in_time)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.step()
+            copies = False
+            assert go.wait(30)
+        finally:
+            copies = False
+            signal.signal(signal.SIGINT, handler)
         assert ended.is_set(), "somebody writes to a slot that was given up"
         assert free.payload.eq(0).all(), "a piece was begun after the interrupt"
         capturer._copier.close()

@@ -885,3 +885,41 @@ def test_hooks_threads_and_connections_end_with_it(daemon: SoloDaemon) -> None:
         assert daemon.changed.wait_for(lambda: not daemon._connections, 30)
     assert not any(thread.name.startswith("resilient") for thread in threading.enumerate())
     assert threading.active_count() <= threads + 2
+
+
+class _Stages:
+    """An object that makes its optimizer anew when training unfreezes a part, and when it loads."""
+
+    def __init__(self, parts: torch.nn.ModuleList) -> None:
+        self.parts = parts
+        self.enter(0)
+
+    def enter(self, stage: int) -> None:
+        self.stage = stage
+        self.optimizer = torch.optim.AdamW([{"params": part.parameters()} for part in list(self.parts)[1 - stage :]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.stage, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.enter(state["stage"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def test_an_optimizer_that_its_object_makes_anew_comes_back(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a step before or after the change was kept: what the former optimizer had is of no use any more."""
+    for life in range(2):
+        stages = _Stages(torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]))
+        with Checkpointer(parts=stages.parts, stages=stages) as ckpt:
+            start = ckpt.restore()
+            assert (start, stages.stage) == (2 * life, life)
+            for step in (start, start + 1):
+                if step == 1:
+                    stages.enter(1)
+                stages.parts[1](stages.parts[0](torch.ones(2))).sum().backward()
+                stages.optimizer.step()
+                ckpt.step(step + 1)
+                assert is_committed(ckpt)
+        daemon.restart(monkeypatch)

@@ -531,5 +531,7 @@ def test_failure_that_no_restart_cures_ends_the_run(cluster: Cluster, tmp_path: 
     host.launch(["--standalone"], [str(script)])
     assert host.wait() == 1
     assert 5 <= host.output.count("ValueError: this batch is poison to ") <= 12
-    assert re.search(r"training failed 5 times at steps? [0-9 to]+ in the same way, so no restart cures this", host.output)
+    assert re.search(
+        r"training failed 5 times at steps? [0-9 to]+ in the same way, so no restart cures this", host.output
+    )
     assert re.search(r"the last time: rank 0 \(pid \d+\) on host solo exited with code 1", host.output)

@@ -14,10 +14,10 @@ import sys
 import sysconfig
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class Attributes:
                     count = sum(known.partition(" #")[0] == name for known in self._things)
                     self._things[f"{name} #{count + 1}" if count else name] = each
         self._managed = {id(each): each for each in (*self._things.values(), *managed)}
-        self._first: _Look | None = None
+        self._first: _Walk | None = None
         self._first = self._look(None)
         self._begun: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
@@ -119,8 +119,8 @@ class Attributes:
         """Return the `id`s of objects and containers that are kept."""
         return {id(each) for each in (*self._things.values(), *self._look(None).objects.values())}
 
-    def _look(self, begun: dict[str, Any] | None) -> "_Look":
-        look = _Look(self._managed, self._first, begun)
+    def _look(self, begun: dict[str, Any] | None) -> "_Walk":
+        look = _Walk(self._managed, self._first, begun)
         look.nodes = {path: look.attributes(path, thing) for path, thing in self._things.items()}
         return look
 
@@ -131,7 +131,7 @@ _REMEDY: Final = (
 )
 
 
-class _Look:
+class _Walk:
     """One walk through attributes, which makes nodes of them.
 
     A node is a plain value, a tensor or an array as it is, or a list that begins with the kind of what it was.
@@ -144,7 +144,7 @@ class _Look:
         objects: Containers and objects that are kept, by path.
     """
 
-    def __init__(self, managed: Mapping[int, Any], first: "_Look | None", begun: Mapping[str, Any] | None) -> None:
+    def __init__(self, managed: Mapping[int, Any], first: "_Walk | None", begun: Mapping[str, Any] | None) -> None:
         self.nodes: dict[str, Any] = {}
         self.plain: dict[str, Any] = {}
         self.names: dict[str, set[str]] = {}
@@ -160,8 +160,9 @@ class _Look:
     def attributes(self, path: str, owner: Any) -> dict[str, Any]:
         """Return the nodes of attributes that are not what they were first."""
         members = _members(owner, content=id(owner) not in self._managed)
-        known, nodes = framework_names(type(owner)).difference(_CONTENT), dict[str, Any]()
-        first = _Look({}, None, None) if self._first is None else self._first
+        kind: Hashable = type(owner)
+        known, nodes = framework_names(kind).difference(_CONTENT), dict[str, Any]()
+        first = _Walk({}, None, None) if self._first is None else self._first
         self.names[path] = set(members)
         if path.count(".") == 0:
             self._is_repeated = is_repeated(owner)
@@ -314,7 +315,7 @@ def _loaded(node: Any, live: Any, path: str, made: dict[str, Any], *, inside: bo
     """Return what a node stands for: what is there, filled, or else something new.
 
     Args:
-        node: As `_Look.node` made it.
+        node: As `_Walk.node` made it.
         live: What is there.
         path: Of both.
         made: What was loaded already, by path.
@@ -519,7 +520,7 @@ def _parts(value: Any, script: Mapping[str, ModuleType]) -> Iterator[tuple[str, 
             yield from ((f".{name}", child) for name, child in value.named_children())
         if kind.__module__ in script:
             members = _members(value, content=False)
-            known = framework_names(kind)
+            known = framework_names(cast("Hashable", kind))
             yield from ((f".{name}", part) for name, part in members.items() if name not in known)
     elif kind.__module__.startswith("torch.utils.data"):
         names = ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")

@@ -301,6 +301,10 @@ class ParameterOrder:
         tensors = _by_id(optimizers) if self._elsewhere else {}
         return {label: tensors[identity] for label, identity in self._elsewhere.items()}
 
+    def sizes(self, name: str) -> list[int]:
+        """Return how many parameters each group of an object has."""
+        return [len(group) for group in self._groups[name]]
+
     def differences(self, name: str, saved: list[list[str | None]], *, has_state: bool) -> Iterator[str]:
         """Yield which parameters had another place in `saved` than when `names` was called last.
 

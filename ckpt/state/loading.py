@@ -42,7 +42,9 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     if was_outside is not None and (others := list(outside.other_classes(was_outside, state.outside()))):
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(others)}; start a new run id")
     was_unsaved = unsaved.parse(saved["unsaved"]) if "unsaved" in saved else {}
-    _check_order(state, entries(saved["order"]) if "order" in saved else {}, objects)
+    order = entries(saved["order"]) if "order" in saved else {}
+    if differences := _other_order(state, order, objects, loaded=False):
+        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
     loader.keep(current, [(objects[name], now[name]) for name in modules])
     containers: dict[int, Any] = {}
     values = unflatten(saved["values"], loader.own_leaf, containers, kinds)
@@ -86,6 +88,8 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
             raise _inexact(
                 [f"{name}: load_state_dict() made another parameter of it than the optimizer has" for name in lost]
             )
+    if others := _other_order(state, order, objects, loaded=True):
+        raise _inexact(others)
     if others := list(unsaved.lost(was_unsaved, state.unsaved.digests, state.objects, state.held)):
         raise _inexact(others)
     warnings += unsaved.other_buffers(was_unsaved, state.unsaved.digests)
@@ -99,19 +103,19 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     return warnings
 
 
-def _check_order(state: TrainingState, saved: dict[str, Node], objects: dict[str, Node]) -> None:
-    """Refuse optimizers that have their parameters in another order: each would go on with the state of another one.
+def _other_order(state: TrainingState, saved: dict[str, Node], objects: dict[str, Node], *, loaded: bool) -> list[str]:
+    """Return which optimizers have their parameters in another order: each would go on with the state of another one.
 
-    The order now is that of the latest `state.flatten()`.
+    The order now is that of the latest `state.flatten()`. Until it is loaded, an object that holds other optimizers
+    than it did may make them anew.
     """
-    differences = [
+    names = {name: _names(saved[name]) for name in state.held if name in saved}
+    return [
         difference
-        for name in state.held
-        if name in saved
-        for difference in state.order.differences(name, _names(saved[name]), has_state=_has_state(objects[name]))
+        for name, before in names.items()
+        if loaded or state.objects[name] in state.optimizers or [*map(len, before)] == state.order.sizes(name)
+        for difference in state.order.differences(name, before, has_state=_has_state(objects[name]))
     ]
-    if differences:
-        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
 
 
 def _has_state(node: Node) -> bool:

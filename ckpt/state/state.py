@@ -131,7 +131,7 @@ class TrainingState:
         for module in self.modules.values():
             begin_fsdp1(module)
         states = {name: whole_state(item) for name, item in self.modules.items()}
-        self._begun = layout(states, self.modules, self.held)
+        self._begun = layout(states, self.modules, self._registered())
 
     def changed(self) -> str | None:
         """Return what to tell of modules and optimizers that look otherwise since `begin`, None if they do not."""
@@ -148,7 +148,12 @@ class TrainingState:
             StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
         with _no_collection():
-            return self._flatten()
+            flat = self._flatten()
+            if self.unsaved.of_optimizers and self._held() != self.held:
+                # A script has made them anew since: what the former ones have is in no state, and of no use.
+                self.find_trained()
+                flat = self._flatten()
+            return flat
 
     def _flatten(self) -> Flattener:
         for name, several in self.held.items():
@@ -177,7 +182,7 @@ class TrainingState:
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
         if self._begun is not None:
-            self._layout = layout(objects, self.modules, self.held)
+            self._layout = layout(objects, self.modules, self._registered())
         return flat
 
     def _states(self) -> dict[str, Any]:
@@ -246,10 +251,9 @@ class TrainingState:
 
     def find_trained(self) -> None:
         """Look for the modules and optimizers of the objects, which may make others when they load."""
-        held = {name: held_optimizers(item) for name, item in self.objects.items()}
-        self.held = {name: several for name, several in held.items() if several}
+        self.held = self._held()
         self.modules = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
-        self.optimizers = list({id(found): found for several in held.values() for found in several}.values())
+        self.optimizers = list({id(found): found for several in self.held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         apart = {id(each) for item in self.objects.values() for each in _differing(item)}
         sharded = [module for module in self.modules.values() if fsdp1_units(module)]
@@ -266,6 +270,14 @@ class TrainingState:
         self.unsaved = Unsaved()
         self._arrays: tuple[int, dict[int, int]] = (0, {})
         self._watched = 0  # a few times, as it takes its time: optimizers have their states by then
+
+    def _registered(self) -> dict[str, list[torch.optim.Optimizer]]:
+        """Return the optimizers that are objects themselves, which a restarted script has to make as they were."""
+        return {name: several for name, several in self.held.items() if several[0] is self.objects[name]}
+
+    def _held(self) -> dict[str, list[torch.optim.Optimizer]]:
+        held = {name: held_optimizers(item) for name, item in self.objects.items()}
+        return {name: several for name, several in held.items() if several}
 
     def _check_modules(self) -> None:
         if text := ambiguous(self.modules) or read_only(self.modules):

@@ -130,6 +130,11 @@ class Unsaved:
             "on with another one. Make it persistent if training depends on it"
         )
 
+    @property
+    def of_optimizers(self) -> bool:
+        """Whether an optimizer has something that no state shows as it is."""
+        return not self.digests.keys().isdisjoint((_OPTIMIZERS, _PLACES))
+
     def to_compare(self) -> dict[str, dict[str, str]]:
         """Return `digests` for a manifest, with those of parameters also if there are none: older ones do not tell."""
         return {_PARAMETERS: {}, **self.digests}
