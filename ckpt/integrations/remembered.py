@@ -160,7 +160,7 @@ class _Walk:
     def attributes(self, path: str, owner: Any) -> dict[str, Any]:
         """Return the nodes of attributes that are not what they were first."""
         members = _members(owner, content=id(owner) not in self._managed)
-        kind: Hashable = type(owner)
+        kind = cast("Hashable", type(owner))
         known, nodes = framework_names(kind).difference(_CONTENT), dict[str, Any]()
         first = _Walk({}, None, None) if self._first is None else self._first
         self.names[path] = set(members)
