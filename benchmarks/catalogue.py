@@ -968,7 +968,7 @@ KEPT: Final = {
     "2026-11-22-zoo.json": "a campaign of earlier code",
     "2026-11-23-capture-stall.json": "ratios to each contender's own memcpy; has 64 MiB and torch.save, too",
     "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
-    "2026-11-29-zoo-seed-34.json": "1,301 kills of the design in which step() copies; stopped there",
+    "2026-11-29-loops.json": "1,301 kills of the design in which step() copies; stopped there",
     "2026-11-28-zoo-handled.json": "the loop that came after the campaign",
     "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
