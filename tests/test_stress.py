@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cluster import Cluster, Host, kill, recovered, wait_until
 from flood import Flood
 from gated import STEPS, Gate, assert_undisturbed, train_to
 from hosts import Client, Hosts
-from peer_talk import dial, hello, identity_of, peer_address
+from peer_talk import dial, hello, identity_of, peer_address, was_closed
 
 from resilient_run.ckpt.format import wire
 from resilient_run.daemon.base.crowd import Crowd
@@ -315,16 +316,15 @@ def test_a_host_has_no_more_connections_than_it_needs(hosts: Hosts) -> None:
     """Whoever knows the secret opens one after the other: the oldest are closed, the newest are served."""
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], [1])
-    socks = [dial(peer_address(hosts, "a"), identity_of(hosts), ASK) for _ in range(20)]
-    for sock in socks:
-        assert wire.recv_message(sock) is not None
-    for sock in socks[:4]:
-        assert sock.recv(1) == b""
-    for sock in socks[4:]:
-        sock.sendall(wire.encode(ASK))
-        assert wire.recv_message(sock) is not None
-    for sock in socks:
-        sock.close()
+    with ExitStack() as stack:
+        socks = []
+        for _ in range(20):  # each has its answer before the next comes: else the daemon may seat them in any order
+            socks.append(stack.enter_context(dial(peer_address(hosts, "a"), identity_of(hosts), ASK)))
+            assert wire.recv_message(socks[-1]) is not None
+        assert all(map(was_closed, socks[:4]))
+        for sock in socks[4:]:
+            sock.sendall(wire.encode(ASK))
+            assert wire.recv_message(sock) is not None
 
 
 def test_the_largest_source_loses_its_oldest() -> None:
