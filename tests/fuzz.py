@@ -61,7 +61,7 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, parse_published
 from resilient_run.launcher.inject.injection import Outcome, Sight
-from resilient_run.launcher.rendezvous.rounds import View, broken
+from resilient_run.launcher.rendezvous.rounds import View, broken, rendezvous_mirror
 
 MAX_GROWTH_BYTES = 256 << 20
 _KEPT_FAILURES = 20
@@ -255,7 +255,7 @@ def run_targets() -> list[Target]:
         return decision, state.agreed, state.missed, state.committed, state.world_size
 
     def launcher(data: bytes) -> object:
-        view = View.parse(entries(data, "run/"), "run/")
+        view = View.of(rendezvous_mirror().apply(entries(data)))
         return broken(view, 2), view.bound, view.generation, view.keeping(view), view.cool_down_s(1e9)
 
     def injector(data: bytes) -> object:

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Entry
-from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.launcher.rendezvous.forming import FormingDecision, next_round, standby
-from resilient_run.launcher.rendezvous.rounds import View, assign_ranks, broken, explained, newcomers
+from resilient_run.launcher.rendezvous.rounds import View, assign_ranks, broken, explained, newcomers, rendezvous_mirror
 
 NOW_S = 1_000_000.0
-PREFIX = keys.prefix("run")
 
 
 def member(host: str, *, ready: int = 0, session: str = "", arrival: int = 0, label: str = "") -> Member:
@@ -408,8 +406,9 @@ def test_every_key_is_read_back_as_written() -> None:
         "rdzv/done/4/b": {},
         "rdzv/quarantine/c": quarantined("c")["c"].to_value(),
     }
-    entries = {PREFIX + key: Entry(value=value, revision=20, created=11) for key, value in values.items()}
-    assert View.parse(entries, PREFIX) == View(
+    assert View.of(
+        rendezvous_mirror().apply({key: Entry(value=value, revision=20, created=11) for key, value in values.items()})
+    ) == View(
         members={"a": a},
         round=formed,
         stores={4: ("10.0.0.1", 1234)},
@@ -425,7 +424,6 @@ def test_every_key_is_read_back_as_written() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rdzv/unknown", {}),
         ("rdzv/job", {"incarnation": "i", "min_nodes": "1", "max_nodes": 2, "token": "t"}),
         ("rdzv/round", {"generation": 1, "members": [{"host": "a"}], "restore": None}),
         ("rdzv/round", {"generation": 1, "members": ["a"], "restore": None}),
@@ -442,9 +440,9 @@ def test_every_key_is_read_back_as_written() -> None:
     ],
 )
 def test_damaged_keys_are_ignored_and_named(key: str, value: dict[str, Any]) -> None:
-    parsed = View.parse({PREFIX + key: Entry(value=value, revision=1)}, PREFIX)
-    assert [line.partition(":")[0] for line in parsed.ignored] == [PREFIX + key]
-    assert View.parse({}, PREFIX) == View(
+    parsed = View.of(rendezvous_mirror().apply({key: Entry(value=value, revision=1)}))
+    assert [line.partition(":")[0] for line in parsed.ignored] == [key]
+    assert View.of(rendezvous_mirror()) == View(
         members=parsed.members, stores=parsed.stores, failures=parsed.failures, done=parsed.done
     )
 

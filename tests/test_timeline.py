@@ -19,7 +19,7 @@ import recovery_phases
 from resilient_run.daemon.base.goodput import PHASES, read_ledger
 from resilient_run.daemon.base.logs import log_formatter
 from resilient_run.daemon.etcd.client import Entry
-from resilient_run.launcher.rendezvous.rounds import View
+from resilient_run.launcher.rendezvous.rounds import View, rendezvous_mirror
 from resilient_run.launcher.timeline import RecoveryTimeline, newest_step, whole
 
 pytestmark = pytest.mark.jobs
@@ -535,11 +535,10 @@ def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: p
 def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) -> None:
     event = {"host": "a", "kind": "k", "cause": "c", "generation": 2, "complete": True, "total_s": 1.0}
     event |= {"ranks": {"0": "local"}, "restored_step": None, "steps_lost": 0}
-    seen = View.parse({"/p/rdzv/recovered/2/a": Entry(value=event, revision=1)}, "/p/")
-    assert seen.recovered == {(2, "a"): event}
-    assert not View.parse(
-        {"/p/rdzv/recovered/2/a": Entry(value={**event, **value} if value else {}, revision=1)}, "/p/"
-    ).recovered
+    mirror, key = rendezvous_mirror(), "rdzv/recovered/2/a"
+    assert View.of(mirror.apply({key: Entry(value=event, revision=1)})).recovered == {(2, "a"): event}
+    damaged = Entry(value={**event, **value} if value else {}, revision=2)
+    assert not View.of(mirror.apply({key: damaged})).recovered
 
 
 def test_what_protects_a_run_is_said_again_only_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:

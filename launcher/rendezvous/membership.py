@@ -35,11 +35,12 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .agreement import Terms, agree
 from .patience import Impatience
-from .rounds import View, broken, newcomers
+from .rounds import View, broken, newcomers, rendezvous_mirror
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T", bound=int)
+_E = TypeVar("_E")
 
 _POLL_S = 0.1
 _RETRY_S = 0.5
@@ -259,9 +260,10 @@ class Membership:
 
     async def _mirror(self, loaded: asyncio.Event) -> None:
         ignored: tuple[str, ...] = ()
-        async with aclosing(self._etcd.follow(self._prefix + keys.RENDEZVOUS)) as states:
-            async for entries in states:
-                view = View.parse(entries, self._prefix)
+        mirror = rendezvous_mirror()
+        async with aclosing(self._etcd.changes(self._prefix + keys.RENDEZVOUS)) as states:
+            async for changes in states:
+                view = View.of(mirror.apply(self._named(changes)))
                 if view.ignored != ignored:
                     ignored = view.ignored
                     log.warning("etcd keys ignored: %s", "; ".join(ignored) or "none any more")
@@ -484,7 +486,11 @@ class Membership:
             await self._commit({key: closed_revision}, {self._prefix + keys.JOB: job})
 
     async def _look_for_end(self) -> None:
-        self._note_end(View.parse(await self._etcd.list(self._prefix + keys.RENDEZVOUS), self._prefix))
+        found = await self._etcd.list(self._prefix + keys.RENDEZVOUS)
+        self._note_end(View.of(rendezvous_mirror().apply(self._named(found))))
+
+    def _named(self, entries: Mapping[str, _E]) -> dict[str, _E]:
+        return {key.removeprefix(self._prefix): entry for key, entry in entries.items()}
 
     async def _remove_keys(self, ended: View) -> None:
         """Remove what nobody needs any more, unless there is another member, or the run id has begun anew."""

@@ -12,6 +12,7 @@ from resilient_run.ckpt.format.pair import is_import
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.mirror import Mirror, generation_and_host
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import MAX_REASON_BYTES, Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
@@ -54,54 +55,21 @@ class View:
         return None if is_import(self.round.restore) else self.round.world_size
 
     @classmethod
-    def parse(cls, entries: Mapping[str, Entry], prefix: str) -> Self:
-        """Return the view of the entries below `RENDEZVOUS` of the run whose keys begin with `prefix`."""
-        members: dict[str, Member] = {}
-        stores: dict[int, tuple[str, int]] = {}
-        failures: dict[int, Failure] = {}
-        done: set[tuple[int, str]] = set()
-        quarantines: dict[str, Quarantine] = {}
-        recovered: dict[tuple[int, str], Mapping[str, Any]] = {}
-        single: dict[str, Any] = {}
-        ignored: list[str] = []
-        for key, entry in entries.items():
-            try:
-                name = key.removeprefix(prefix)
-                match keys.split(name):
-                    case [keys.MEMBERS, host]:
-                        members[host] = Member.parse(host, entry.value, entry.created)
-                    case [keys.STORES, generation]:
-                        fields = Fields(entry.value, name)
-                        stores[int(generation)] = fields.text("addr"), fields.integer("port", low=1, high=65535)
-                    case [keys.FAILURES, generation]:
-                        failures[int(generation)] = Failure.parse(int(generation), entry.value)
-                    case [keys.DONE, generation, host]:
-                        done.add((int(generation), host))
-                    case [keys.RECOVERED, generation, host]:
-                        recovered[int(generation), host] = _recovery(Fields(entry.value, name), entry.value)
-                    case [keys.QUARANTINES, host]:
-                        quarantines[host] = Quarantine.parse(entry.value)
-                    case [keys.ROUND]:
-                        single["round"] = Round.parse(entry.value, entry.revision)
-                    case [keys.JOB]:
-                        single["job"] = Agreement.parse(entry.value)
-                    case [keys.COMMITTED]:
-                        single["committed"] = Fields(entry.value, name).optional_integer("world_size", low=1)
-                    case [keys.CLOSED]:
-                        single["closed"] = Closed.parse(entry.value)
-                    case _:
-                        ignored.append(f"{key}: not a key of this protocol")
-            except (ValueError, DaemonError) as error:
-                ignored.append(f"{key}: {error}")
+    def of(cls, mirror: Mirror) -> Self:
+        """Return the view that `mirror`, a `rendezvous_mirror`, has now."""
+        folders = mirror.folders
         return cls(
-            members=members,
-            stores=stores,
-            failures=failures,
-            done=frozenset(done),
-            quarantines=quarantines,
-            recovered=recovered,
-            ignored=tuple(ignored),
-            **single,
+            members=dict(folders[keys.MEMBERS]),
+            round=mirror.get(keys.ROUND),
+            stores=dict(folders[keys.STORES]),
+            failures=dict(folders[keys.FAILURES]),
+            done=frozenset(folders[keys.DONE]),
+            job=mirror.get(keys.JOB),
+            closed=mirror.get(keys.CLOSED),
+            committed=mirror.get(keys.COMMITTED),
+            quarantines=dict(folders[keys.QUARANTINES]),
+            recovered=dict(folders[keys.RECOVERED]),
+            ignored=tuple(f"{key}: {cause}" for key, cause in mirror.ignored.items()),
         )
 
     def keeping(self, before: "View") -> "View":
@@ -125,6 +93,11 @@ class View:
         """Return the seconds until the next quarantine of a live launcher's host ends, None when there is none."""
         left = [found.left_s(now_unix_s) for host in self.members if (found := self.quarantine_of(host, now_unix_s))]
         return min(left, default=None)
+
+
+def rendezvous_mirror() -> Mirror:
+    """Return a mirror for the keys below `RENDEZVOUS`."""
+    return Mirror(more_folders={keys.RECOVERED: (generation_and_host, _recovery)})
 
 
 def assign_ranks(before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int) -> tuple[Seat, ...]:
@@ -199,8 +172,9 @@ def _lost(generation: int, host: str, message: str) -> Failure:
     return Failure(generation=generation, host=host, kind="host_lost", message=message)
 
 
-def _recovery(fields: Fields, event: Mapping[str, Any]) -> Mapping[str, Any]:
+def _recovery(_: tuple[int, str], entry: Entry) -> Mapping[str, Any]:
     """Return a host's recovery event; DaemonError when it lacks what the one for all hosts is made of."""
+    event, fields = entry.value, Fields(entry.value, keys.RECOVERED)
     fields.text("host"), fields.text("kind"), fields.text("cause", max_bytes=MAX_REASON_BYTES)
     fields.integer("generation"), fields.flag("complete"), fields.number("total_s")
     ranks = fields.object("ranks")

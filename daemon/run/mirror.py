@@ -1,0 +1,111 @@
+"""What the keys of a run say, brought up to date key by key: a change costs the same however many hosts there are."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import DaemonError
+
+from ..base.fields import Fields
+from ..etcd.client import Entry
+from . import keys
+from .quarantine import Quarantine
+from .records import Agreement, Closed, Failure, parse_decisions
+from .rounds import Member, Round
+
+Keys = Mapping[str, Callable[[Entry], Any]]
+Folders = Mapping[str, tuple[Callable[[str], Any], Callable[[Any, Entry], Any]]]
+
+
+class Mirror:
+    """The values of a run's keys, each parsed once for each value that it has; `Etcd.changes` feeds it.
+
+    Args:
+        more_keys: Key → what makes its value of an entry, beside what launchers and daemons read.
+        more_folders: Folder → what makes a name of what follows it in a key, and a value of that name and the entry.
+
+    Attributes:
+        folders: Folder → name → value.
+        revisions: Key → revision of its last change, also where the value is damaged or nobody parses it.
+        ignored: Key → why it counts as nothing.
+    """
+
+    def __init__(self, more_keys: Keys | None = None, more_folders: Folders | None = None) -> None:
+        self._keys, self._parsers = {**_KEYS, **(more_keys or {})}, {**_FOLDERS, **(more_folders or {})}
+        self._values: dict[str, Any] = {}
+        self.folders: dict[str, dict[Any, Any]] = {folder: {} for folder in self._parsers}
+        self.revisions: dict[str, int] = {}
+        self.ignored: dict[str, str] = {}
+
+    def apply(self, changes: Mapping[str, Entry | None]) -> Self:
+        """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more."""
+        for key, entry in changes.items():
+            self.ignored.pop(key, None)
+            self.revisions.pop(key, None)
+            if entry is not None:
+                self.revisions[key] = entry.revision
+            try:
+                self._see(key, entry)
+            except (ValueError, DaemonError) as error:
+                if entry is not None:
+                    self.ignored[key] = str(error)
+        return self
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return what `key` says, `default` where it is absent or damaged."""
+        return self._values.get(key, default)
+
+    def _see(self, key: str, entry: Entry | None) -> None:
+        if (parse := self._keys.get(key)) is not None:
+            self._values.pop(key, None)
+            if entry is not None:
+                self._values[key] = parse(entry)
+            return
+        folder, *names = keys.split(key)
+        if names and folder in self._parsers:
+            parse_name, parse_value = self._parsers[folder]
+            name = parse_name("/".join(names))
+            self.folders[folder].pop(name, None)
+            if entry is not None:
+                self.folders[folder][name] = parse_value(name, entry)
+
+
+def world_size(entry: Entry) -> int | None:
+    """Return the only number of ranks that can restore what is committed, as `rdzv/committed` says it."""
+    return Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1)
+
+
+def generation(name: str) -> int:
+    """Return the generation in the name of a key; ValueError when there is none, or it is written in another way."""
+    if not name.isdecimal() or len(name) > _DIGITS or name != str(int(name)):
+        raise ValueError(f"{name[:80]!r} is not the number of a generation")
+    return int(name)
+
+
+def generation_and_host(name: str) -> tuple[int, str]:
+    """Return both from the name of a key."""
+    number, _, host = name.partition("/")
+    return generation(number), host
+
+
+def _store(_: int, entry: Entry) -> tuple[str, int]:
+    fields = Fields(entry.value, keys.STORES)
+    return fields.text("addr"), fields.integer("port", low=1, high=65535)
+
+
+_DIGITS = 19
+_KEYS: Keys = {
+    keys.JOB: lambda entry: Agreement.parse(entry.value),
+    keys.ROUND: lambda entry: Round.parse(entry.value, entry.revision),
+    keys.COMMITTED: world_size,
+    keys.CLOSED: lambda entry: Closed.parse(entry.value),
+    keys.DECISIONS: lambda entry: parse_decisions(entry.value),
+    keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair(),
+    keys.NEXT: lambda entry: Fields(entry.value, keys.NEXT).pair(),
+}
+_FOLDERS: Folders = {
+    keys.MEMBERS: (str, lambda host, entry: Member.parse(host, entry.value, entry.created)),
+    keys.STORES: (generation, _store),
+    keys.FAILURES: (generation, lambda number, entry: Failure.parse(number, entry.value)),
+    keys.DONE: (generation_and_host, lambda *_: True),
+    keys.QUARANTINES: (str, lambda _, entry: Quarantine.parse(entry.value)),
+}
