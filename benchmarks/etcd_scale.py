@@ -85,6 +85,7 @@ class SimulatedHost:
             on_agreement=self._on_agreement,
             on_round=self._on_round,
             supervisor=Supervisor(f"host{index}"),
+            companions={},
         )
 
     async def _no_peer(self, host: str) -> None: ...

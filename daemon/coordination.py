@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
@@ -14,16 +14,16 @@ from .base.fields import Fields
 from .base.policy import Policy
 from .base.supervise import Supervisor
 from .comparison.digests import EqualLeaves, HostDigests
-from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease, update
+from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
 from .root.election import Election
 from .root.operator import make_operator
 from .root.root import Root
 from .run import keys
 from .run.commit import report_held
 from .run.leased import LeasedKeys
+from .run.mirror import Mirror
 from .run.observation import Observation
-from .run.quarantine import Quarantine
-from .run.records import Agreement, Introduction, parse_decisions
+from .run.records import Agreement, Introduction
 from .run.rounds import Round
 from .run.view import JobView
 from .slots.slots import JobSlots
@@ -31,10 +31,8 @@ from .tier.persist import Persister
 
 log = logging.getLogger(__name__)
 
-_RENDEZVOUS = (keys.JOB, keys.ROUND, keys.QUARANTINES(), keys.DONE())
 _LEASE_TTL_S = 5.0
 _RETRY_S = 0.5
-_T = TypeVar("_T")
 _GOODBYE_S = 1.0
 
 
@@ -98,10 +96,20 @@ class Coordinator:
         self._companions = companions
         self._persister = persister
         self._supervisor = supervisor
-        self._known: dict[str, set[str]] = {}
         self._reported: dict[str, Any] | None = None
         self._reported_revision: int | None = None
-        self._entries: dict[str, Entry] = {}
+        self._loaded = False
+        self._mirror = Mirror(
+            {
+                keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host"),
+                keys.PERSIST: lambda entry: entry,
+            },
+            {
+                keys.HOSTS: (str, lambda _, entry: Introduction.parse(entry.value)),
+                keys.EQUAL: (str, lambda name, entry: EqualLeaves.parse(keys.EQUAL(name), entry.value)),
+                keys.RECOVERED: (str, lambda name, entry: view.recoveries.see(keys.RECOVERED(name), entry.value)),
+            },
+        )
 
     async def run(self) -> None:
         """Run until cancelled.
@@ -115,14 +123,12 @@ class Coordinator:
             async with asyncio.TaskGroup() as group:
                 election = Election(etcd, self._prefix, self._view, self._leased)
                 tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-                    "follow rounds": partial(self._follow, etcd, keys.RENDEZVOUS, self._rendezvous),
-                    "follow commits": partial(self._follow, etcd, keys.WATERMARK, self._watermark),
-                    "follow hosts": partial(self._follow, etcd, keys.HOSTS(), self._hosts),
-                    "follow comparison": partial(self._follow, etcd, keys.EQUAL(), self._equal),
+                    "follow etcd": partial(self._follow, etcd),
+                    "follow rounds": self._rounds,
+                    "follow commits": self._commits,
                     "register": partial(self._register, etcd),
                     "report": partial(self._report, etcd),
                     "leased keys": partial(self._leased.run, etcd),
-                    "follow root": partial(self._follow, etcd, keys.ROOT, self._root),
                     "election": election.run,
                     "lead": partial(self._lead, etcd, group),
                     **{name: partial(companion, etcd) for name, companion in self._companions.items()},
@@ -155,92 +161,103 @@ class Coordinator:
         finally:
             await etcd.close()
 
-    async def _follow(
-        self, etcd: Etcd, name: str, see: Callable[[Mapping[str, Entry | None]], Awaitable[None]]
-    ) -> None:
+    async def _follow(self, etcd: Etcd) -> None:
+        """Follow what concerns every host."""
         # What vanished while this did not run counts as gone as well.
-        known = self._known.setdefault(name, set())
-        gone = set(known)
-        async with aclosing(etcd.changes(self._prefix + name)) as states:
+        gone: dict[str, Entry | None] = dict.fromkeys(self._mirror.revisions)
+        ignored: dict[str, str] = {}
+        async with aclosing(etcd.changes(self._prefix, before=keys.TO_ROOT)) as states:
             async for changed in states:
-                changes = {key.removeprefix(self._prefix): entry for key, entry in changed.items()}
-                changes, gone = {**dict.fromkeys(gone - changes.keys()), **changes}, set()
-                known |= changes.keys()
-                await see(changes)
-                known -= {key for key, entry in changes.items() if entry is None}
+                changes = {**gone, **{key.removeprefix(self._prefix): entry for key, entry in changed.items()}}
+                gone = {}
+                self._mirror.apply(changes)
+                if self._mirror.ignored != ignored:
+                    ignored = dict(self._mirror.ignored)
+                    shown = (f"{key}: {cause}" for key, cause in sorted(ignored.items()))
+                    log.error("etcd keys that count as nothing: %s", "; ".join(shown) or "none any more")
+                self._see(changes)
 
-    async def _rendezvous(self, changes: Mapping[str, Entry | None]) -> None:
-        for key, entry in changes.items():
-            if key.startswith(keys.RECOVERED()):
-                _known(entry, key, partial(self._view.recoveries.see, key))
-        self._waiting(changes)
-        # Every generation brings news of every launcher, which is only for the launchers and the root.
-        changes = {key: entry for key, entry in changes.items() if key.startswith(_RENDEZVOUS)}
-        entries = self._entries
-        update(entries, changes)
-        entry, found = entries.get(keys.JOB), entries.get(keys.ROUND)
-        if entry is None or not changes:
-            return
-        job = Agreement.parse(entry.value)
-        await self._on_agreement(job)
-        self._view.quarantines = _quarantines(entries)
-        if found is not None and (self._view.round is None or self._view.round.revision != found.revision):
-            await self._on_round(Round.parse(found.value, found.revision))
-        done = keys.DONE(self._view.generation, "")
-        self._view.finishing = any(name.startswith(done) for name in entries)
+    def _see(self, changes: Mapping[str, Entry | None]) -> None:
+        """Show what has changed; the tasks for rounds and commits take theirs from the mirror."""
+        view, mirror = self._view, self._mirror
+        seen = {keys.split(key)[0] for key in changes}
+        if keys.HOSTS in seen:
+            self._note_hosts([key.removeprefix(keys.HOSTS()) for key in changes if key.startswith(keys.HOSTS())])
+        if keys.MEMBERS in seen:
+            members = mirror.folders[keys.MEMBERS].items()
+            view.arrivals = {host: member.arrival for host, member in members if member.ready}
+        if keys.QUARANTINES in seen:
+            view.quarantines = dict(mirror.folders[keys.QUARANTINES])
+        if keys.DECISIONS in seen:
+            view.decisions = mirror.get(keys.DECISIONS, ())
+        if keys.DONE in seen:
+            self._note_done()
+        if keys.LEADER in seen or not self._loaded:
+            view.leader_revision, view.leader = mirror.revisions.get(keys.LEADER, 0), mirror.get(keys.LEADER)
+        self._digests.equal = mirror.folders[keys.EQUAL]
+        self._loaded = True
+        view.notify()
 
-    def _waiting(self, changes: Mapping[str, Entry | None]) -> None:
-        arrivals = dict(self._view.arrivals)
-        for key, entry in changes.items():
-            if key.startswith(keys.MEMBERS()):
-                host = key.removeprefix(keys.MEMBERS())
-                arrivals.pop(host, None)
-                ready = _known(entry, key, lambda value: Fields(value, keys.MEMBERS).integer("ready"))
-                if entry is not None and ready:
-                    arrivals[host] = entry.created
-        if arrivals != self._view.arrivals:
-            self._view.arrivals = arrivals
-
-    async def _watermark(self, changes: Mapping[str, Entry | None]) -> None:
-        update(self._entries, changes)
-        entry, following = self._entries.get(keys.WATERMARK), self._entries.get(keys.NEXT)
-        pair = None if entry is None else Fields(entry.value, keys.WATERMARK).pair()
-        next_ = None if following is None else Fields(following.value, keys.NEXT).pair()
-        if self._persister is not None:
-            await self._persister.see(self._entries.get(keys.PERSIST))
-        self._view.watermark, self._view.watermark_revision = pair, 0 if entry is None else entry.revision
-        self._view.next = next_
-
-    async def _hosts(self, changes: Mapping[str, Entry | None]) -> None:
-        addresses, every, signs = dict(self._view.addresses), dict(self._view.every_elsewhere), dict(self._view.signs)
-        for key, entry in changes.items():
-            host = key.removeprefix(keys.HOSTS())
-            if host == self._view.host:
-                if entry is None and self._leased.lease is not None:
+    def _note_hosts(self, changed: Sequence[str]) -> None:
+        view = self._view
+        addresses, every, signs = dict(view.addresses), dict(view.every_elsewhere), dict(view.signs)
+        for host in changed:
+            if host == view.host:
+                if keys.HOSTS(host) not in self._mirror.revisions and self._leased.lease is not None:
                     self._leased.lease.give_up()  # etcd lost what was put with it, and may know the lease still
                 continue
             for known in (addresses, every, signs):
                 known.pop(host, None)
-            if (introduced := _known(entry, key, Introduction.parse)) is not None:
+            if (introduced := self._mirror.folders[keys.HOSTS].get(host)) is not None:
                 addresses[host] = introduced.address
                 every[host], signs[host] = introduced.every, introduced.sign
-        self._view.addresses, self._view.every_elsewhere, self._view.signs = addresses, every, signs
+        view.addresses, view.every_elsewhere, view.signs = addresses, every, signs
 
-    async def _equal(self, changes: Mapping[str, Entry | None]) -> None:
-        equal = self._digests.equal = self._digests.equal or {}
-        for key, entry in changes.items():
-            structure = key.removeprefix(keys.EQUAL())
-            equal.pop(structure, None)
-            if (leaves := _known(entry, key, partial(EqualLeaves.parse, key))) is not None:
-                equal[structure] = leaves
-        self._view.notify()
+    def _note_done(self) -> None:
+        generation = self._view.generation
+        self._view.finishing = any(done == generation for done, _ in self._mirror.folders[keys.DONE])
 
-    async def _root(self, changes: Mapping[str, Entry | None]) -> None:
-        update(self._entries, changes)
-        leader, decisions = self._entries.get(keys.LEADER), self._entries.get(keys.DECISIONS)
-        self._view.leader_revision = 0 if leader is None else leader.revision
-        self._view.leader = _known(leader, keys.LEADER, lambda value: Fields(value, keys.LEADER).text("host"))
-        self._view.decisions = _known(decisions, keys.DECISIONS, parse_decisions) or ()
+    async def _rounds(self) -> None:
+        """Make the newest round the current one."""
+        async with aclosing(self._values(keys.JOB, keys.ROUND)) as states:
+            async for job, round_ in states:
+                if job is None:
+                    continue
+                await self._on_agreement(job)
+                if round_ is not None and (self._view.round is None or self._view.round.revision != round_.revision):
+                    await self._on_round(round_)
+                    self._note_done()
+
+    async def _commits(self) -> None:
+        """Show what is committed, once what must be persisted is copied."""
+        async with aclosing(self._values(keys.WATERMARK, keys.NEXT, keys.PERSIST)) as states:
+            async for watermark, following, persist in states:
+                revision = self._mirror.revisions.get(keys.WATERMARK, 0)
+                if self._persister is not None:
+                    await self._persister.see(persist)
+                self._view.watermark, self._view.watermark_revision = watermark, revision
+                self._view.next = following
+
+    async def _values(self, *names: str) -> AsyncGenerator[list[Any], None]:
+        """Yield what keys say, None for one that is not there: now, and when one of them was written again.
+
+        Raises:
+            DaemonError: One of them is damaged.
+        """
+        mirror = self._mirror
+        last: list[Any] | None = None
+
+        def are_new() -> bool:
+            return self._loaded and (
+                last is None or any(mirror.get(name) is not value for name, value in zip(names, last, strict=True))
+            )
+
+        while True:
+            await self._view.wait_for(are_new)
+            if damaged := [mirror.ignored[name] for name in names if name in mirror.ignored]:
+                raise DaemonError(damaged[0])
+            last = [mirror.get(name) for name in names]
+            yield last
 
     async def _register(self, etcd: Etcd) -> None:
         """Keep this host registered; a new lease also means that etcd may have forgotten our report."""
@@ -336,22 +353,3 @@ class Coordinator:
     @property
     def _held_key(self) -> str:
         return self._prefix + keys.HELD(self._view.host)
-
-
-def _quarantines(entries: Mapping[str, Entry]) -> dict[str, Quarantine]:
-    folder = keys.QUARANTINES()
-    found = {
-        key.removeprefix(folder): _known(entry, key, Quarantine.parse)
-        for key, entry in entries.items()
-        if key.startswith(folder)
-    }
-    return {host: quarantine for host, quarantine in found.items() if quarantine is not None}
-
-
-def _known(entry: Entry | None, key: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
-    """Return what `parse` makes of a value; None if there is none or it is damaged, which is logged."""
-    try:
-        return None if entry is None else parse(entry.value)
-    except DaemonError as error:
-        log.error("%s counts as nothing: %s", key, error)
-        return None

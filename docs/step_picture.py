@@ -40,7 +40,7 @@ def draw() -> str:
 def _etcd(picture: Picture) -> None:
     picture.box(400, 36, 480, 104, fill="#f0f4f8", stroke=MUTED)
     picture.text(640, 60, "etcd v3", size=15, bold=True, anchor="middle")
-    for x, width, key in ((414, 106, "ckpt/held/a"), (530, 220, "ckpt/watermark"), (760, 106, "ckpt/held/b")):
+    for x, width, key in ((414, 106, "to-root/held/a"), (530, 220, "ckpt/watermark"), (760, 106, "to-root/held/b")):
         picture.box(x, 74, width, 54, radius=5)
         picture.text(x + width / 2, 97, key, anchor="middle", bold=True)
     for x, what in ((467, "what it holds"), (640, "committed, next to capture"), (813, "what it holds")):

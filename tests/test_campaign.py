@@ -122,9 +122,9 @@ def test_what_others_write_does_not_end_the_watch() -> None:
         "/p/ckpt/watermark": {"generation": 2},
         "/p/inject/outcomes/x": {"ok": "yes"},
         "/p/rdzv/recovered/a/b": {},
-        "/p/obs/a": {"observations": 3},
-        "/p/obs/b": {"observations": [disk]},
-        "/p/obs/c": {"observations": [{**disk, "kind": ["disk"]}]},
+        "/p/to-root/observations/a": {"observations": 3},
+        "/p/to-root/observations/b": {"observations": [disk]},
+        "/p/to-root/observations/c": {"observations": [{**disk, "kind": ["disk"]}]},
     }
     state = {key: Entry(value=value, revision=1) for key, value in entries.items()}
     for _ in range(2):

@@ -137,7 +137,7 @@ def test_what_was_missed_survives_its_way_through_etcd() -> None:
     missed = Missed(next=(1, 4), step=6, late=True)
     assert Missed.parse(missed.to_value()) == missed
     for wrong in ({"late": 1}, {"next": None}, {"step": -1}):
-        with pytest.raises(DaemonError, match="ckpt/missed"):
+        with pytest.raises(DaemonError, match="to-root/missed"):
             Missed.parse({**missed.to_value(), **wrong})
 
 

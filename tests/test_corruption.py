@@ -78,7 +78,9 @@ class Job:
 
     def corruptions(self) -> list[Observation]:
         """Return what corruption a host reports now."""
-        found = [item for entry in self.keys("obs/").values() for item in parse_observations(entry.value)]
+        found = [
+            item for entry in self.keys("to-root/observations/").values() for item in parse_observations(entry.value)
+        ]
         return [item for item in found if item.kind == "corruption"]
 
     def wait(self) -> list[int]:

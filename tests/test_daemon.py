@@ -48,7 +48,7 @@ def test_report_that_came_late_is_replaced(hosts: Hosts, late: str) -> None:
     """etcd may carry out a request of ours that we took for lost: the next report notices and tells the truth."""
     trainers = hosts.run("ab")
     hosts.commit(trainers, [1])
-    key = f"{hosts.prefix}ckpt/held/b"
+    key = f"{hosts.prefix}to-root/held/b"
     ctl = [
         sys.executable,
         "-c",

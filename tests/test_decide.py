@@ -608,9 +608,9 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
     for host in draw(st.sets(st.sampled_from("abcde"))):
         values[f"ckpt/hosts/{host}"] = {"addr": "x", "port": 1}
         ranks = draw(st.dictionaries(st.sampled_from("012"), st.lists(pairs, max_size=2)))
-        values[f"ckpt/held/{host}"] = {"held": ranks}
+        values[f"to-root/held/{host}"] = {"held": ranks}
     for host in draw(st.sets(st.sampled_from("abcde"))):
-        values[f"obs/{host}"] = {"observations": draw(st.lists(observation, max_size=2))}
+        values[f"to-root/observations/{host}"] = {"observations": draw(st.lists(observation, max_size=2))}
     for generation in draw(st.sets(st.sampled_from([3, 4]))):
         values[f"rdzv/failure/{generation}"] = {
             "host": draw(st.sampled_from(["", "a", "b"])),
@@ -691,9 +691,9 @@ def test_what_is_malformed_counts_as_nothing_and_is_named() -> None:
         "rdzv/failure/x": {},
         "rdzv/quarantine/a": {"until_unix_s": "soon"},
         "rdzv/members/a": {"ready": -1},
-        "ckpt/held/a": {"held": 3},
+        "to-root/held/a": {"held": 3},
         "ckpt/persisted": {"pairs": [[1]]},
-        "obs/a": {"observations": [{"kind": "gpu"}]},
+        "to-root/observations/a": {"observations": [{"kind": "gpu"}]},
         "root/failures": {"failures": [3]},
         "root/decisions": {},
         "root/requests": {"requests": [{"host": "a"}]},

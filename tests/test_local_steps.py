@@ -423,7 +423,9 @@ def test_replicas_within_a_round_are_no_corruption(
     run, told, equal = f"/resilient-run/{cluster.name}", list[Observation](), set[int]()
 
     def over() -> bool:
-        observations = [parse_observations(entry.value) for entry in keys(etcd_endpoint, f"{run}/obs/").values()]
+        observations = [
+            parse_observations(entry.value) for entry in keys(etcd_endpoint, f"{run}/to-root/observations/").values()
+        ]
         told.extend(each for several in observations for each in several if each.kind == "corruption")
         learned = keys(etcd_endpoint, f"{run}/ckpt/equal/")
         equal.update(

@@ -287,7 +287,10 @@ def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Pat
         etcd.start()
         # All keys are gone, as for a new cluster: what daemons own comes back by itself.
         wait_until(
-            lambda: len(hosts.etcd(lambda etcd: etcd.list(f"{hosts.prefix}ckpt/h"))) == 4,
+            lambda: all(
+                len(hosts.etcd(lambda etcd, keys=keys: etcd.list(hosts.prefix + keys))) == 2  # type: ignore[misc]
+                for keys in ("ckpt/hosts/", "to-root/held/")
+            ),
             timeout_s=60,
             what=lambda: f"addresses and reports\n{hosts['a'].log}",
         )

@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("launcher", "daemon", "ckpt", "comm")
 MOST_LINES = 600
-MOST_MODULES = 12  # of a room; facades are not counted
 
 EDGES = {
     "ckpt.errors": "",
@@ -184,13 +183,6 @@ def test_table_says_no_more_than_is_used() -> None:
         if (rest := {name for name in line.split() if not name.endswith(".*")} - used[room])
     }
     assert not unused
-
-
-def test_rooms_are_small() -> None:
-    count: dict[Path, int] = defaultdict(int)
-    for path in MODULES.values():
-        count[path.parent.relative_to(ROOT)] += not path.name.startswith("__") and not is_facade(path)
-    assert {str(folder): number for folder, number in count.items() if number > MOST_MODULES} == {}
 
 
 def test_files_stay_short() -> None:

@@ -59,11 +59,11 @@ for name in "abcd":
         f"rdzv/members/{name}": st.builds(lambda ready: member_value("s", ready), st.integers(0, 2)),
         f"rdzv/quarantine/{name}": st.just({"since_unix_s": 1.0, "until_unix_s": 2.0, "reason": "r"}),
         f"ckpt/hosts/{name}": st.just({"addr": "x", "port": 1, "every": 1}),
-        f"ckpt/held/{name}": st.builds(
+        f"to-root/held/{name}": st.builds(
             lambda pairs, ranks: held(*pairs, ranks=ranks), STEPS, st.sampled_from(["0123", "0123", "01", "3"])
         ),
-        f"ckpt/missed/{name}": st.just({"generation": 1, "next": 2, "step": 3, "late": True}),
-        f"obs/{name}": st.builds(
+        f"to-root/missed/{name}": st.just({"generation": 1, "next": 2, "step": 3, "late": True}),
+        f"to-root/observations/{name}": st.builds(
             lambda kinds: {"observations": [{**OBSERVATION, "kind": kind} for kind in kinds]},
             st.lists(st.sampled_from(["gpu", "memory", "peer_unreachable"]), max_size=2),
         ),
@@ -75,7 +75,7 @@ MALFORMED = st.sampled_from([{}, {"ready": -1}, {"held": 3}, {"pairs": [[1]]}, {
 @st.composite
 def changes(draw: Any) -> dict[str, dict[str, Any] | None]:
     """What one answer of etcd may bring, with more reports than anything else."""
-    reports = st.sampled_from([key for key in VALUES if key.startswith("ckpt/held/")])
+    reports = st.sampled_from([key for key in VALUES if key.startswith("to-root/held/")])
     found: dict[str, dict[str, Any] | None] = {}
     for key in draw(st.lists(reports | st.sampled_from(list(VALUES)), max_size=6)):
         values = VALUES[key] | st.none()
@@ -148,11 +148,11 @@ def test_state_is_that_of_one_who_reads_everything_anew(
 
 def test_view_stays_as_it_was() -> None:
     state = RootState("a", REPLICAS)
-    state.apply({"ckpt/held/b": Entry(value=held((1, 1)), revision=1)})
+    state.apply({"to-root/held/b": Entry(value=held((1, 1)), revision=1)})
     before = state.view
     assert state.view is before
-    state.apply({"ckpt/held/b": None, "root/leader": Entry(value={}, revision=2)})
-    assert (before.held.keys(), before.revisions) == ({"b"}, {"ckpt/held/b": 1})
+    state.apply({"to-root/held/b": None, "root/leader": Entry(value={}, revision=2)})
+    assert (before.held.keys(), before.revisions) == ({"b"}, {"to-root/held/b": 1})
     assert (state.view.held, state.view.revisions) == ({}, {"root/leader": 2})
 
 
@@ -194,7 +194,7 @@ def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [{"host": host, "nproc": 1} for host in hosts]
     state.apply({"rdzv/round": Entry(value={"generation": 1, "members": members}, revision=1)})
     for revision, host in enumerate(hosts, 2):
-        state.apply({f"ckpt/held/{host}": Entry(value=held((1, 1)), revision=revision)})
+        state.apply({f"to-root/held/{host}": Entry(value=held((1, 1)), revision=revision)})
         assert state.view.held.keys() == set(hosts[: revision - 1])
     assert len(parsed) == len(hosts)
 
@@ -231,11 +231,11 @@ def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) 
                 await etcd.put(prefix + "rdzv/round", round_value("abc"))
                 for step in range(1, 6):
                     await asyncio.gather(
-                        *(etcd.put(f"{prefix}ckpt/held/{host}", held((1, step), (1, step + 1))) for host in "abc")
+                        *(etcd.put(f"{prefix}to-root/held/{host}", held((1, step), (1, step + 1))) for host in "abc")
                     )
                     await etcd.put(prefix + "ckpt/watermark", {"generation": 1, "step": step})
-                await etcd.put(prefix + "obs/c", {"observations": [OBSERVATION]})
-                await etcd.delete(prefix + "ckpt/held/c")
+                await etcd.put(prefix + "to-root/observations/c", {"observations": [OBSERVATION]})
+                await etcd.delete(prefix + "to-root/held/c")
                 await etcd.put(prefix + "rdzv/closed", {"reason": "over"})
                 await following
                 await follow(late)

@@ -227,7 +227,7 @@ class Etcd:
 
     async def list(self, prefix: str) -> dict[str, Entry]:
         """Return every entry whose key starts with `prefix`, by full key, leaving out what `get` would not return."""
-        entries, _ = await self._load(prefix)
+        entries, _ = await self._load(prefix, _end(prefix))
         return entries
 
     async def put(self, key: str, value: Mapping[str, Any], lease: Lease | None = None) -> None:
@@ -331,23 +331,25 @@ class Etcd:
                 update(entries, changed)
                 yield dict(entries)
 
-    async def changes(self, prefix: str) -> AsyncGenerator[dict[str, Entry | None], None]:
+    async def changes(self, prefix: str, before: str = "") -> AsyncGenerator[dict[str, Entry | None], None]:
         """Yield what is below `prefix` by full key, maybe nothing, and then what changes there; None for what is gone.
 
-        What one transaction changed comes together, and several changes may come as one. An outage, a compaction or a
-        lost stream is answered by loading again; it never ends and raises nothing.
+        With `before`, keys that go on with that, or with what is sorted after it, are left out. What one transaction
+        changed comes together, and several changes may come as one. An outage, a compaction or a lost stream is
+        answered by loading again; it never ends and raises nothing.
         """
         seen: dict[str, Entry] | None = None
         first_s, limit_s = _BACKOFF_S
         backoff_s = first_s
+        end = (prefix + before).encode() if before else _end(prefix)
         while True:
             try:
-                entries, revision = await self._load(prefix)
+                entries, revision = await self._load(prefix, end)
                 changed = _difference(seen or {}, entries)
                 first, seen = seen is None, entries
                 if changed or first:
                     yield changed
-                async with aclosing(self._watch(prefix, revision + 1)) as answers:
+                async with aclosing(self._watch(prefix, end, revision + 1)) as answers:
                     async for events in answers:
                         backoff_s = first_s
                         changed = dict(map(_change, events))
@@ -359,8 +361,8 @@ class Etcd:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, limit_s)
 
-    async def _load(self, prefix: str) -> tuple[dict[str, Entry], int]:
-        request = rpc.RangeRequest(key=prefix.encode(), range_end=_end(prefix))
+    async def _load(self, prefix: str, end: bytes) -> tuple[dict[str, Entry], int]:
+        request = rpc.RangeRequest(key=prefix.encode(), range_end=end)
         before, losses = self._revision, self._losses
         answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
         revision = answer.header.revision
@@ -383,10 +385,10 @@ class Etcd:
             lease.give_up()
         self._leases.clear()
 
-    async def _watch(self, prefix: str, revision: int) -> AsyncGenerator[Any, None]:
+    async def _watch(self, prefix: str, end: bytes, revision: int) -> AsyncGenerator[Any, None]:
         """Yield the events of each answer from `revision` on, until the server ends the watch or the stream breaks."""
         member, losses = self._rpc.member, self._losses
-        create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_end(prefix), start_revision=revision)
+        create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=end, start_revision=revision)
         stream = member.watch.Watch(metadata=self._rpc.metadata)
         try:
             async with asyncio.timeout(self._rpc.timeout_s):

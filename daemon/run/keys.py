@@ -36,21 +36,23 @@ REQUESTS = "root/requests"  # root: hosts that the operator was asked for, `Requ
 HISTORY = "root/failures"  # root: the `Failure` of each generation, as roots noted it
 
 HOSTS = Folder("ckpt/hosts")  # by host, leased, its daemon: where peers fetch, and signs of life
-HELD = Folder("ckpt/held")  # by host, its daemon: replicas (`parse_held`) and their digests (`parse_claims`)
 EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
 # The two keys below the watermark are written with it, so that one mirror shows all three in order.
 WATERMARK = "ckpt/watermark"  # root: the newest committed pair
 NEXT = "ckpt/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
 PERSIST = "ckpt/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
-MISSED = Folder("ckpt/missed")  # by host, leased, its daemon: `Missed`
 PERSISTED = "ckpt/persisted"  # root: the published pairs (`parse_published`)
 ANSWERS = Folder("ckpt/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
-
-OBSERVATIONS = Folder("obs")  # by host, leased, its daemon: what is wrong there (`parse_observations`)
 
 INJECTION = "inject/"  # faults on purpose
 ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
 OUTCOMES = Folder("inject/outcomes")  # by id, the daemon of the order's host: the `Outcome`
+
+
+TO_ROOT = "to-root/"  # only the root follows these; they are sorted after all others, so that daemons follow the rest
+HELD = Folder("to-root/held")  # by host, its daemon: replicas (`parse_held`) and their digests (`parse_claims`)
+MISSED = Folder("to-root/missed")  # by host, leased, its daemon: `Missed`
+OBSERVATIONS = Folder("to-root/observations")  # by host, leased, its daemon: what is wrong there
 
 
 def prefix(run_id: str) -> str:
@@ -70,5 +72,4 @@ def lasting(prefix: str) -> list[str]:
 def split(key: str) -> list[str]:
     """Return the folder that `key` is in and the names after it, or `key` alone where it is in none."""
     parts = key.split("/")
-    depth = 1 if parts[0] == OBSERVATIONS else 2
-    return ["/".join(parts[:depth]), *parts[depth:]]
+    return ["/".join(parts[:2]), *parts[2:]]

@@ -1,4 +1,4 @@
-"""Observations: what is wrong on a host now, in the words that `obs/<host>`, the log and `resilientctl` share."""
+"""Observations: what is wrong on a host now, in the words that etcd, the log and `resilientctl` share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -48,7 +48,7 @@ class Observation:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the observation in one element of an `obs/<host>` value.
+        """Return the observation in one element of a `to-root/observations/<host>` value.
 
         Raises:
             DaemonError: It is none.
@@ -81,7 +81,7 @@ class Observation:
 
 
 def parse_observations(value: Mapping[str, Any]) -> tuple[Observation, ...]:
-    """Return what a host reports under `obs/<host>`.
+    """Return what a host reports under `to-root/observations/<host>`.
 
     Raises:
         DaemonError: The value is not such a report.

@@ -140,8 +140,8 @@ def test_reports_of_others_commit_nothing_that_is_restored_wrongly(hosts: Hosts)
     hosts["b"].kill()
     trainers[0].capture(3)
     held = {"0": [[1, 3]], "1": [[1, 3]]}
-    write(hosts, "ckpt/held/a", {"held": held, "digests": {}})
-    write(hosts, "ckpt/held/b", {"held": held, "digests": {}})
+    write(hosts, "to-root/held/a", {"held": held, "digests": {}})
+    write(hosts, "to-root/held/b", {"held": held, "digests": {}})
     for name in "ab":
         hosts[name].drop_clients()
     trainers = opened(hosts, "ab", 2)
