@@ -165,16 +165,11 @@ class Coordinator:
         """Follow what concerns every host."""
         # What vanished while this did not run counts as gone as well.
         gone: dict[str, Entry | None] = dict.fromkeys(self._mirror.revisions)
-        ignored: dict[str, str] = {}
         async with aclosing(etcd.changes(self._prefix, before=keys.TO_ROOT)) as states:
             async for changed in states:
                 changes = {**gone, **{key.removeprefix(self._prefix): entry for key, entry in changed.items()}}
                 gone = {}
                 self._mirror.apply(changes)
-                if self._mirror.ignored != ignored:
-                    ignored = dict(self._mirror.ignored)
-                    shown = (f"{key}: {cause}" for key, cause in sorted(ignored.items()))
-                    log.error("etcd keys that count as nothing: %s", "; ".join(shown) or "none any more")
                 self._see(changes)
 
     def _see(self, changes: Mapping[str, Entry | None]) -> None:

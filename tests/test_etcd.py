@@ -240,10 +240,10 @@ def test_follow_gets_over_a_compaction(server: EtcdProcess, prefix: str, monkeyp
     load = Etcd._load
     loads = 0
 
-    async def load_from_the_past(self: Etcd, prefix: str) -> tuple[dict[str, Entry], int]:
+    async def load_from_the_past(self: Etcd, prefix: str, end: bytes) -> tuple[dict[str, Entry], int]:
         nonlocal loads
         loads += 1
-        entries, revision = await load(self, prefix)
+        entries, revision = await load(self, prefix, end)
         return ({}, 0) if loads == 1 else (entries, revision)
 
     async def scenario(etcd: Etcd) -> None:
@@ -267,11 +267,11 @@ def test_changes_are_what_differs_also_after_a_lost_watch(
     """Loading again tells what happened meanwhile, and nothing when that is nothing."""
     watch, lost = Etcd._watch, asyncio.Event()
 
-    async def break_off(self: Etcd, prefix: str, revision: int) -> AsyncGenerator[Any, None]:
+    async def break_off(self: Etcd, prefix: str, end: bytes, revision: int) -> AsyncGenerator[Any, None]:
         if not lost.is_set():
             lost.set()
             raise EtcdError("the stream ended")
-        async for events in watch(self, prefix, revision):
+        async for events in watch(self, prefix, end, revision):
             yield events
 
     async def scenario(etcd: Etcd) -> None:
@@ -292,6 +292,10 @@ def test_changes_are_what_differs_also_after_a_lost_watch(
             assert await following(changes) == {"a": {"n": 2}, "b": None}
             await etcd.put(f"{prefix}d", {"n": 3})
             assert await following(changes) == {"d": {"n": 3}}
+        async with aclosing(etcd.changes(prefix, before="b")) as changes:
+            assert await following(changes) == {"a": {"n": 2}}
+            await etcd.commit({}, {prefix + name: {"n": 4} for name in ("aa", "b", "ba", "c")})
+            assert await following(changes) == {"aa": {"n": 4}}
         lost.clear()
         async with aclosing(etcd.changes(f"{prefix}none/")) as changes:
             assert await following(changes) == {}, "there is nothing, and that is known"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import math
+import random
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -358,7 +359,7 @@ class Etcd:
             except EtcdError as error:
                 level = logging.WARNING if backoff_s == first_s else logging.DEBUG
                 log.log(level, "mirror of %s interrupted, going on when etcd answers: %s", prefix, error)
-                await asyncio.sleep(backoff_s)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))  # not all hosts of a run at the same moment
                 backoff_s = min(2 * backoff_s, limit_s)
 
     async def _load(self, prefix: str, end: bytes) -> tuple[dict[str, Entry], int]:

@@ -133,14 +133,9 @@ class Root:
             group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
 
     async def _mirror(self) -> None:
-        ignored: dict[str, str] = {}
         async with aclosing(self._etcd.changes(self._prefix)) as states:
             async for changes in states:
                 self._state.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
-                if self._state.ignored != ignored:
-                    ignored = dict(self._state.ignored)
-                    shown = (f"{key}: {cause}" for key, cause in sorted(ignored.items()))
-                    log.error("etcd keys that count as nothing: %s", "; ".join(shown) or "none any more")
                 if self._view.left_out != self._state.left_out:
                     self._view.left_out = self._state.left_out
                 self._news.set()

@@ -160,7 +160,7 @@ class RootState:
                 self.claims.see(host, {} if entry is None else parse_claims(entry.value))
         except DaemonError as error:
             self.claims.see(host, {})
-            self.ignored[keys.HELD(host)] = str(error)
+            self._mirror.ignore(keys.HELD(host), error)
 
     def _count_anew(self) -> None:
         round_ = self.round

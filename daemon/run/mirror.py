@@ -1,5 +1,6 @@
 """What the keys of a run say, brought up to date key by key: a change costs the same however many hosts there are."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -11,6 +12,8 @@ from . import keys
 from .quarantine import Quarantine
 from .records import Agreement, Closed, Failure, parse_decisions
 from .rounds import Member, Round
+
+log = logging.getLogger(__name__)
 
 Keys = Mapping[str, Callable[[Entry], Any]]
 Folders = Mapping[str, tuple[Callable[[str], Any], Callable[[Any, Entry], Any]]]
@@ -39,7 +42,7 @@ class Mirror:
     def apply(self, changes: Mapping[str, Entry | None]) -> Self:
         """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more."""
         for key, entry in changes.items():
-            self.ignored.pop(key, None)
+            known = self.ignored.pop(key, None)
             self.revisions.pop(key, None)
             if entry is not None:
                 self.revisions[key] = entry.revision
@@ -47,8 +50,14 @@ class Mirror:
                 self._see(key, entry)
             except (ValueError, DaemonError) as error:
                 if entry is not None:
-                    self.ignored[key] = str(error)
+                    self.ignore(key, error, known)
         return self
+
+    def ignore(self, key: str, error: Exception, known: str | None = None) -> None:
+        """Note that `key` counts as nothing, and log it unless that is `known`."""
+        self.ignored[key] = str(error)
+        if str(error) != known:
+            log.error("%s counts as nothing: %s", key, error)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return what `key` says, `default` where it is absent or damaged."""

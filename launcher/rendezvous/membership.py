@@ -259,14 +259,10 @@ class Membership:
             await self._etcd.close()
 
     async def _mirror(self, loaded: asyncio.Event) -> None:
-        ignored: tuple[str, ...] = ()
         mirror = rendezvous_mirror()
         async with aclosing(self._etcd.changes(self._prefix + keys.RENDEZVOUS)) as states:
             async for changes in states:
                 view = View.of(mirror.apply(self._named(changes)))
-                if view.ignored != ignored:
-                    ignored = view.ignored
-                    log.warning("etcd keys ignored: %s", "; ".join(ignored) or "none any more")
                 if self._looking_again is not None:
                     self._looking_again.cancel()
                 self._see(view)

@@ -20,7 +20,7 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """Everything below a run's `rdzv/` at one moment; `ignored` names keys whose values are not of their form.
+    """Everything below a run's `rdzv/` at one moment.
 
     `committed` is the number of ranks that what is committed was made by, None while nothing is.
     """
@@ -35,7 +35,6 @@ class View:
     committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     recovered: Mapping[tuple[int, str], Mapping[str, Any]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
 
     @property
     def generation(self) -> int:
@@ -69,7 +68,6 @@ class View:
             committed=mirror.get(keys.COMMITTED),
             quarantines=dict(folders[keys.QUARANTINES]),
             recovered=dict(folders[keys.RECOVERED]),
-            ignored=tuple(f"{key}: {cause}" for key, cause in mirror.ignored.items()),
         )
 
     def keeping(self, before: "View") -> "View":
