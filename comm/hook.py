@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from .errors import CommError
 from .net.fabric import UNTOLD, agreed, as_told, tell_all
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, agreed_scheme
+from .runtime.choice import Choice, agreed_scheme, check_choice
 
 
 class GradientHook(BucketSum):
@@ -37,6 +39,14 @@ class GradientHook(BucketSum):
     ) -> None:
         super().__init__(scheme=scheme, world=world, least_elements=least_elements)
         self._names = {parameter: name for name, parameter in model.module.named_parameters()}
+        self._closed = False
+        # DDP leaves the gradient of a parameter alone that no rank has used, and drops the sum of it.
+        self._used: set[str] | None = set() if model.find_unused_parameters or model.static_graph else None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))  # type: ignore[no-untyped-call]
+            for parameter, name in self._names.items()
+            if self._used is not None and parameter.requires_grad
+        ]
         self._device = world.device
         self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
         self._stream: torch.cuda.Stream | None = None
@@ -47,11 +57,18 @@ class GradientHook(BucketSum):
         self._thread.start()
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted."""
+        """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted.
+
+        Raises:
+            CommError: The hook is closed.
+        """
+        if self._closed:
+            raise CommError("backward() after hook.close(): close the hook after the last backward pass")
         future: Future[Tensor] = Future(devices=[self._device] if self._stream is not None else None)
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        gradients = [buffer] if buffer.is_sparse else _parts(buffer, parameters)
         named_gradients = [(self._names[p], g) for p, g in zip(parameters, gradients, strict=True)]
+        used = self._used_of([name for name, _ in named_gradients])
         ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def task() -> None:
@@ -59,7 +76,7 @@ class GradientHook(BucketSum):
                 try:
                     if self._stream is not None and ready is not None:
                         self._stream.wait_event(ready)
-                    future.set_result(self._average(buffer, named_gradients))
+                    future.set_result(self._average(buffer, named_gradients, used))
                 except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
                     future.set_exception(error)  # type: ignore[arg-type]
 
@@ -73,21 +90,61 @@ class GradientHook(BucketSum):
 
     def close(self) -> None:
         """End the thread; call it after the last backward pass, before the process group is destroyed."""
+        self._closed = True
         self._tasks.put(None)
         self._thread.join()
+        for handle in self._handles:
+            handle.remove()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
 
-    def _average(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]]) -> Tensor:
+    def _note_used(self, name: str, _: Tensor) -> None:
+        assert self._used is not None
+        self._used.add(name)
+
+    def _used_of(self, names: Sequence[str]) -> list[bool] | None:
+        """Return which parameters backward passes have reached since their bucket went last, None where all are."""
+        if self._used is None:
+            return None
+        found = [name in self._used for name in names]
+        self._used.difference_update(names)
+        return found
+
+    def _average(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> Tensor:
+        unused = self._unused_anywhere(gradients, used)
         # Divided before the sum, as DDP does it: half precision overflows later.
         if buffer.is_sparse:
             name = gradients[0][0]
-            return self.scheme.reduce(name, buffer.coalesce() / self.world.size)
+            mean = buffer.coalesce() / self.world.size
+            return mean if unused else self.scheme.reduce(name, mean)
         buffer.div_(self.world.size)
-        self.sum_bucket(buffer, gradients)
+        self.sum_bucket(buffer, gradients, unused)
         return buffer
+
+    def _unused_anywhere(self, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> set[str]:
+        """Return the names of parameters that no rank has used; all ranks call this together."""
+        if used is None or not any(each.is_sparse or self.is_large(name, each) for name, each in gradients):
+            return set()
+        counts = torch.tensor(used, dtype=torch.int32, device=self.world.device)
+        self.world.all_reduce(counts)
+        return {name for (name, _), count in zip(gradients, counts.tolist(), strict=True) if not count}
+
+
+def _parts(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients in a bucket, complex ones as pairs of real numbers, as DDP has them there.
+
+    Raises:
+        CommError: They do not fill it.
+    """
+    shapes = [
+        torch.view_as_real(p).shape if p.is_complex() and not buffer.is_complex() else p.shape for p in parameters
+    ]
+    if (elements := sum(map(torch.Size.numel, shapes))) != buffer.numel():
+        raise CommError(f"a bucket of DDP has {buffer.numel()} elements, and its parameters {elements}")
+    parts = torch.split(buffer, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def synchronize(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
@@ -120,8 +177,15 @@ def register(
 
     Raises:
         CommError: There is no such scheme, options are given without a name, the ranks are given different ones, or
-            are not a multiple of `ranks_per_host`.
+            are not a multiple of `ranks_per_host`; or the model is not DDP's, or has a hook.
     """
+    if not isinstance(model, DistributedDataParallel):
+        raise CommError(
+            f"register() takes a model of DistributedDataParallel, got {type(model).__name__}: wrap it first, or use "
+            "resilient_run.comm.replicate.register_replicated for FSDP2"
+        )
+    if model._comm_hooks:
+        raise CommError("this model has a communication hook already; DDP has one for its life")
     hook = make_hook(model, scheme, ranks_per_host=ranks_per_host, least_elements=least_elements, **options)
     model.register_comm_hook(hook, synchronize)
     return hook
@@ -136,6 +200,7 @@ def make_hook(
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
+    check_choice(scheme, options)
     ranks = dist.get_process_group_ranks(model.process_group)
     device = next(model.module.parameters()).device
     world = Transport.among(ranks, device)

@@ -42,8 +42,17 @@ def named(name: str, transport: "Transport", **options: Any) -> "Scheme":
     Raises:
         CommError: There is none of that name.
     """
+    made: Scheme = class_named(name)(transport, **options)
+    return made
+
+
+def class_named(name: str) -> Any:
+    """Return the class of a scheme.
+
+    Raises:
+        CommError: There is none of that name.
+    """
     if name not in SCHEMES:
         raise CommError(f"there is no scheme {name!r}; known are {', '.join(sorted(SCHEMES))}")
     module, _, attribute = SCHEMES[name].partition(":")
-    made: Scheme = getattr(import_module(f".{module}", __package__), attribute)(transport, **options)
-    return made
+    return getattr(import_module(f".{module}", __package__), attribute)

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Self
 from weakref import WeakValueDictionary
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from ..errors import MessageError
 from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes, turns
@@ -445,10 +446,20 @@ def _new_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
     count = _world.group_count
     _world.group_count = _FIRST_COUNT + _groups_among[together]
     try:
-        made: ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        made: ProcessGroup = dist.new_group(
+            list(ranks), timeout=_timeout(), backend=backend, use_local_synchronization=True
+        )
     finally:
         _world.group_count = count
     return made
+
+
+def _timeout() -> timedelta | None:
+    """Return how long the default group waits, as the script has it; torch would wait for 30 minutes in ours."""
+    world = _get_default_group()
+    backend = world._get_backend(world._device_types[0])
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
 
 
 def brought(numbers: Sequence[int], device: torch.device) -> Tensor:

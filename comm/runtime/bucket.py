@@ -1,7 +1,7 @@
 """Sums the gradients that a framework hands over together: large ones by a scheme, all others as one tensor."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -48,19 +48,17 @@ class BucketSum:
         """
         self.scheme.load_state_dict(state)
 
-    def sum_bucket(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]]) -> None:
+    def sum_bucket(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]], unused: Collection[str] = ()) -> None:
         """Sum a dense bucket in place.
 
         Args:
             buffer: All gradients, contiguous.
             gradients: Name → its view of `buffer`, the same names in the same order on all ranks.
+            unused: Names whose sums nobody takes, the same on all ranks: the scheme sends, and forgets, nothing of
+                them.
         """
-        chosen = {
-            name
-            for name, gradient in gradients
-            if gradient.numel() >= self._least_elements and not self.scheme.fuses(name)
-        }
-        if not chosen:
+        chosen = {name for name, gradient in gradients if name not in unused and self.is_large(name, gradient)}
+        if not chosen or buffer.is_complex():
             self.world.all_reduce(buffer)
             return
         small = [gradient.reshape(-1) for name, gradient in gradients if name not in chosen]
@@ -71,6 +69,10 @@ class BucketSum:
         large = iter(self.scheme.reduce_together([each for each in gradients if each[0] in chosen]))
         for name, gradient in gradients:
             gradient.copy_(next(large) if name in chosen else next(sums).view(gradient.shape))
+
+    def is_large(self, name: str, gradient: Tensor) -> bool:
+        """Tell whether a gradient goes to the scheme."""
+        return gradient.numel() >= self._least_elements and not self.scheme.fuses(name)
 
 
 def check_pool(pool: Transport | None, sizes: Mapping[str, int], least_elements: int) -> None:

@@ -6,8 +6,10 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from hashlib import sha256
+from inspect import signature
 from numbers import Integral, Real
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Any, Final, get_args
 
 import torch
 
@@ -18,7 +20,7 @@ from ..compress.feedback import ErrorFeedback
 from ..errors import CommError
 from ..net.scheme import Scheme
 from ..net.transport import Transport
-from ..schemes import SCHEMES, named
+from ..schemes import SCHEMES, class_named, named
 
 Choice = str | Callable[[Transport], Scheme]
 """A name of `schemes.SCHEMES` or else of `compressors.NAMES`, or what makes a scheme for these ranks."""
@@ -38,19 +40,49 @@ def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
     Raises:
         CommError: There is none of that name, or it has no such options.
     """
+    check_choice(choice, options)
     if not isinstance(choice, str):
-        if options:
-            raise CommError(f"{', '.join(sorted(options))}: give options to what makes the scheme")
         return choice(transport)
     if choice in SCHEMES:
         return named(choice, transport, **options)
-    if choice not in NAMES:
+    return Compressed(transport, ErrorFeedback(compressor_named(choice, **options)))
+
+
+def check_choice(choice: Choice, options: Mapping[str, Any]) -> None:
+    """Check the name and the options of a scheme, before anything is made for it.
+
+    Raises:
+        CommError: There is no scheme of that name, it has no such options, or one is no number that has to be one.
+    """
+    if not isinstance(choice, str):
+        if not callable(choice):
+            raise CommError(f"a scheme is a name or what makes one, got {choice!r}")
+        if options:
+            raise CommError(f"{', '.join(sorted(options))}: give options to what makes the scheme")
+        return
+    if choice not in SCHEMES and choice not in NAMES:
         known = ", ".join(sorted({*SCHEMES, *NAMES}))
         raise CommError(f"there is no scheme and no compressor {choice!r}; known are {known}")
-    compressor = compressor_named(choice, **options)
-    if options and not hasattr(compressor, "density"):
-        raise CommError(f"{choice} sends something of every element and has no density; leave it out")
-    return Compressed(transport, ErrorFeedback(compressor))
+    parameters = dict(signature(class_named(choice) if choice in SCHEMES else compressor_named).parameters)
+    if choice not in SCHEMES and not hasattr(compressor_named(choice), "density"):
+        parameters.clear()
+    takes = {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    others = {name: value for name, value in options.items() if name not in takes}
+    if others and any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        check_choice(options.get("scheme", takes["scheme"].default), others)
+    elif others:
+        raise CommError(f"{choice} has no option {', '.join(others)}; it has {', '.join(takes) or 'none'}")
+    for name in options.keys() & takes.keys():
+        _check_number(f"{choice}: {name}", takes[name].annotation, options[name])
+
+
+def _check_number(what: str, annotation: Any, value: object) -> None:
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if value is None and NoneType in kinds:
+        return
+    for kind, abstract, shown in ((float, Real, "a number"), (int, Integral, "an integer")):
+        if kind in kinds and (isinstance(value, bool) or not isinstance(value, abstract)):
+            raise CommError(f"{what} must be {shown}, got {value!r}")
 
 
 def agreed_scheme(
