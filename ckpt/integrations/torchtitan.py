@@ -1,11 +1,13 @@
 """torchtitan: an override of its config that keeps every step in memory, beside the files of its checkpoint manager."""
 
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
 from ..checkpointer import Checkpointer
+from ..state.held import local
 from .common import framework
 
 _REQUIREMENT: Final = "torchtitan>=0.3"
@@ -22,7 +24,7 @@ class MemoryManager:
         if isinstance(dataloader, torch.utils.data.DataLoader):
             dataloader.generator = torch.Generator()  # a new iterator of it then draws nothing from torch's
         self._memory = Checkpointer(
-            model=parts["model_parts"],
+            model=_Parts(parts["model_parts"]),
             optimizer=parts["optimizers"],
             scheduler=parts["lr_schedulers"],
             loader=_Position(dataloader) if isinstance(dataloader, _Loader) else dataloader,
@@ -52,6 +54,25 @@ class MemoryManager:
         """Close both."""
         self._files.close()
         self._memory.close()
+
+
+class _Parts:
+    """Parameters and buffers of the parts of a model as they are: `state_dict()` of some gathers fused weights."""
+
+    def __init__(self, parts: list[torch.nn.Module]) -> None:
+        self._parts = parts
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{number}.{name}": tensor
+            for number, part in enumerate(self._parts)
+            for name, tensor in chain(part.named_parameters(), part.named_buffers())
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            local(tensor).copy_(local(state[name]))
 
 
 class _Position:
