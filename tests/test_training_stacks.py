@@ -80,6 +80,7 @@ def logged(output: str) -> set[str]:
     return set(re.findall(r"step: +\d+ +loss: +[-\d.]+ +(?:grad_norm: +[\d.]+)?", re.sub(r"\x1b\[[\d;]*m", "", output)))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_of_torchtitan_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path, layout: str) -> None:
     """Killed in a step, again in the one that is done anew, in a validation, and right after a step."""
