@@ -1,60 +1,40 @@
-"""torchtitan: `resilient-run --standalone --nproc-per-node 2 examples/with_torchtitan.py`.
+"""torchtitan: `resilient-run --standalone --nproc-per-node 2 examples/with_torchtitan.py`, with torchtitan's options.
 
-torchtitan's own trainer and its debug model, sharded by FSDP2. What a script adds is `MemoryCheckpoints` and the line
-that gives it to the config; the rest makes a data set without a download, and lets torchtitan run on a CPU.
+torchtitan's own `train` and its debug models. What a run of yours adds is the option `--override.imports`; the rest
+makes a data set and a tokenizer without a download, and lets torchtitan run on a CPU.
 """
 
 # ruff: noqa: E402 - torchtitan looks for its device when it is imported
 
-import argparse
-import hashlib
 import os
+import sys
 from dataclasses import dataclass
+from inspect import signature
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.pipelining import schedules
 
 ON_CPU = not torch.cuda.is_available()
 if ON_CPU:  # it takes CUDA for granted
     torch._utils._get_available_device_type = lambda: "cpu"
 
 import torchtitan.distributed.utils
+import torchtitan.train
 from datasets import Dataset
 from torchtitan.components import metrics
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
 
-from resilient_run import Checkpointer
-
-
-class MemoryCheckpoints(CheckpointManager):
-    """Keeps every step in memory; torchtitan's own checkpoint files are written and loaded as before."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):
-        enable: bool = True
-
-    def __init__(self, config, *, dataloader, model_parts, optimizers, lr_schedulers, states, **others):
-        dataloader.generator = torch.Generator()  # a new iterator of it then draws nothing from torch's
-        self.memory = Checkpointer(
-            model=model_parts, optimizer=optimizers, scheduler=lr_schedulers, loader=dataloader, **states
-        )
-        parts = {"dataloader": dataloader, "model_parts": model_parts, "optimizers": optimizers}
-        super().__init__(config, **parts, lr_schedulers=lr_schedulers, states=states, **others)
-
-    def _load(self, step=-1):
-        return self.memory.restore() > 0 or super()._load(step)
-
-    def _save(self, curr_step, last_step=False):
-        self.memory.step(curr_step)
-        return super()._save(curr_step, last_step)
+OPTIONS = ["--override.imports", "resilient_run.integrations.torchtitan.every_step"]
 
 
 class Bytes(BaseTokenizer):
@@ -78,50 +58,66 @@ class Bytes(BaseTokenizer):
         return 256
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--dump-folder", default="outputs", help="for torchtitan's own checkpoint files")
-args = parser.parse_args()
+def small(config: Trainer.Config) -> Trainer.Config:
+    config.dataloader.dataset = config.validator.dataloader.dataset = "squares"
+    config.tokenizer = Bytes.Config()
+    config.training.steps = 30
+    config.training.local_batch_size, config.training.seq_len = 4, 64
+    config.training.disable_cuda_graphs = True
+    config.validator.enable, config.validator.freq, config.validator.steps = True, 5, 2
+    config.checkpoint.enable, config.checkpoint.interval = True, 10
+    config.checkpoint.last_save_model_only = False
+    config.debug.seed = 0
+    if ON_CPU:
+        config.optimizer.implementation = "foreach"
+        config.parallelism.spmd_backend = "partial_dtensor"  # its default wants FlexAttention
+        for _, _, parent, field in config.model_spec.model.traverse(FlexAttention.Config):  # no backward on a CPU
+            setattr(parent, field, ScaledDotProductAttention.Config())
+    return config
+
+
+def dense() -> Trainer.Config:
+    return small(llama3_debugmodel())
+
+
+def experts() -> Trainer.Config:
+    return small(deepseek_v3_debugmodel())
+
+
+def train(self: Trainer, original: Any = Trainer.train) -> None:
+    for part in self.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # Gloo scales no sums
+    original(self)
+
+
+def step(
+    self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any = None, **_: Any
+) -> None:
+    """Take microbatches as torchtitan 0.3 gives them: torch 2.13 splits a batch itself."""
+    for stage in self._stages if isinstance(self, schedules.PipelineScheduleMulti) else [self._stage]:
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+    self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, False, loss_kwargs=loss_kwargs)
+
 
 lines = [" ".join(str(n * n) for n in range(i, i + 20 + i % 7)) for i in range(400)]
 DATASETS["squares"] = DatasetConfig(
     path="", loader=lambda _: Dataset.from_dict({"text": lines}), sample_processor=lambda sample: sample["text"]
 )
-config = llama3_debugmodel()
-config.checkpoint = MemoryCheckpoints.Config(interval=10, folder="checkpoint")
-config.dataloader.dataset = "squares"
-config.tokenizer = Bytes.Config()
-config.dump_folder = args.dump_folder
-config.training.steps = args.steps
-config.training.local_batch_size, config.training.seq_len = 2, 64
-config.training.disable_cuda_graphs = True
-config.validator.enable = False
-config.debug.seed = 0
+if "arg_mbs" not in signature(schedules.PipelineScheduleMulti.step).parameters:
+    schedules.PipelineScheduleSingle.step = schedules.PipelineScheduleMulti.step = step
 if ON_CPU:
     dist.init_process_group("gloo")
-    config.optimizer.implementation = "foreach"
-    config.parallelism.spmd_backend = "partial_dtensor"  # its default wants FlexAttention
-    for _, _, parent, field in config.model_spec.model.traverse(FlexAttention.Config):  # it has no backward on a CPU
-        setattr(parent, field, ScaledDotProductAttention.Config())
+    Trainer.train = train
     unmeasured = SimpleNamespace(
         device_name="cpu", get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6), reset_peak_stats=lambda: None
     )
     metrics.build_device_memory_monitor = lambda: unmeasured
     torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None  # for NCCL
-
-trainer = config.build()
-if ON_CPU:
-    for module in trainer.model_parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # Gloo scales no sums
-trainer.train()
-digest = hashlib.sha256()
-for parameter in trainer.model_parts[0].parameters():
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    digest.update(whole.detach().cpu().numpy().tobytes())
-if dist.get_rank() == 0:
-    print(f"parameters {digest.hexdigest()}", flush=True)
-trainer.close()
-trainer.checkpointer.memory.close()
-dist.destroy_process_group()
+sys.modules["with_torchtitan"] = sys.modules["__main__"]
+config = [] if "--config" in sys.argv else ["--config", "dense"]
+sys.argv[1:] = ["--module", "with_torchtitan", *config, *OPTIONS, *sys.argv[1:]]
+torchtitan.train.main()
 os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)

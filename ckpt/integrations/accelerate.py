@@ -1,6 +1,9 @@
 """Accelerate: a Checkpointer that registers what `Accelerator.prepare` made, and knows the place in its loaders."""
 
 import itertools
+import os
+import runpy
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -13,6 +16,7 @@ from .position import PositionedLoader
 
 _REQUIREMENT: Final = "accelerate>=1.15"
 _SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_OURS: Final = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 class AcceleratorCheckpointer(Checkpointer):
@@ -247,3 +251,32 @@ class _Dispatched(PositionedLoader):
         batch, information = self._fetch(iterator)
         self._fetched += information[0] is not None
         return batch, information
+
+
+def launch() -> None:
+    """Run `[OPTION…] SCRIPT [ARGUMENT…]`, as `accelerate launch` takes them, in this process.
+
+    Accelerate's launcher passes its configuration on by environment variables alone. Ranks are resilient-run's.
+
+    Raises:
+        ImportError: Accelerate is not installed.
+        SystemExit: An option is unknown.
+    """
+    command = framework("accelerate.commands.launch", _REQUIREMENT)
+    prepare = framework("accelerate.utils.launch", _REQUIREMENT)
+    asked, *_ = command._validate_launch_command(command.launch_command_parser().parse_args())
+    asked.num_machines, asked.main_process_port = 1, 0
+    if asked.use_deepspeed and not asked.cpu:
+        _, environ = prepare.prepare_deepspeed_cmd_env(asked)
+    elif asked.use_fsdp or asked.use_megatron_lm or asked.multi_gpu:
+        environ = prepare.prepare_multi_gpu_env(asked)
+    else:
+        _, environ = prepare.prepare_simple_launcher_cmd_env(asked)
+    os.environ.update({name: value for name, value in environ.items() if name not in _OURS})
+    sys.argv = [asked.training_script, *asked.training_script_args]
+    if asked.module:
+        runpy.run_module(asked.training_script, run_name="__main__", alter_sys=True)
+    else:
+        if not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(os.path.abspath(asked.training_script))
+        runpy.run_path(asked.training_script, run_name="__main__")

@@ -1,6 +1,6 @@
 """accelerate launch, behind resilient-run: see docs/frameworks.md."""
 
-from resilient_run.ckpt.integrations.accelerate_launch import main
+from resilient_run.ckpt.integrations.accelerate import launch as main
 
 __all__ = ["main"]
 

@@ -1,0 +1,5 @@
+"""torchtitan: see docs/frameworks.md."""
+
+from resilient_run.ckpt.integrations.torchtitan import every_step
+
+__all__ = ["every_step"]
