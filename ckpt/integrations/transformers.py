@@ -131,8 +131,9 @@ class ResilientMixin(_Trainer):
             else:
                 count = 0
             run.follow(loader, skipped=count)
-            if resumed is not None and not run.over:
-                run.loader.load_state_dict(resumed["loader"])
+            if resumed is not None:
+                # Of an epoch at its end nothing is drawn again, but the next one goes on with its generators.
+                run.loader.load_state_dict(resumed["loader"] | ({"at": None} if run.over else {}))
             return loader
 
         ignores = self.args.ignore_data_skip and resumed is None
