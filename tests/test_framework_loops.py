@@ -9,7 +9,7 @@ import pytest
 import torch
 from framework_parts import Ended, Net, Numbers, Opaque, Remembers, Stream, content, weighing
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from resilient_run.ckpt.errors import StateError
 
@@ -111,7 +111,13 @@ def test_accelerate_refuses_steps_after_epochs_that_were_left(attempt: Any, tmp_
 
 
 def trained(
-    directory: Path, data: Any, *callbacks: Any, resume: str | None = None, kind: Any = None, **arguments: Any
+    directory: Path,
+    data: Any,
+    *callbacks: Any,
+    resume: str | None = None,
+    kind: Any = None,
+    eval_dataset: Any = None,
+    **arguments: Any,
 ) -> Any:
     transformers = pytest.importorskip("transformers")
     from resilient_run.integrations.transformers import protect
@@ -121,7 +127,7 @@ def trained(
         output_dir=str(directory), report_to=[], disable_tqdm=True, use_cpu=True, **(usual | arguments)
     )
     made = kind or transformers.Trainer
-    trainer = made(model=Net(), args=settings, train_dataset=data, callbacks=list(callbacks))
+    trainer = made(model=Net(), args=settings, train_dataset=data, eval_dataset=eval_dataset, callbacks=list(callbacks))
     protect(trainer).train(resume_from_checkpoint=resume)
     return trainer
 
@@ -196,6 +202,43 @@ def test_trainer_puts_back_what_callbacks_begin_again(attempt: Any, tmp_path: Pa
         return trainer.state.global_step, content(trainer.model), means, diary.written
 
     assert attempt(run, 2, 5) == attempt(run)
+
+
+def test_trainer_goes_on_with_the_generator_of_a_sampler_after_the_last_step_of_an_epoch(
+    attempt: Any, tmp_path: Path
+) -> None:
+    class Drawn(Sampler[int]):
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(3)
+
+        def __iter__(self) -> Any:
+            return iter(torch.randperm(16, generator=self.generator).tolist())
+
+        def __len__(self) -> int:
+            return 16
+
+    class Samples(pytest.importorskip("transformers").Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return Drawn()
+
+    def run() -> Any:
+        return content(trained(tmp_path, Numbers(), kind=Samples).model)
+
+    assert attempt(run, 4) == attempt(run)
+
+
+def test_trainer_logs_at_its_end_in_the_mode_in_which_an_evaluation_left_the_model(
+    attempt: Any, tmp_path: Path
+) -> None:
+    class Modes(pytest.importorskip("transformers").Trainer):
+        def log(self, logs: Any, *others: Any) -> None:
+            super().log(logs | {"training": self.model.training}, *others)
+
+    def run() -> Any:
+        trainer = trained(tmp_path, Numbers(), kind=Modes, eval_dataset=Numbers(), eval_strategy="steps", eval_steps=4)
+        return logged(trainer)
+
+    assert attempt(run, 8) == attempt(run)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -7,7 +7,8 @@ methods of the Trainer itself.
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -130,8 +131,9 @@ class ResilientMixin(_Trainer):
             else:
                 count = 0
             run.follow(loader, skipped=count)
-            if resumed is not None and not run.over:
-                run.loader.load_state_dict(resumed["loader"])
+            if resumed is not None:
+                # Of an epoch at its end nothing is drawn again, but the next one goes on with its generators.
+                run.loader.load_state_dict(resumed["loader"] | ({"at": None} if run.over else {}))
             return loader
 
         ignores = self.args.ignore_data_skip and resumed is None
@@ -204,6 +206,7 @@ class Run:
     def __init__(self, trainer: Any, make: Callable[..., Checkpointer]) -> None:
         self._trainer = trainer
         self._epoch = self._skipped = self._completed = 0
+        self._is_training = True
         self._history = ""
         self._entries = 0
         self._rng = get_rng()
@@ -223,7 +226,8 @@ class Run:
             attributes=self.attributes,
             **{name: found for name, found in others.items() if found},
         )
-        self._completed = self.checkpointer.restore()
+        with _training(trainer.model_wrapped):
+            self._completed = self.checkpointer.restore()
         self._rng = get_rng()
         self._restored: AfterRestore | None = None
         if self.resumed is not None:
@@ -243,6 +247,7 @@ class Run:
         elif self._restored is not None:
             # What callbacks did to it since then was done before.
             self._apply(resumed)
+            self._trainer.model.train(resumed["training"])
             self._restored.put_back()
         self.attributes.begin()
         if self._restored is not None:
@@ -254,12 +259,9 @@ class Run:
         """Record that a step is completed, if one is."""
         if self._trainer.state.global_step > self._completed:
             self._completed = self._trainer.state.global_step
-            model = self._trainer.model_wrapped
-            evaluated = not model.training
-            # Trainer leaves it so, and trains it all the same: a restart that does is nothing to warn of.
-            model.train()
-            self.checkpointer.step(self._completed)
-            model.train(not evaluated)
+            self._is_training = self._trainer.model.training
+            with _training(self._trainer.model_wrapped):
+                self.checkpointer.step(self._completed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Trainer counts and decides by, and the position."""
@@ -271,6 +273,7 @@ class Run:
             "skipped": self._skipped,
             "loader": self.loader.state_dict(),
             "logged": self.logged,
+            "training": self._is_training,
             "counts": {name: getattr(trainer.state, name) for name in _COUNTS},
             "history": self._log_history(),
             "control": dict(vars(trainer.control)),
@@ -306,6 +309,19 @@ class Run:
         self._history += "".join(f"{json.dumps(entry, default=float)}\n" for entry in history[self._entries :])
         self._entries = len(history)
         return self._history
+
+
+@contextmanager
+def _training(model: Any) -> Iterator[None]:
+    """Let a model be one that is trained, which Trainer makes it at each step: evaluations and files leave it another.
+
+    That is nothing to warn of after a restart.
+    """
+    modes = [(each, each.training) for each in model.modules()]
+    model.train()
+    yield
+    for each, mode in modes:
+        each.training = mode
 
 
 def _trained(trainer: Any) -> dict[str, Any]:
