@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import EXAMPLE, Cluster
+from cluster import EXAMPLE, Cluster, wait_until
 
 pytestmark = [
     pytest.mark.jobs,
@@ -23,10 +23,9 @@ pytestmark = [
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 KILLED, TRAIN = FRAMEWORKS / "killed.py", FRAMEWORKS / "deepspeed_train.py"
-TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of torch, at each collective
 ENVIRON = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", **QUIET}
-STEPS = 12
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 PERSISTENT = {"stage3_param_persistence_threshold": 100}
 CASES: dict[str, dict[str, Any]] = {
@@ -45,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "2-fp16": {"stage": 2, "dtype": "fp16", "accumulate": 2},
     "2-bf16-offload": {"stage": 2, "dtype": "bf16", "accumulate": 2, "zero": OFFLOAD},
     "2-fp32-offload-cpu-adam": {"stage": 2, "dtype": "fp32", "zero": OFFLOAD, "adam": True},
+    "2-fp32-fused-adam": {"stage": 2, "dtype": "fp32", "adam": True},
+    "3-fp32-fused-adam": {"stage": 3, "dtype": "fp32", "adam": True},
     "3-fp32": {"stage": 3, "dtype": "fp32"},
     "3-bf16": {"stage": 3, "dtype": "bf16", "accumulate": 2},
     "3-fp16": {"stage": 3, "dtype": "fp16"},
@@ -108,16 +109,7 @@ def test_killed_engine_of_a_framework_ends_like_one_that_was_not(
 
 def ends_alike(cluster: Cluster, tmp_path: Path, kills: list[tuple[str, int, int]], *script: str) -> None:
     """Kill a script at some moments; it must end with the same digests as one that nobody disturbed."""
-    reference = subprocess.run(
-        [sys.executable, *TORCHRUN, *script],
-        env={**os.environ, **ENVIRON},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=tmp_path,
-    )
-    assert reference.returncode == 0, reference.stdout + reference.stderr
-    undisturbed = ends(reference.stdout.splitlines())
+    undisturbed = ends(run(tmp_path, "2", *script))
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     host = cluster.host("solo")
     host.forked = False
@@ -127,20 +119,53 @@ def ends_alike(cluster: Cluster, tmp_path: Path, kills: list[tuple[str, int, int
     restored = [int(line) for line in (tmp_path / "restored0").read_text().split()]
     assert len(restored) >= 4  # of the two in a row, the second may come before the other rank has restored
     assert min(restored[1:]) > 0, "it began at the beginning"
-    killed = ends(host.output.splitlines())
-    assert killed.keys() == undisturbed.keys() == {"0", "1"}
+    assert len(undisturbed) == 2
+    alike(ends(host.output.splitlines()), undisturbed)
+
+
+def run(tmp_path: Path, ranks: str, *script: str) -> list[str]:
+    """Return what a script prints that nobody disturbs."""
+    command = [sys.executable, *TORCHRUN, ranks, *script]
+    environ = {**os.environ, **ENVIRON}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def alike(killed: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    assert killed.keys() == undisturbed.keys()
     different = [
         (rank, name) for rank in killed for name in killed[rank] if killed[rank][name] != undisturbed[rank][name]
     ]
     assert different == []
 
 
+def test_lost_host_is_replaced(cluster: Cluster, tmp_path: Path, etcd_endpoint: str) -> None:
+    script = [str(TRAIN), json.dumps({"stage": 3, "dtype": "bf16", "steps": 100})]
+    undisturbed = ends(run(tmp_path, "4", *script))
+    launcher = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd_endpoint}"]
+    launcher += [f"--rdzv-id={cluster.name}", "--local-addr=127.0.0.1", "--rdzv-conf=lease_ttl=3"]
+    (tmp_path / "kills.json").write_text("[]")
+    first, second, standby = (cluster.host(name) for name in "abc")
+    for host in (first, second, standby):
+        host.forked = False
+    for host in (first, second):
+        host.launch(launcher, [str(KILLED), str(tmp_path), *script], **ENVIRON)
+    wait_until(lambda: first.starts() == second.starts() == 2, timeout_s=100, what="the start", host=first)
+    standby.launch(launcher, [str(KILLED), str(tmp_path), *script], **ENVIRON)
+    wait_until(lambda: second.committed_step() > 10, timeout_s=100, what="step 10", host=second)
+    assert not standby.starts(), "the standby trains though nobody was lost"
+    second.lose()
+    for host in (first, standby):
+        assert host.wait(250) == 0, host.output
+    assert any("from peer memory" in line for line in standby.text), standby.output
+    assert len(undisturbed) == 4
+    alike(ends([*first.output.splitlines(), *standby.output.splitlines()]), undisturbed)
+
+
 def test_killed_example_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
     example = str(EXAMPLE.with_name("with_deepspeed.py"))
-    command = [sys.executable, *TORCHRUN, example]
-    environ = {**os.environ, **ENVIRON}
-    reference = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, cwd=tmp_path)
-    (undisturbed,) = [line for line in reference.stdout.splitlines() if line.startswith("parameters ")]
+    (undisturbed,) = [line for line in run(tmp_path, "2", example) if line.startswith("parameters ")]
     (tmp_path / "kills.json").write_text(json.dumps([("train", 13, 1), ("after", 31, 0)]))
     host = cluster.host("solo")
     host.forked = False

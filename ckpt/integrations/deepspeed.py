@@ -210,18 +210,24 @@ def _filled(own: dict[str, Any], saved: dict[str, Any], master: torch.Tensor, on
 
 
 def _replay(inner: Any, states: list[dict[str, Any]]) -> None:
-    """Bring DeepSpeed's Adam for CPUs to where it was.
+    """Bring DeepSpeed's two Adams for CPUs to where they were.
 
-    It multiplies the powers of its betas step by step in C++, where a state begins with `pow()`, which rounds
+    They multiply the powers of their betas step by step in C++, where a state begins with `pow()`, which rounds
     otherwise.
     """
-    if not hasattr(inner, "ds_opt_adam"):
+    fused = getattr(inner, "_dummy_overflow_buf", None)  # on a GPU, its kernel keeps nothing
+    if not hasattr(inner, "ds_opt_adam") and (fused is None or fused.device.type != "cpu"):
         return
     empty = [torch.zeros(1) for _ in range(4)]
     for step in range(1, max((int(state.get("step", 0)) for state in states), default=0) + 1):
         for group in inner.param_groups:
-            numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
-            inner.ds_opt_adam.adam_update(inner.opt_id, step, *numbers, *empty)
+            numbers = (group["lr"], *group["betas"], group["eps"])
+            decay, correction = group["weight_decay"], group["bias_correction"]
+            if fused is None:
+                inner.ds_opt_adam.adam_update(inner.opt_id, step, *numbers, decay, correction, *empty)
+            else:
+                lists = [[each] for each in empty]
+                inner.multi_tensor_adam(1, fused, lists, *numbers, step, inner.adam_w_mode, int(correction), decay)
 
 
 def _tracker() -> Any:

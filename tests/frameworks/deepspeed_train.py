@@ -23,8 +23,8 @@ from resilient_run import Checkpointer
 from resilient_run.integrations.deepspeed import EngineState
 from resilient_run.integrations.torch import ResumableLoader
 
-STEPS = 12
 case: dict[str, Any] = json.loads(sys.argv[1])
+steps = case.get("steps", 12)
 stage, dtype, pipeline = case["stage"], case["dtype"], case.get("pipeline", False)
 accumulate = case.get("accumulate", 1)
 kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -164,7 +164,7 @@ with Checkpointer(engine=EngineState(engine), loader=loader, epoch=0, losses=[])
             checkpointer.values["epoch"] += 1
 
     stream = batches()
-    for n in range(done, STEPS):
+    for n in range(done, steps):
         if pipeline:
             losses.append(float(engine.train_batch(stream)))
         else:
