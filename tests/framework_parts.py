@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,13 +72,14 @@ class Remembers:
     def prepare(self) -> None:
         self.beside = nn.Linear(4, 1)
         self.window: deque[float] = deque([0.5], maxlen=3)
-        self.metrics = {"train": defaultdict(list), "seen": {1, 2}}
+        self.metrics = {"train": defaultdict(list), "seen": {1, 2}, "counts": Counter(a=3)}
         self.random, self.numpy = random.Random(1), np.random.default_rng(1)
         self.torch = torch.Generator().manual_seed(1)
         self.wave = self.same = Wave()
         self.mean = self.first = torch.zeros(())
         self.table, self.large = np.zeros(3), torch.zeros(1 << 15)
         self.nested = [(self.wave, {"a": None})]
+        self.tags = set(range(100))
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         self.asked += 1
@@ -86,6 +87,8 @@ class Remembers:
         self.window.append(self.random.random() + self.numpy.random())
         self.metrics["train"]["loss"].append(loss.item())
         self.metrics["seen"].add(self.asked)
+        self.metrics["counts"]["a"] += 1
+        self.tags -= set(range(100)) - {9, 64}  # in another order than a set that is made of the two
         self.mean = 0.9 * self.mean + 0.1 * loss.detach()
         self.table[self.asked % 3] += 1
         self.late = torch.rand(2, generator=self.torch)
@@ -95,6 +98,7 @@ class Remembers:
             weight.data.mul_(0.9).add_(0.01)
         drawn = sum(self.window) + self.same.rise() + self.mean + self.first + self.table.sum() + self.late.sum()
         drawn += self.large.sum() + len(self.nested) + len(self.metrics["train"]["loss"]) + len(self.metrics["seen"])
+        drawn += self.metrics["counts"]["a"]
         return loss * (drawn + self.beside.weight.sum().detach() + min(self.asked, type(self).total)) / 10
 
 

@@ -91,12 +91,12 @@ class Attributes:
         """
         if self._begun is not None:
             return
-        self._begun = self._look(None).found
+        look = self._look(None)
+        self._begun = look.found
         restored, self._restored = self._restored, None
         if restored is not None:
-            made = self._look(None).objects
             for path, thing in self._things.items():
-                _load_attributes(restored.get(path, {}), thing, path, made)
+                _load_attributes(restored.get(path, {}), thing, path, look.objects)
             now = self._look(self._begun).nodes
             if (name := _other(restored, now)) is not None:
                 raise StateError(f"{name[1:]} was not restored exactly{_REMEDY}")
@@ -202,10 +202,9 @@ class _Walk:
         return make(path, value, inside)
 
     def _maker(self, kind: type, value: Any) -> Any:
-        if kind in _SEQUENCES:
-            return self._sequence if len(value) <= _KEPT_ELEMENTS else None
-        if kind in _DICTS:
-            return self._dict if len(value) <= _KEPT_ELEMENTS and all(map(_is_key, value)) else None
+        if kind in (*_SEQUENCES, *_DICTS):
+            may = len(value) <= _KEPT_ELEMENTS and (kind in _SEQUENCES or all(map(_is_key, value)))
+            return self._container if may else None
         if issubclass(kind, (*_SEQUENCES, dict, type, Dataset, DataLoader, Sampler, random.SystemRandom)):
             return None
         if issubclass(kind, _GENERATORS):
@@ -220,15 +219,14 @@ class _Walk:
         self._live += 1
         return [tag, state]
 
-    def _sequence(self, path: str, value: Any, inside: bool) -> list[Any]:
-        nodes = [self.node(f"{path}[{place}]", each, inside=inside) for place, each in enumerate(value)]
-        return [type(value).__name__, getattr(value, "maxlen", None), *nodes]
-
-    def _dict(self, path: str, value: Any, inside: bool) -> list[Any]:
+    def _container(self, path: str, value: Any, inside: bool) -> list[Any]:
+        nodes = {key: self.node(f"{path}[{key!r}]", each, inside=inside) for key, each in _items(value)}
+        if not isinstance(value, dict):
+            return [type(value).__name__, getattr(value, "maxlen", None), list(nodes.values())]
         made = copy.copy(value)
-        for key, each in value.items():
-            made[key] = self.node(f"{path}[{key!r}]", each, inside=inside)
-        return ["dict", made]
+        made.clear()
+        made.update(nodes)  # which adds up what a Counter has already
+        return ["dict", None, made]
 
     def _tensor(self, path: str, value: torch.Tensor, inside: bool) -> Any:
         plain = local(value)
@@ -268,6 +266,13 @@ def _elements(value: Any) -> tuple[Any, ...]:
     if not issubclass(type(value), (*_SEQUENCES, dict)):
         return ()
     return len(value), *(id(each) for each in islice(value, _ELEMENTS))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and values of a container; a set has its own order in each process."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
 
 
 def _is_key(key: Any) -> bool:
@@ -345,31 +350,21 @@ def _loaded(node: Any, live: Any, path: str, made: dict[str, Any], *, inside: bo
             live.bit_generator.state = rest[0]
         else:
             live.set_state(rest[0])
-    elif tag == "dict":
-        if type(live) not in _DICTS:
-            made[path] = copy.copy(rest[0])
-            made[path].clear()
-        before = live if type(live) in _DICTS else {}
-        items = {
-            key: _loaded(each, before.get(key), f"{path}[{key!r}]", made, inside=inside)
-            for key, each in rest[0].items()
-        }
-        made[path].clear()
-        made[path].update(items)
     else:
-        kind, maxlen, *nodes = next(each for each in _SEQUENCES if each.__name__ == tag), *rest
-        if kind in (list, deque) and type(live) is not kind:
-            made[path] = [] if kind is list else deque(maxlen=maxlen)
-        there = list(live) if type(live) in _SEQUENCES else []
-        filled = [
-            _loaded(each, there[place] if place < len(there) else None, f"{path}[{place}]", made, inside=inside)
-            for place, each in enumerate(nodes)
-        ]
-        if kind in (list, deque):
+        maxlen, content = rest
+        kind = next((each for each in _SEQUENCES if each.__name__ == tag), type(content))
+        is_filled = kind in _DICTS or kind in (list, deque)
+        if is_filled and type(live) not in (_DICTS if kind in _DICTS else (kind,)):
+            made[path] = deque(maxlen=maxlen) if kind is deque else copy.copy(content)
+        there = dict(_items(live)) if type(live) in (*_SEQUENCES, *_DICTS) else {}
+        filled = {
+            key: _loaded(each, there.get(key), f"{path}[{key!r}]", made, inside=inside) for key, each in _items(content)
+        }
+        if is_filled:
             made[path].clear()
-            made[path].extend(filled)
+            made[path].update(filled) if kind in _DICTS else made[path].extend(filled.values())
         else:
-            made[path] = kind(filled)
+            made[path] = kind(filled.values())
     return made[path]
 
 
@@ -417,7 +412,8 @@ class Remembered:
         self._next_s = ended_s + (ended_s - began_s) / _COST
         if _TOO_MANY in now:
             return _TOO_MANY
-        return difference(self._before, now)
+        changed = next((name for name in self._before | now if self._before.get(name) != now.get(name)), None)
+        return changed and f"{changed} changes in training, and no checkpoint has it"
 
     def _look(self) -> dict[str, str]:
         script = {name: module for name, module in list(sys.modules.items()) if _is_script(name, module)}
@@ -443,19 +439,6 @@ class Remembered:
         return found
 
 
-def difference(before: dict[str, str], now: dict[str, str]) -> str | None:
-    """Return what has changed between two looks, None if nothing has.
-
-    Args:
-        before: Name → how it was.
-        now: Name → how it is.
-    """
-    for name in before | now:
-        if before.get(name) != now.get(name):
-            return f"{name} changes in training, and no checkpoint has it"
-    return None
-
-
 def _is_script(name: str, module: Any) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(module, ModuleType) or name.partition(".")[0] in ("resilient_run", "sitecustomize"):
@@ -475,20 +458,14 @@ def _is_installed(file: str) -> bool:
 def _state(value: Any) -> str | None:
     """Return what tells whether an object has changed by itself, None where only its parts tell it."""
     kind = type(value)
-    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-        return str(hash(value.getstate()))
-    if issubclass(kind, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if issubclass(kind, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    if issubclass(kind, torch.Generator):
-        return str(hash(value.get_state().numpy().tobytes()))
+    if issubclass(kind, _GENERATORS) and not issubclass(kind, random.SystemRandom):
+        return form_of(_generator_state(value))
     if issubclass(kind, torch.Tensor):
         # Parameters are in the checkpoint.
         parameter = issubclass(kind, nn.Parameter) or value.is_inference()
         return None if parameter else f"{id(value)} {value._version}"
-    if issubclass(kind, np.ndarray) and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
-        return str(hash(value.tobytes()))
+    if issubclass(kind, np.ndarray) and value.nbytes <= _ARRAY_BYTES:
+        return form_of(value)
     if issubclass(kind, list | tuple | set | frozenset | deque | dict):
         return str(len(value))
     return None
