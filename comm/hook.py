@@ -43,7 +43,7 @@ class GradientHook(BucketSum):
         # DDP leaves the gradient of a parameter alone that no rank has used, and drops the sum of it.
         self._used: set[str] | None = set() if model.find_unused_parameters or model.static_graph else None
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))
             for parameter, name in self._names.items()
             if self._used is not None and parameter.requires_grad
         ]

@@ -79,7 +79,7 @@ class _Position:
     """The place in a loader, not pickled: torchtitan's own loaders pickle it."""
 
     def __init__(self, loader: Any) -> None:
-        self._of = super(_Loader, loader)
+        self._of: Any = super(_Loader, loader)
 
     def state_dict(self) -> dict[str, Any]:
         return self._of.state_dict()  # type: ignore[no-any-return]
