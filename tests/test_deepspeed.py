@@ -44,8 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "2-fp16": {"stage": 2, "dtype": "fp16", "accumulate": 2},
     "2-bf16-offload": {"stage": 2, "dtype": "bf16", "accumulate": 2, "zero": OFFLOAD},
     "2-fp32-offload-cpu-adam": {"stage": 2, "dtype": "fp32", "zero": OFFLOAD, "adam": True},
-    "2-fp32-fused-adam": {"stage": 2, "dtype": "fp32", "adam": True},
-    "3-fp32-fused-adam": {"stage": 3, "dtype": "fp32", "adam": True},
     "3-fp32": {"stage": 3, "dtype": "fp32"},
     "3-bf16": {"stage": 3, "dtype": "bf16", "accumulate": 2},
     "3-fp16": {"stage": 3, "dtype": "fp16"},
