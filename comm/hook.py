@@ -21,7 +21,7 @@ from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, agreed_scheme, check_choice
+from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice
 
 
 class GradientHook(BucketSum):
@@ -200,9 +200,11 @@ def make_hook(
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
-    check_choice(scheme, options)
     ranks = dist.get_process_group_ranks(model.process_group)
     device = next(model.module.parameters()).device
+    # Over the group that is there, so that a mistake leaves nothing behind; and on all ranks alike.
+    check_alike(Transport(model.process_group, device), scheme=scheme, **options, least_elements=least_elements)
+    check_choice(scheme, options)
     world = Transport.among(ranks, device)
     ranks_per_host = _ranks_per_host(world, ranks_per_host)
     if ranks_per_host == 1:

@@ -26,7 +26,7 @@ from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, agreed_scheme, check_choice
+from .runtime.choice import Choice, agreed_scheme
 from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
 
@@ -143,7 +143,6 @@ def register_replicated(
             replicas, different replicas for different parameters, or a hook already; or gradients that are large on
             some ranks of a pool only; or the replicas are given different schemes or options.
     """
-    check_choice(scheme, options)
     names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     groups = []
     for group in _parameter_groups(model):

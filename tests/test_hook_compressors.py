@@ -81,7 +81,7 @@ def test_what_register_takes() -> None:
         hook.close()
     with pytest.raises(CommError, match=r"there is no scheme and no compressor 'topkk'; known are .*topk, topk-a"):
         register(model(), "topkk")
-    with pytest.raises(CommError, match="onebit sends something of every element and has no density"):
+    with pytest.raises(CommError, match="onebit has no option density; it has none"):
         register(model(), "onebit", density=0.1)
     with pytest.raises(CommError, match="density: give options to what makes the scheme"):
         register(model(), lambda ranks: Compressed(ranks, ErrorFeedback(OneBit())), density=0.1)

@@ -78,13 +78,13 @@ def main() -> None:
     for given, told in REFUSED.items():
         for make in (
             lambda per_host: make_fabric(range(dist.get_world_size()), ranks_per_host=per_host),
-            lambda per_host: register(model, "zen", ranks_per_host=per_host),
+            lambda per_host: register(DistributedDataParallel(nn.Linear(300, 100)), "zen", ranks_per_host=per_host),
         ):
             with pytest.raises(CommError, match=f"given {told} ranks per host"):
                 make(given[rank])
     for given, said in DIFFERENT:
         with pytest.raises(CommError, match=f"^{re.escape(said)}; give all ranks the same$"):
-            register(model, **given[rank % len(given)])
+            register(DistributedDataParallel(nn.Linear(300, 100)), **given[rank % len(given)])
     for given in ALIKE:
         make_hook(model, **given[rank % len(given)]).close()
     with pytest.raises(CommError, match=r"^every is 4 on rank 0 and 0 on rank 1"):
