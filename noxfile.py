@@ -23,3 +23,12 @@ def tests(session: nox.Session, torch: str) -> None:
     )
     session.install("-c", str(pins), ".[test]")
     session.run("python", "-P", "-m", "pytest", *session.posargs)
+
+
+@nox.session(python="3.11")
+def engines(session: nox.Session) -> None:
+    """Kill training with DeepSpeed and Megatron, and compare; CI has neither. Results are in docs/versions.md."""
+    session.install("-c", "constraints.txt", "torch==2.13.0")
+    session.install("-c", "constraints.txt", ".[engines,test,zoo]", env={"DS_BUILD_OPS": "0"})
+    tests = session.posargs or ["tests/test_megatron.py", "tests/test_deepspeed.py"]
+    session.run("python", "-P", "-m", "pytest", "-n", "0", *tests)
