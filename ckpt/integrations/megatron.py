@@ -132,7 +132,7 @@ class MegatronState:
         # Megatron-LM leaves out the gather of the first iteration, as after loading its own checkpoints.
         for chunk in self._chunks:
             if chunk in self._gathered:
-                chunk.start_param_sync(force_sync=True)
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
     def _whole(self, chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a chunk that no optimizer shards."""
