@@ -99,7 +99,7 @@ BENCHMARKS: Final = (
         results=(
             Result(name="recovery-time", minutes=5),
             Result(name="recovery-time-291", arguments="--tensors 291 --state-mb 144 --kill-after 30", minutes=5),
-            Result(name="recovery-time-4000", arguments="--tensors 4000 --kills 3 --kill-after 20", minutes=6),
+            Result(name="recovery-time-4000", arguments="--tensors 4000 --kills 3 --kill-after 20", minutes=25),
             Result(
                 name="recovery-time-peers",
                 arguments=f"--peer lm_resiliency={LM} --peer nvidia_resiliency_ext={NVRX} --peer dlrover={DLROVER}",
@@ -181,7 +181,7 @@ BENCHMARKS: Final = (
         depends=(*JOB, "benchmarks/capture_stall.py"),
         results=(
             Result(name="step-cost", minutes=2),
-            Result(name="step-cost-4000", arguments="--tensors 4000 --mb 64", minutes=3),
+            Result(name="step-cost-4000", arguments="--tensors 4000 --mb 64", minutes=15),
         ),
     ),
     Benchmark(
