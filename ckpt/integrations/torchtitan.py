@@ -46,9 +46,10 @@ class MemoryManager:
         return True
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Keep the step, then write files if they are due."""
+        """Write files if they are due, then keep the step: a run that is killed in between writes them again."""
+        saved = bool(self._files.save(curr_step, last_step))
         self._memory.step(curr_step)
-        return bool(self._files.save(curr_step, last_step))
+        return saved
 
     def close(self) -> None:
         """Close both."""
