@@ -42,11 +42,11 @@ class GradientHook(BucketSum):
         self._closed = False
         # DDP leaves the gradient of a parameter alone that no rank has used, and drops the sum of it.
         self._used: set[str] | None = set() if model.find_unused_parameters or model.static_graph else None
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))
+        self._handles = {
+            name: parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))
             for parameter, name in self._names.items()
             if self._used is not None and parameter.requires_grad
-        ]
+        }
         self._device = world.device
         self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
         self._stream: torch.cuda.Stream | None = None
@@ -93,39 +93,38 @@ class GradientHook(BucketSum):
         self._closed = True
         self._tasks.put(None)
         self._thread.join()
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
 
-    def _note_used(self, name: str, _: Tensor) -> None:
-        assert self._used is not None
-        self._used.add(name)
+    def _note_used(self, name: str, parameter: Tensor) -> None:
+        # An output that is not in the loss makes autograd come by without a gradient.
+        if self._used is not None and parameter.grad is not None:
+            self._used.add(name)
 
     def _used_of(self, names: Sequence[str]) -> list[bool] | None:
         """Return which parameters backward passes have reached since their bucket went last, None where all are."""
         if self._used is None:
             return None
-        found = [name in self._used for name in names]
+        found = [name in self._used or name not in self._handles for name in names]
         self._used.difference_update(names)
         return found
 
     def _average(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> Tensor:
-        unused = self._unused_anywhere(gradients, used)
         # Divided before the sum, as DDP does it: half precision overflows later.
         if buffer.is_sparse:
             name = gradients[0][0]
-            mean = buffer.coalesce() / self.world.size
-            return mean if unused else self.scheme.reduce(name, mean)
+            return self.scheme.reduce(name, buffer.coalesce() / self.world.size)
         buffer.div_(self.world.size)
-        self.sum_bucket(buffer, gradients, unused)
+        self.sum_bucket(buffer, gradients, self._unused_anywhere(gradients, used))
         return buffer
 
     def _unused_anywhere(self, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> set[str]:
         """Return the names of parameters that no rank has used; all ranks call this together."""
-        if used is None or not any(each.is_sparse or self.is_large(name, each) for name, each in gradients):
+        if used is None or not any(self.is_large(name, each) for name, each in gradients):
             return set()
         counts = torch.tensor(used, dtype=torch.int32, device=self.world.device)
         self.world.all_reduce(counts)
@@ -201,7 +200,8 @@ def make_hook(
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
     ranks = dist.get_process_group_ranks(model.process_group)
-    device = next(model.module.parameters()).device
+    ignored = model.parameters_to_ignore
+    device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
     # Over the group that is there, so that a mistake leaves nothing behind; and on all ranks alike.
     check_alike(Transport(model.process_group, device), scheme=scheme, **options, least_elements=least_elements)
     check_choice(scheme, options)

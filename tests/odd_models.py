@@ -50,6 +50,13 @@ class Branches(nn.Module):
         return (self.rare if step % 8 == 0 else self.common)(x)
 
 
+class Outputs(Branches):
+    """Both branches are in every forward pass, and one of them is in the loss."""
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        return (self.rare(x), self.common(x))[step % 2]
+
+
 def made(kind: Callable[[], nn.Module], **options: Any) -> DistributedDataParallel:
     torch.manual_seed(1)
     return DistributedDataParallel(kind(), **options)
@@ -76,8 +83,8 @@ def complex_parameter(scheme: str) -> dict[str, Any]:
 def branches(scheme: str) -> dict[str, Any]:
     """Give, of the rare branch's weight, how much of the sum of all gradients neither came nor is remembered."""
     options = {"rank": 2} if scheme == "powersgd" else {} if scheme in ("onebit", "int8") else {"density": 0.05}
-    plain = made(Branches, find_unused_parameters=True)
-    ours = made(Branches, find_unused_parameters=True)
+    kind = Outputs if sys.argv[3:] == ["outputs"] else Branches
+    plain, ours = (made(kind, find_unused_parameters=True) for _ in range(2))
     hook = register(ours, scheme, **options)
     wanted, came = torch.zeros(SIDE, SIDE), torch.zeros(SIDE, SIDE)
     for step in range(STEPS):
