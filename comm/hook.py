@@ -39,7 +39,6 @@ class GradientHook(BucketSum):
     ) -> None:
         super().__init__(scheme=scheme, world=world, least_elements=least_elements)
         self._names = {parameter: name for name, parameter in model.module.named_parameters()}
-        self._closed = False
         # DDP leaves the gradient of a parameter alone that no rank has used, and drops the sum of it.
         self._used: set[str] | None = set() if model.find_unused_parameters or model.static_graph else None
         self._handles = {
@@ -62,7 +61,7 @@ class GradientHook(BucketSum):
         Raises:
             CommError: The hook is closed.
         """
-        if self._closed:
+        if not self._thread.is_alive():
             raise CommError("backward() after hook.close(): close the hook after the last backward pass")
         future: Future[Tensor] = Future(devices=[self._device] if self._stream is not None else None)
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -90,7 +89,6 @@ class GradientHook(BucketSum):
 
     def close(self) -> None:
         """End the thread; call it after the last backward pass, before the process group is destroyed."""
-        self._closed = True
         self._tasks.put(None)
         self._thread.join()
         for handle in self._handles.values():

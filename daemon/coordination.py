@@ -242,17 +242,17 @@ class Coordinator:
         mirror = self._mirror
         last: list[Any] | None = None
 
+        def said() -> list[Any]:
+            return [mirror.ignored.get(name) or mirror.get(name) for name in names]
+
         def are_new() -> bool:
-            return self._loaded and (
-                last is None or any(mirror.get(name) is not value for name, value in zip(names, last, strict=True))
-            )
+            return self._loaded and (last is None or any(a is not b for a, b in zip(last, said(), strict=True)))
 
         while True:
             await self._view.wait_for(are_new)
             if damaged := [mirror.ignored[name] for name in names if name in mirror.ignored]:
                 raise DaemonError(damaged[0])
-            last = [mirror.get(name) for name in names]
-            yield last
+            yield (last := said())
 
     async def _register(self, etcd: Etcd) -> None:
         """Keep this host registered; a new lease also means that etcd may have forgotten our report."""

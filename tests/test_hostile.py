@@ -106,7 +106,7 @@ def at_most(size_bytes: int) -> Iterator[None]:
 HONEST = b"".join(
     wire.encode(message)
     for message in (
-        {"op": "hello", "wire": "3", "run_id": "run", "host": "a", "to": "b"},
+        {"op": "hello", "wire": "4", "run_id": "run", "host": "a", "to": "b"},
         {"id": 1, "op": "get", "rank": 0, "generation": 1, "step": 2, "offset": 4096, "size": 1000},
         {"op": "complete", "path": "/dev/shm/rank0.0.slot", "generation": 1, "step": 2},
     )

@@ -9,7 +9,7 @@ from resilient_run.daemon.run import keys
 
 ROOT = Path(__file__).parent.parent
 AT_HOME = ("daemon/run/keys.py", "daemon/etcd/config.py")
-LIKE_A_KEY = re.compile(rf"(^|/)(rdzv|ckpt|root|obs|inject)/|{RUNS}")
+LIKE_A_KEY = re.compile(rf"(^|/)(rdzv|ckpt|root|to-root|inject)/|{RUNS}")
 
 
 def known() -> list[str]:
@@ -55,6 +55,13 @@ def test_key_is_taken_apart_as_it_was_made() -> None:
         assert folder(3, "a") == folder(3, "") + "a" == f"{folder()}3/a"
     for name in (keys.JOB, keys.ROUND, keys.WATERMARK, keys.PERSISTED):
         assert keys.split(name) == [name]
+
+
+def test_daemons_follow_all_but_what_goes_to_the_root_in_one_range() -> None:
+    """`Etcd.changes(prefix, before=keys.TO_ROOT)` ends where these begin."""
+    others = [name for name in known() if not name.startswith(keys.TO_ROOT)]
+    assert max(others) < keys.TO_ROOT
+    assert {keys.HELD(), keys.MISSED(), keys.OBSERVATIONS()} == {*known()}.difference(others)
 
 
 def test_all_that_is_not_leased_is_deleted_at_the_end() -> None:

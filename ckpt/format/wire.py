@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from ..errors import WireError
 
-VERSION: Final = 3
-"""Of the messages of docs/protocol.md; who speaks another one is refused."""
+VERSION: Final = 4
+"""Of the messages and the etcd keys of docs/protocol.md; who has another one is refused."""
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_EAGER_BYTES = 256

@@ -319,9 +319,11 @@ def _training(model: Any) -> Iterator[None]:
     """
     modes = [(each, each.training) for each in model.modules()]
     model.train()
-    yield
-    for each, mode in modes:
-        each.training = mode
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
 
 
 def _trained(trainer: Any) -> dict[str, Any]:

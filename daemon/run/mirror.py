@@ -78,22 +78,17 @@ class Mirror:
                 self.folders[folder][name] = parse_value(name, entry)
 
 
-def world_size(entry: Entry) -> int | None:
-    """Return the only number of ranks that can restore what is committed, as `rdzv/committed` says it."""
-    return Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1)
+def generation_and_host(name: str) -> tuple[int, str]:
+    """Return both from the name of a key."""
+    number, _, host = name.partition("/")
+    return _generation(number), host
 
 
-def generation(name: str) -> int:
+def _generation(name: str) -> int:
     """Return the generation in the name of a key; ValueError when there is none, or it is written in another way."""
     if not name.isdecimal() or len(name) > _DIGITS or name != str(int(name)):
         raise ValueError(f"{name[:80]!r} is not the number of a generation")
     return int(name)
-
-
-def generation_and_host(name: str) -> tuple[int, str]:
-    """Return both from the name of a key."""
-    number, _, host = name.partition("/")
-    return generation(number), host
 
 
 def _store(_: int, entry: Entry) -> tuple[str, int]:
@@ -105,7 +100,7 @@ _DIGITS = 19
 _KEYS: Keys = {
     keys.JOB: lambda entry: Agreement.parse(entry.value),
     keys.ROUND: lambda entry: Round.parse(entry.value, entry.revision),
-    keys.COMMITTED: world_size,
+    keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
     keys.CLOSED: lambda entry: Closed.parse(entry.value),
     keys.DECISIONS: lambda entry: parse_decisions(entry.value),
     keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair(),
@@ -113,8 +108,8 @@ _KEYS: Keys = {
 }
 _FOLDERS: Folders = {
     keys.MEMBERS: (str, lambda host, entry: Member.parse(host, entry.value, entry.created)),
-    keys.STORES: (generation, _store),
-    keys.FAILURES: (generation, lambda number, entry: Failure.parse(number, entry.value)),
+    keys.STORES: (_generation, _store),
+    keys.FAILURES: (_generation, lambda number, entry: Failure.parse(number, entry.value)),
     keys.DONE: (generation_and_host, lambda *_: True),
     keys.QUARANTINES: (str, lambda _, entry: Quarantine.parse(entry.value)),
 }
