@@ -21,7 +21,7 @@ from .root.root import Root
 from .run import keys
 from .run.commit import report_held
 from .run.leased import LeasedKeys
-from .run.mirror import Mirror
+from .run.mirror import Mirror, host_name
 from .run.observation import Observation
 from .run.records import Agreement, Introduction
 from .run.rounds import Round
@@ -99,13 +99,14 @@ class Coordinator:
         self._reported: dict[str, Any] | None = None
         self._reported_revision: int | None = None
         self._loaded = False
+        self._known: set[str] = set()
         self._mirror = Mirror(
             {
                 keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host"),
                 keys.PERSIST: lambda entry: entry,
             },
             {
-                keys.HOSTS: (str, lambda _, entry: Introduction.parse(entry.value)),
+                keys.HOSTS: (host_name, lambda _, entry: Introduction.parse(entry.value)),
                 keys.EQUAL: (str, lambda name, entry: EqualLeaves.parse(keys.EQUAL(name), entry.value)),
                 keys.RECOVERED: (str, lambda name, entry: view.recoveries.see(keys.RECOVERED(name), entry.value)),
             },
@@ -163,14 +164,16 @@ class Coordinator:
 
     async def _follow(self, etcd: Etcd) -> None:
         """Follow what concerns every host."""
-        # What vanished while this did not run counts as gone as well.
-        gone: dict[str, Entry | None] = dict.fromkeys(self._mirror.revisions)
+        # What vanished while this did not run, or when it failed, counts as gone as well.
+        gone: dict[str, Entry | None] = dict.fromkeys(self._known)
         async with aclosing(etcd.changes(self._prefix, before=keys.TO_ROOT)) as states:
             async for changed in states:
                 changes = {**gone, **{key.removeprefix(self._prefix): entry for key, entry in changed.items()}}
                 gone = {}
+                self._known |= changes.keys()
                 self._mirror.apply(changes)
                 self._see(changes)
+                self._known -= {key for key, entry in changes.items() if entry is None}
 
     def _see(self, changes: Mapping[str, Entry | None]) -> None:
         """Show what has changed; the tasks for rounds and commits take theirs from the mirror."""
@@ -221,7 +224,7 @@ class Coordinator:
                 await self._on_agreement(job)
                 if round_ is not None and (self._view.round is None or self._view.round.revision != round_.revision):
                     await self._on_round(round_)
-                    self._note_done()
+                self._note_done()
 
     async def _commits(self) -> None:
         """Show what is committed, once what must be persisted is copied."""

@@ -601,7 +601,7 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "rdzv/round": {"generation": 4, "members": seats, "restore": {"generation": 3, "step": 10}},
         "ckpt/watermark": {"generation": 3, "step": 10},
-        "ckpt/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
+        "to-root/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
     }
     for host in draw(st.sets(st.sampled_from("abcde"))):
         values[f"rdzv/members/{host}"] = member_value("s", draw(st.sampled_from([0, 5])))
@@ -669,7 +669,7 @@ def test_deciding_ends_and_keeps_its_promises(values: dict[str, Any], policy: Ro
     assert {failure.generation for failure in after.history} >= set(after.failures)
     for action in done:
         if isinstance(action, FallBack):
-            assert list(action.pair) in values["ckpt/persisted"]["pairs"]
+            assert list(action.pair) in values["to-root/persisted"]["pairs"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -692,7 +692,7 @@ def test_what_is_malformed_counts_as_nothing_and_is_named() -> None:
         "rdzv/quarantine/a": {"until_unix_s": "soon"},
         "rdzv/members/a": {"ready": -1},
         "to-root/held/a": {"held": 3},
-        "ckpt/persisted": {"pairs": [[1]]},
+        "to-root/persisted": {"pairs": [[1]]},
         "to-root/observations/a": {"observations": [{"kind": "gpu"}]},
         "root/failures": {"failures": [3]},
         "root/decisions": {},

@@ -261,6 +261,18 @@ def test_follow_gets_over_a_compaction(server: EtcdProcess, prefix: str, monkeyp
     with_etcd(EtcdConfig(endpoints=(server.endpoint,)), scenario)
 
 
+def test_more_than_grpc_takes_at_once_is_read(etcd_config: EtcdConfig, prefix: str) -> None:
+    """Its own limit is 4 MiB; the keys of a thousand hosts are more."""
+
+    async def scenario(etcd: Etcd) -> None:
+        for name in "abcdef":
+            await etcd.put(prefix + name, {"text": name * (1 << 20)})
+        async with aclosing(etcd.changes(prefix)) as changes:
+            assert len(await anext(changes)) == 6
+
+    with_etcd(etcd_config, scenario)
+
+
 def test_changes_are_what_differs_also_after_a_lost_watch(
     etcd_config: EtcdConfig, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,7 +261,7 @@ def test_lost_memory_falls_back_to_the_persistent_tier(hosts: Hosts) -> None:
     """Case 2: both hosts of a placement group are lost, so everybody goes back to what was published."""
     trainers = hosts.run("abcd")
     hosts.commit(trainers, [1, 2])
-    put(hosts, "ckpt/persisted", {"pairs": [[1, 1]]})
+    put(hosts, "to-root/persisted", {"pairs": [[1, 1]]})
     for name in "cd":
         hosts[name].close()
     hosts.run("abef", generation=2)

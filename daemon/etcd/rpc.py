@@ -44,6 +44,8 @@ _REFUSED_DETAILS = ("authentication", "permission denied", "user name is empty",
 _STALE_TOKEN = ("invalid auth token", "auth store is old")
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
+    # A mirror is loaded in one answer, which is longer than gRPC's own limit of 4 MiB where there are many hosts.
+    ("grpc.max_receive_message_length", -1),
     # gRPC's own defaults wait up to two minutes before they look at a restarted server again.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),

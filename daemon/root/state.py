@@ -12,7 +12,7 @@ from ..etcd.client import Entry
 from ..run import keys
 from ..run.commit import Agreed, Missed, Tally, parse_held
 from ..run.hang import ALIVE
-from ..run.mirror import Folders, Keys, Mirror
+from ..run.mirror import Folders, Keys, Mirror, host_name
 from ..run.observation import parse_observations
 from ..run.records import Failure
 from ..run.rounds import Round
@@ -61,9 +61,8 @@ class RootState:
                 raise DaemonError(cause)
         for key, entry in changes.items():
             if key.startswith(keys.HELD()):
-                host = key.removeprefix(keys.HELD())
-                self._count(host)
-                self._compare(host, entry)
+                self._count(name := key.removeprefix(keys.HELD()))
+                self._compare(name, entry)
         before_spares = self._spares
         self._find_spares()
         if keys.ROUND in changes or self._spares != before_spares:
@@ -193,8 +192,8 @@ _KEYS: Keys = {
     keys.REQUESTS: lambda entry: parse_requests(entry.value),
 }
 _FOLDERS: Folders = {
-    keys.HOSTS: (str, lambda _, entry: entry.value),
-    keys.HELD: (str, lambda _, entry: parse_held(entry.value)),
-    keys.MISSED: (str, lambda _, entry: Missed.parse(entry.value)),
-    keys.OBSERVATIONS: (str, lambda _, entry: parse_observations(entry.value)),
+    keys.HOSTS: (host_name, lambda _, entry: entry.value),
+    keys.HELD: (host_name, lambda _, entry: parse_held(entry.value)),
+    keys.MISSED: (host_name, lambda _, entry: Missed.parse(entry.value)),
+    keys.OBSERVATIONS: (host_name, lambda _, entry: parse_observations(entry.value)),
 }

@@ -41,8 +41,6 @@ EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
 WATERMARK = "ckpt/watermark"  # root: the newest committed pair
 NEXT = "ckpt/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
 PERSIST = "ckpt/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
-PERSISTED = "ckpt/persisted"  # root: the published pairs (`parse_published`)
-ANSWERS = Folder("ckpt/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
 
 INJECTION = "inject/"  # faults on purpose
 ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
@@ -53,6 +51,8 @@ TO_ROOT = "to-root/"  # only the root follows these; they are sorted after all o
 HELD = Folder("to-root/held")  # by host, its daemon: replicas (`parse_held`) and their digests (`parse_claims`)
 MISSED = Folder("to-root/missed")  # by host, leased, its daemon: `Missed`
 OBSERVATIONS = Folder("to-root/observations")  # by host, leased, its daemon: what is wrong there
+PERSISTED = "to-root/persisted"  # root: the published pairs (`parse_published`)
+ANSWERS = Folder("to-root/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
 
 
 def prefix(run_id: str) -> str:

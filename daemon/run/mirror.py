@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
@@ -38,25 +39,29 @@ class Mirror:
         self.folders: dict[str, dict[Any, Any]] = {folder: {} for folder in self._parsers}
         self.revisions: dict[str, int] = {}
         self.ignored: dict[str, str] = {}
+        self._told: dict[str, str] = {}
 
     def apply(self, changes: Mapping[str, Entry | None]) -> Self:
         """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more."""
         for key, entry in changes.items():
-            known = self.ignored.pop(key, None)
+            self.ignored.pop(key, None)
             self.revisions.pop(key, None)
-            if entry is not None:
+            if entry is None:
+                self._told.pop(key, None)
+            else:
                 self.revisions[key] = entry.revision
             try:
                 self._see(key, entry)
             except (ValueError, DaemonError) as error:
                 if entry is not None:
-                    self.ignore(key, error, known)
+                    self.ignore(key, error)
         return self
 
-    def ignore(self, key: str, error: Exception, known: str | None = None) -> None:
-        """Note that `key` counts as nothing, and log it unless that is `known`."""
+    def ignore(self, key: str, error: Exception) -> None:
+        """Note that `key` counts as nothing; log each cause once."""
         self.ignored[key] = str(error)
-        if str(error) != known:
+        if self._told.get(key) != str(error):
+            self._told[key] = str(error)
             log.error("%s counts as nothing: %s", key, error)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -64,24 +69,39 @@ class Mirror:
         return self._values.get(key, default)
 
     def _see(self, key: str, entry: Entry | None) -> None:
-        if (parse := self._keys.get(key)) is not None:
-            self._values.pop(key, None)
-            if entry is not None:
-                self._values[key] = parse(entry)
-            return
         folder, *names = keys.split(key)
-        if names and folder in self._parsers:
-            parse_name, parse_value = self._parsers[folder]
+        if key in self._keys:
+            self._hold(self._values, key, entry, self._keys[key])
+        elif names and folder in self._parsers:
+            parse_name, parse = self._parsers[folder]
             name = parse_name("/".join(names))
-            self.folders[folder].pop(name, None)
-            if entry is not None:
-                self.folders[folder][name] = parse_value(name, entry)
+            self._hold(self.folders[folder], name, entry, partial(parse, name))
+
+    @staticmethod
+    def _hold(values: dict[Any, Any], name: Any, entry: Entry | None, parse: Callable[[Entry], Any]) -> None:
+        """Let `values` have what an entry says; nothing if it is damaged, and as before if its parser fails."""
+        try:
+            value = None if entry is None else parse(entry)
+        except (ValueError, DaemonError):
+            values.pop(name, None)
+            raise
+        if entry is None:
+            values.pop(name, None)
+        else:
+            values[name] = value
+
+
+def host_name(name: str) -> str:
+    """Return the host in the name of a key; ValueError when it is none."""
+    if not name or "/" in name:
+        raise ValueError(f"{name[:80]!r} is not the name of a host")
+    return name
 
 
 def generation_and_host(name: str) -> tuple[int, str]:
     """Return both from the name of a key."""
-    number, _, host = name.partition("/")
-    return _generation(number), host
+    number, _, rest = name.partition("/")
+    return _generation(number), host_name(rest)
 
 
 def _generation(name: str) -> int:
@@ -107,9 +127,9 @@ _KEYS: Keys = {
     keys.NEXT: lambda entry: Fields(entry.value, keys.NEXT).pair(),
 }
 _FOLDERS: Folders = {
-    keys.MEMBERS: (str, lambda host, entry: Member.parse(host, entry.value, entry.created)),
+    keys.MEMBERS: (host_name, lambda name, entry: Member.parse(name, entry.value, entry.created)),
     keys.STORES: (_generation, _store),
     keys.FAILURES: (_generation, lambda number, entry: Failure.parse(number, entry.value)),
     keys.DONE: (generation_and_host, lambda *_: True),
-    keys.QUARANTINES: (str, lambda _, entry: Quarantine.parse(entry.value)),
+    keys.QUARANTINES: (host_name, lambda _, entry: Quarantine.parse(entry.value)),
 }
