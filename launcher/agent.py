@@ -400,7 +400,7 @@ class ResilientAgent(LocalElasticAgent):
         except CheckpointError as error:
             log.warning("%s; cannot recover from memory: %s", cause, error)
             return False
-        if self._refuses(status, cause):
+        if self._refuses(status, cause, exited):
             return False
         left = self._remaining_restarts
         if not status["attached"]:
@@ -420,12 +420,14 @@ class ResilientAgent(LocalElasticAgent):
             log.error("%s%s: no restart cures this", cause, self._verdict)
         return self._decision
 
-    def _refuses(self, status: Mapping[str, Any], cause: str) -> bool:
+    def _refuses(self, status: Mapping[str, Any], cause: str, exited: tuple[int, int] | None = None) -> bool:
         """Tell whether a worker of this host failed as no restart cures, and allow none."""
-        if status.get("refused") is None and not self._is_final:
+        # A script that a signal ended has caught what was refused, or its own error file says so.
+        refused = None if exited is not None and _by_signal(exited[1]) else status.get("refused")
+        if refused is None and not self._is_final:
             return False
         self._decided_generation, self._decision = self._rdzv.generation, False
-        self._verdict = "; no restart cures this" + ("" if self._told else f": {status['refused']}")
+        self._verdict = "; no restart cures this" + ("" if self._told else f": {refused}")
         self._remaining_restarts = 0
         if not self._told:  # else it is shown at the end
             log.error("%s%s", cause, self._verdict)
@@ -437,8 +439,7 @@ class ResilientAgent(LocalElasticAgent):
         It does where it has failed before anything is committed, or as a worker did before, after the same step. One
         that a signal killed, or that exited because another host is gone, is no failure of the script.
         """
-        # A shell tells of a signal by 128 and its number.
-        if exited is None or exited[1] < 0 or exited[1] - 128 in signal.valid_signals():
+        if exited is None or _by_signal(exited[1]):
             return None
         way = _way(status, *exited)
         if status["watermark"] is None:
@@ -490,6 +491,11 @@ class ResilientAgent(LocalElasticAgent):
             self._link.request("settle", timeout_s=_SETTLE_S, **how_long)
         except CheckpointError as error:
             log.warning("could not wait for the last commit: %s", error)
+
+
+def _by_signal(exitcode: int) -> bool:
+    """Tell whether a signal ended a worker; a shell tells of one by 128 and its number."""
+    return exitcode < 0 or exitcode - 128 in signal.valid_signals()
 
 
 def _close(

@@ -26,7 +26,7 @@ try:
     print(json.dumps({"rank": rank, "start": start}), flush=True)
     while generation == 1 and rank == 1 and not os.path.exists(begin):
         time.sleep(0.01)
-    for step in range(start, 8):
+    for step in range(start, 500 if mode == "later" else 8):
         if (mode, rank) == ("early", 1):
             raise KeyError("column")
         if step == 4 and mode == "poison":
@@ -42,15 +42,16 @@ try:
         if mode == "value" and step == 4:
             checkpointer.values["note"] = object()
         checkpointer.step({"zero": step, "same": 1, "back": 8 - step}.get(mode, step + 1))
-        if mode == "caught" and step == 4 and generation == 1:
+        if mode in ("killed", "later") and step == 4 and generation == 1:
             try:
                 checkpointer.step(0)
             except ValueError:
-                pass
-        while mode == "caught" and step == 5 and checkpointer.watermark is None:  # else there is nothing to go back to
-            time.sleep(0.01)
-        if mode == "caught" and step == 5 and generation == 1 and rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+                while mode == "killed" and rank == 0:
+                    if checkpointer.watermark is not None:  # else there is nothing to go back to
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(0.01)
+        if (mode, generation, rank) == ("later", 1, 0) and (checkpointer.watermark or (0, 0))[1] > 5:
+            sys.exit(3)
         if mode in ("poison", "exit", "value", "creep"):  # else a step may be passed over
             checkpointer.wait()
             while (checkpointer.watermark or (0, 0))[1] <= step:
@@ -125,8 +126,10 @@ def test_same_failure_a_step_further_each_time_ends_the_run(cluster: Cluster, et
     assert "training failed 5 times at steps 1 to 5 in the same way, so no restart cures this" in hosts[0].output
 
 
-def test_mistake_that_the_script_has_caught_ends_nothing(cluster: Cluster, etcd_endpoint: str) -> None:
-    (host,) = launch(cluster, etcd_endpoint, "a", "caught", size=1)
+@pytest.mark.parametrize("mode", ["killed", "later"])
+def test_mistake_that_the_script_has_caught_ends_nothing(cluster: Cluster, etcd_endpoint: str, mode: str) -> None:
+    """A signal ends the worker before it has shown by another step that it goes on, or it exits some steps later."""
+    (host,) = launch(cluster, etcd_endpoint, "a", mode, size=1)
     assert host.wait() == 0, host.output
     assert recovered(host) == 1
 
