@@ -757,7 +757,7 @@ def test_launcher_of_a_run_that_is_gone_changes_nothing_of_the_next_one(
         assert running.leave()
         launchers.make("c", (2, 2))
         other = launchers.join("c")["c"]
-        wait_until(lambda: launchers.handlers["c"].view.members.keys() == {"c"})
+        wait_until(lambda: [member.ready for member in launchers.handlers["c"].view.members.values()] == [1])
         before = launchers.keys()
         proxy.mend()
         wait_until(lambda: "c" in standby.view.members)
