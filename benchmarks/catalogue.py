@@ -220,9 +220,23 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
-        script="benchmarks/megatron_stall.py",
-        depends=(*JOB, "benchmarks/capture_stall.py", "examples/with_megatron.py"),
-        results=(Result(name="megatron-stall", minutes=3, needs=("megatron-core",)),),
+        script="benchmarks/engine_costs.py",
+        depends=(
+            *JOB,
+            "benchmarks/capture_stall.py",
+            "benchmarks/engine_worker.py",
+            "benchmarks/recovery_time.py",
+            "examples/with_megatron.py",
+        ),
+        results=(
+            Result(
+                name="engine-costs-zero3",
+                arguments=f"--engine zero3 --lm {LM}",
+                minutes=8,
+                needs=("deepspeed", LM),
+            ),
+            Result(name="engine-costs-megatron", arguments="--engine megatron", minutes=6, needs=("megatron.core",)),
+        ),
     ),
     Benchmark(
         script="benchmarks/interleaving.py",

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +32,17 @@ from jobs import RESILIENT_RUN, SHARED_MEMORY, TORCHRUN, host, job
 from report import Summary, parser, table, write_json
 
 
-def recoveries(process: subprocess.Popen[str], *, kills: int, kill_after: int) -> list[dict[str, float]]:
-    """Kill rank 1 `kills` times, `kill_after` steps into its life, and return what each recovery took and lost."""
+def recoveries(lines: Iterable[str], *, kills: int, kill_after: int) -> list[dict[str, float]]:
+    """Kill rank 1 `kills` times, `kill_after` steps into its life, and return what each recovery took and lost.
+
+    Args:
+        lines: What the job's workers print, as it comes.
+        kills: How often.
+        kill_after: Steps of a life.
+    """
     lives: dict[int, list[list[dict[str, Any]]]] = {0: [], 1: []}  # rank → the lines of each of its processes
     kills_s: list[float] = []
-    assert process.stdout is not None
-    for line in map(json.loads, filter(lambda text: text.startswith('{"rank"'), process.stdout)):
+    for line in map(json.loads, filter(lambda text: text.startswith('{"rank"'), lines)):
         own = lives[line["rank"]]
         if not own or own[-1][-1]["pid"] != line["pid"]:
             own.append([])
@@ -93,7 +98,8 @@ def measure(contender: Contender, *, kills: int, kill_after: int, state: list[st
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(kills)]
     try:
         with host() as env, job([*contender.launcher, *flags, *script, *options], env) as process:
-            return recoveries(process, kills=kills, kill_after=kill_after)
+            assert process.stdout is not None
+            return recoveries(process.stdout, kills=kills, kill_after=kill_after)
     finally:
         shutil.rmtree(directory)
 
