@@ -235,7 +235,7 @@ BENCHMARKS: Final = (
                 minutes=8,
                 needs=("deepspeed", LM),
             ),
-            Result(name="engine-costs-megatron", arguments="--engine megatron", minutes=6, needs=("megatron.core",)),
+            Result(name="engine-costs-megatron", arguments="--engine megatron", minutes=6, needs=("megatron",)),
         ),
     ),
     Benchmark(

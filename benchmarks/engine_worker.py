@@ -118,6 +118,10 @@ class Megatron:
     def load(self, folder: Path) -> None:
         from megatron.core import dist_checkpointing
 
+        inner = self._optimizer.chained_optimizers[0].optimizer
+        for master in (each for group in inner.param_groups for each in group["params"]):
+            zeros = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+            inner.state[master] = {"step": torch.tensor(0.0), **zeros}  # without them, Megatron has no place to load
         loaded = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
         self._model.module.load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])

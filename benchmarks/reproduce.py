@@ -91,7 +91,7 @@ def lacking(benchmark: Benchmark, result: Result) -> Iterator[str]:
     if rivals := [need for need in result.needs if "/" in need and not (ROOT / need).exists()]:
         yield f"{', '.join(rivals)}: make them in the root of the repository, as benchmarks/peers/README.md says"
     if packages := [need for need in result.needs if "/" not in need and importlib.util.find_spec(need) is None]:
-        yield f"{', '.join(packages)}: pip install -c constraints.txt -e '.[zoo]'"
+        yield f"{', '.join(packages)}: pip install -c constraints.txt -e '.[engines,zoo]'"
 
 
 def outdated(path: Path) -> Iterator[str]:

@@ -63,10 +63,11 @@ def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path,
     undisturbed = sorted(re.findall(ends, reference.stdout))
     assert len(undisturbed) == int(ranks)
     draw = random.Random(way)
-    kills = [
+    twice, *others = [
         (where, draw.randrange(first, first + 3), draw.randrange(int(ranks)))
         for where, first in (("train", 2), ("evaluate", 6), ("after", 10))
     ]
+    kills = [twice, twice, *others]  # the second in the step that is done again
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     host = cluster.host("solo")
     host.launch(
@@ -75,7 +76,7 @@ def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path,
     assert host.wait(120) == 0, host.output
     assert len(list(tmp_path.glob("struck*"))) == len(kills), "a moment did not come"
     restored = [int(line) for line in (tmp_path / "restored0").read_text().split()]
-    assert len(restored) == 1 + len(kills)
+    assert len(restored) >= len(kills)  # of two in a row, the second may come before rank 0 has restored
     assert min(restored[1:]) > 0, "it began at the beginning"
     assert sorted(re.findall(ends, host.output)) == undisturbed
     assert "RuntimeWarning" not in host.output
