@@ -3,8 +3,8 @@
 Two Gloo ranks, one thread each, train a stack of linear layers in bf16; each keeps its shards of weights, fp32 weights
 and moments. Contenders, each in jobs of its own: resilient-run; torchrun with the engine's own checkpoint
 (`save_checkpoint()`, `dist_checkpointing.save()`) into tmpfs; for ZeRO 3, with `--lm PYTHON` (the interpreter of an
-environment that has it, see peers/README.md), torchrun with lm-resiliency's adapter for DeepSpeed. That for Megatron
-needs a newer megatron-core than the one of the extra `engines`.
+environment that has it, see peers/README.md), torchrun with lm-resiliency's adapter for DeepSpeed, but for recoveries.
+That for Megatron needs a newer megatron-core than the one of the extra `engines`.
 
 - Stall: what the training thread waits for a checkpoint, beside a plain memcpy of this rank's state into a warm tmpfs
   mapping, on both ranks at once; ratios are to the median of what the jobs of all contenders but lm-resiliency
@@ -78,9 +78,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--engine", choices=NAMES, required=True)
     options.add_argument("--mb", type=int, default=128, help="state of each rank, MiB")
-    options.add_argument(
-        "--rounds", type=int, default=5, help="rounds of each contender, of four steps without and four with"
-    )
+    options.add_argument("--rounds", type=int, default=5, help="rounds of each contender, of 4 steps")
     options.add_argument("--kills", type=int, default=5, help="kills of each contender")
     options.add_argument("--kill-after", type=int, default=10, help="steps of each life before its kill")
     options.add_argument("--lm", metavar="PYTHON", help="with lm-resiliency and DeepSpeed, see peers/README.md")
@@ -100,7 +98,7 @@ def main() -> None:
         cost[name]["of_memcpy"] = Summary.of(one["stall_s"] / memcpy.median for one in rounds)
         cost[name]["skipped"] = sum(one["skipped"] for one in rounds)
     seconds, lost = {}, {}
-    for name in (OURS, PRELOADED, *rivals) if args.kills else ():
+    for name in (OURS, PRELOADED, OWN):
         with running("train", args, name, (args.kills + 1) * args.kill_after) as lines:
             survived = recoveries(lines, kills=args.kills, kill_after=args.kill_after)
         seconds[name] = Summary.of(recovery["seconds"] for recovery in survived)
