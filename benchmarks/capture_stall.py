@@ -22,10 +22,8 @@ is registered; `closure`, where the optimizer runs forward and backward itself; 
 """
 
 import argparse
-import ctypes
 import itertools
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -43,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import RESILIENT_RUN, SHARED_MEMORY, TORCHRUN, host, job
+from memcpy import memcpy_seconds
 from report import Summary, parser, table, write_json
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -249,29 +248,6 @@ class LmResiliency:
 
     def finish(self) -> float | None:
         return self._done_s
-
-
-def memcpy_seconds(sources: list[torch.Tensor], directory: Path, repetitions: int = 5) -> list[float]:
-    """Return seconds to copy all tensors into a mapped tmpfs file whose pages exist, on all ranks at once."""
-    copy = ctypes.CDLL(None).memmove
-    copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
-    path = directory / f"floor{dist.get_rank()}"
-    seconds = []
-    with path.open("w+b") as file:
-        file.truncate(sum(source.nbytes for source in sources))
-        with mmap.mmap(file.fileno(), 0) as mapping:
-            view = ctypes.c_char.from_buffer(mapping)
-            start = ctypes.addressof(view)
-            for _ in range(repetitions + 1):
-                dist.barrier()
-                target, started_s = start, time.monotonic()
-                for source in sources:
-                    copy(target, source.data_ptr(), source.nbytes)
-                    target += source.nbytes
-                seconds.append(time.monotonic() - started_s)
-            del view
-    path.unlink()
-    return seconds[1:]  # the first pass allocates the pages
 
 
 def train_round(loop: Loop, saver: Saver | None, first_step: int) -> dict[str, float] | None:

@@ -178,7 +178,7 @@ BENCHMARKS: Final = (
     # What checkpoints cost.
     Benchmark(
         script="benchmarks/step_cost.py",
-        depends=(*JOB, "benchmarks/capture_stall.py"),
+        depends=(*JOB, "benchmarks/capture_stall.py", "benchmarks/memcpy.py"),
         results=(
             Result(name="step-cost", minutes=2),
             Result(name="step-cost-4000", arguments="--tensors 4000 --mb 64", minutes=15),
@@ -186,7 +186,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/capture_stall.py",
-        depends=JOB,
+        depends=(*JOB, "benchmarks/memcpy.py"),
         results=(
             Result(
                 name="capture-stall",
@@ -223,19 +223,24 @@ BENCHMARKS: Final = (
         script="benchmarks/engine_costs.py",
         depends=(
             *JOB,
-            "benchmarks/capture_stall.py",
             "benchmarks/engine_worker.py",
+            "benchmarks/memcpy.py",
             "benchmarks/recovery_time.py",
             "examples/with_megatron.py",
         ),
         results=(
             Result(
                 name="engine-costs-zero3",
-                arguments=f"--engine zero3 --lm {LM}",
-                minutes=8,
+                arguments=f"--engine zero3 --lm {LM} --rounds 3 --kill-after 8",
+                minutes=4,
                 needs=("deepspeed", LM),
             ),
-            Result(name="engine-costs-megatron", arguments="--engine megatron", minutes=6, needs=("megatron",)),
+            Result(
+                name="engine-costs-megatron",
+                arguments="--engine megatron --rounds 3 --kill-after 8",
+                minutes=4,
+                needs=("megatron",),
+            ),
         ),
     ),
     Benchmark(

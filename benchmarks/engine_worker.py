@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from capture_stall import memcpy_seconds
+from memcpy import memcpy_seconds
 from torch import nn
 from workload import emit
 
@@ -76,11 +76,12 @@ class Megatron:
     """Megatron's distributed optimizer."""
 
     def __init__(self, mb: int) -> None:
-        sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
+
+        sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # now: `--rr-preload learn` stops at it
         from with_megatron import on_cpu
 
         dist.init_process_group("gloo")
@@ -312,7 +313,6 @@ def main() -> None:
     args = options.parse_args()
     os.dup2(os.open(args.directory / "lines", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     engine = ENGINES[args.engine](args.mb)
     {"costs": costs, "train": train}[args.measured](engine, args.keeper, args.count, args.directory)
     dist.barrier()

@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from capture_stall import AsyncSave, Loop, PlainSave, launched, memcpy_seconds
+from capture_stall import AsyncSave, Loop, PlainSave, launched
 from jobs import SHARED_MEMORY
+from memcpy import memcpy_seconds
 from report import Summary, parser, table, write_json
 from workload import emit, tensors
 
