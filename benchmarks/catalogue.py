@@ -237,7 +237,7 @@ BENCHMARKS: Final = (
             ),
             Result(
                 name="engine-costs-megatron",
-                arguments="--engine megatron --rounds 3 --kill-after 8",
+                arguments="--engine megatron --rounds 5 --kill-after 8",
                 minutes=4,
                 needs=("megatron",),
             ),
