@@ -20,7 +20,7 @@ from .exact import OwnTensors, load_into, put, put_flags, sharing_kept, without_
 from .fits import check_fits, some
 from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of, whole_state
 from .state import TrainingState, get_rng, set_rng
-from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
+from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, leaf_of, link, raw, shard_spec, unflatten
 from .values import renew
 from .verify import Comparison, Difference
 
@@ -180,25 +180,17 @@ def _differences(
     strict: list[Difference] = []
     lenient: list[Difference] = []
     unshared: list[Difference] = []
-    for name, item in state.objects.items():
-        found = list(comparison.differences(befores[name], afters[name], name))
-        if not found:
-            unshared += comparison.aliases(befores[name], afters[name], name)
-            unshared += comparison.frozen(befores[name], afters[name], name)
-        if _is_strict(item):
-            strict += found or comparison.sharing(befores[name], afters[name], name)
-        else:
-            if not found:
-                unshared += comparison.sharing(befores[name], afters[name], name)
-            strict += [difference for difference in found if not difference.plain]
-            lenient += [difference for difference in found if difference.plain]
+    items = [
+        (name, befores[name], afters[name], _is_strict(item), _is_strict(item)) for name, item in state.objects.items()
+    ]
     before, after = entries(saved["values"]), entries(now["values"])
-    for name, node in before.items():
-        found = list(comparison.differences(node, after[name], f"values.{name}"))
-        strict += found
-        if not found:
-            unshared += comparison.aliases(node, after[name], f"values.{name}")
-            unshared += comparison.sharing(node, after[name], f"values.{name}")
+    items += [(f"values.{name}", node, after[name], True, False) for name, node in before.items()]
+    for path, one, other, is_strict, has_its_tensors in items:
+        found = list(comparison.differences(one, other, path))
+        strict += [each for each in found if is_strict or not each.plain]
+        lenient += [each for each in found if each.plain and not is_strict]
+        for each in [] if found else comparison.identities(one, other, path):
+            (strict if has_its_tensors and not each.plain else unshared).append(each)
     return strict, lenient, unshared
 
 
@@ -318,20 +310,16 @@ class _LeafLoader:
     def _make(self, index: int) -> Any:
         spec, offset = self._manifest.tensors[index], self._manifest.offsets[index]
         data = self._payload[offset : offset + spec.nbytes]
-        if spec.kind == "bytes":
-            return data.numpy().tobytes()
-        if spec.kind == "numpy":
-            array = np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
-            return _laid_out(array, spec.stride or ())
-        dtype = getattr(torch, spec.dtype)
-        stored = (
-            data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
-        )
+        stored = leaf_of(spec, data)
+        if isinstance(stored, bytes):
+            return stored
+        if isinstance(stored, np.ndarray):
+            return _laid_out(stored, spec.stride or ())
         if spec.within is not None:
             made = self._shared(spec, stored, *spec.within)
         else:
             stride = spec.stride or stored.stride()
-            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device)
+            made = torch.empty_strided(spec.shape, stride, dtype=stored.dtype, device=spec.device)
             raw(made).copy_(raw(stored))
         return made if spec.shard is None else self._shard(spec.shard, made)
 
