@@ -89,8 +89,9 @@ class Unsaved:
         kept = FlatTensors(flat)
         hidden = [item for item in hidden if item[0] == _CHANGED or item[2] not in kept]
         every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere(held).items())]
+        optimizers = [each for several in held.values() for each in several] if every else []
         # torch does not count what its fused optimizers write.
-        written = {id(key) for several in held.values() for each in several for key in state_of(each)} if every else ()
+        written = {id(tensor) for each in optimizers for tensor in chain(state_of(each), parameters(each))}
         for kind, path, tensor in every:
             plain = local(tensor)
             if is_strided(plain) and not plain.is_meta:
@@ -98,23 +99,21 @@ class Unsaved:
                 may_last = kind == _BUFFERS or is_frozen
                 digest = self._digest(path, tensor, known.get(path)) if may_last else digest_of(plain)
                 self.digests.setdefault(kind, {})[path] = digest
-        missing, unknown, places = left_out(objects, held, states, kept)
-        for kind, found in ((_OPTIMIZERS, missing | unknown), (_EXTRA, dict(_changed_extra(hooked, states)))):
+        missing, unseen, places = left_out(objects, held, states, kept)
+        for kind, found in ((_OPTIMIZERS, missing), (_EXTRA, dict(_changed_extra(hooked, states)))):
             digests = {path: form for path, item in found.items() if (form := form_of(item)) is not None}
             if digests:
                 self.digests[kind] = digests
         if places:
             self.digests[_PLACES] = places
-        optimizers = [each for several in held.values() for each in several] if hidden else []
-        updated = {id(tensor) for each in optimizers for tensor in parameters(each)}
         dropped = [
             path
             for kind, path, tensor in hidden
-            if kind == _CHANGED or (tensor.requires_grad and id(tensor) in updated)
+            if kind == _CHANGED or (tensor.requires_grad and id(tensor) in written)
         ]
         dropped += filter(None, [order.unkept])
         dropped += [path for path in self.digests.get(_PARAMETERS, {}) if self._changes(_PARAMETERS, path, before)]
-        dropped += self._lost(missing.keys() & self.digests.get(_OPTIMIZERS, {}).keys(), missing, flat)
+        dropped += self._lost(unseen & self.digests.get(_OPTIMIZERS, {}).keys(), missing, flat)
         dropped += self.digests.get(_EXTRA, {})
         self.trained = (
             f"{dropped[0]} is trained, and no registered object's state has it as it is: a recovery compares it, and "
