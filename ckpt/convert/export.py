@@ -21,7 +21,8 @@ from ..errors import SlotError, StateError
 from ..format.manifest import ShardSpec, parse
 from ..format.slot import Slot
 from ..state.held import FSDP1
-from ..state.tree import OPTIONAL_PARTS, leaf_of, same, unflatten
+from ..state.tree import OPTIONAL_PARTS, same, unflatten
+from ..state.verify import leaf_of
 from .pieces import TensorPieces, place
 
 Format = Literal["dcp", "torch"]
@@ -166,7 +167,9 @@ def read(slot: Slot, *, own: bool = False) -> Any:
         spec, offset = manifest.tensors[index], manifest.offsets[index]
         data = whole[offset : offset + spec.nbytes]
         found = leaf_of(spec, data.clone() if own else data)
-        return found if spec.shard is None else _HeldShard(spec=spec.shard, local=found)
+        if spec.shard is None or not isinstance(found, torch.Tensor):
+            return found
+        return _HeldShard(spec=spec.shard, local=found)
 
     tree = unflatten(manifest.tree, leaf)
     if (

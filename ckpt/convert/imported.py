@@ -14,7 +14,8 @@ from ..errors import CheckpointError, RestoreError, SlotError
 from ..format.import_manifest import CHECKSUMS, DATA, INDEX, MANIFEST, MAX_MANIFEST_BYTES, ImportManifest
 from ..format.manifest import TensorSpec, parse
 from ..format.slot import CHUNK_BYTES
-from ..state.tree import entries, leaf_of, shard_spec, unflatten
+from ..state.tree import entries, shard_spec, unflatten
+from ..state.verify import leaf_of
 from .pieces import place
 
 _BLOCK_BYTES: Final = 8 * CHUNK_BYTES

@@ -195,31 +195,18 @@ class _Walk:
             return value
         if id(value) in self._paths:
             return ["at", self._paths[id(value)]]
-        if id(value) in self._managed or not (make := self._maker(kind, value)):
+        if id(value) in self._managed or not _is_kept(kind, value):
             self._remember(path, value, (value, *_elements(value)))
             return _SAME
         self._paths[id(value)], self.objects[path] = path, value
         if kind not in (*_SEQUENCES, *_DICTS) or getattr(value, "default_factory", None) not in _FACTORIES:
             self._remember(path, value, kind)
-        return make(path, value, inside)
-
-    def _maker(self, kind: type, value: Any) -> Any:
         if kind in (*_SEQUENCES, *_DICTS):
-            may = len(value) <= _KEPT_ELEMENTS and (kind in _SEQUENCES or all(map(_is_key, value)))
-            return self._container if may else None
-        if issubclass(kind, (*_SEQUENCES, dict, type, Dataset, DataLoader, Sampler, random.SystemRandom)):
-            return None
-        if issubclass(kind, _GENERATORS):
-            return lambda _path, value, _inside: self._of("generator", _generator_state(value))
-        if not issubclass(kind, nn.Module) and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
-            return lambda _path, value, _inside: self._of("stateful", value.state_dict())
-        if issubclass(kind, nn.Module) or _is_own(kind):
-            return lambda path, value, _inside: ["object", self.attributes(path, value)]
-        return None
-
-    def _of(self, tag: str, state: Any) -> list[Any]:
+            return self._container(path, value, inside)
+        if not issubclass(kind, _GENERATORS) and not _is_stateful(kind):
+            return ["object", self.attributes(path, value)]
         self._live += 1
-        return [tag, state]
+        return ["stateful", value.state_dict()] if _is_stateful(kind) else ["generator", _generator_state(value)]
 
     def _container(self, path: str, value: Any, inside: bool) -> list[Any]:
         nodes = {key: self.node(f"{path}[{key!r}]", each, inside=inside) for key, each in _items(value)}
@@ -255,6 +242,20 @@ class _Walk:
             raise StateError(
                 f"{path} changes in training, and no checkpoint can have it ({type(value).__qualname__}){_REMEDY}"
             )
+
+
+def _is_kept(kind: type, value: Any) -> bool:
+    """Tell whether a checkpoint has what is in a value of this class."""
+    if kind in (*_SEQUENCES, *_DICTS):
+        return len(value) <= _KEPT_ELEMENTS and (kind in _SEQUENCES or all(map(_is_key, value)))
+    if issubclass(kind, (*_SEQUENCES, dict, type, Dataset, DataLoader, Sampler, random.SystemRandom)):
+        return False
+    return issubclass(kind, (*_GENERATORS, nn.Module)) or _is_stateful(kind) or _is_own(kind)
+
+
+def _is_stateful(kind: type) -> bool:
+    is_other = not issubclass(kind, (*_GENERATORS, nn.Module))
+    return is_other and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
 
 def _is_one(before: Any, now: Any) -> bool:

@@ -41,23 +41,21 @@ class FlatTensors:
 
 def left_out(
     objects: dict[str, Any], held: dict[str, list[Optimizer]], states: dict[str, Any], kept: FlatTensors
-) -> tuple[dict[str, Any], set[str], dict[str, str]]:
-    """Return what optimizers have and no object's state has by reference, as SAM leaves out its base's.
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return what optimizers have and no object's state shows as it is, as SAM leaves out its base's.
 
     A registered optimizer of torch without hooks shows all. A scheduler holds an optimizer, too, and is not meant to
-    keep it: of objects that hold some only those count that keep one, or a tensor that it trains or has. Of options
-    only those count that a state shows beside the optimizer's own: an object that shows copies, or nothing, says itself
-    which it keeps.
+    keep it: of objects that hold some only those count that keep one, or a tensor that it trains or has.
 
     Returns:
-        What is left out, by path; the paths of that which no state in torch's form shows in its place; and of
-        optimizers in another form what they have states for.
+        What is left out, by path; plain values of which nobody knows, because the state has a form of its own; and
+        of optimizers in such a form what they have states for.
     """
     registered = {name: item for name, item in objects.items() if isinstance(item, Optimizer)}
     plain = {id(item) for item in registered.values() if not has_hooks(item)}
     inside = {id(optimizer) for name in registered for optimizer in held[name]}
     found: dict[str, Any] = {}
-    hidden: set[str] = set()
+    unknown: dict[str, Any] = {}
     places: dict[str, str] = {}
     for name, several in held.items():
         skipped = plain if name in registered else inside
@@ -66,52 +64,55 @@ def left_out(
         keeps = given or name in registered or has_groups(states[name])
         if not due or not (keeps or _shows_any(states[name], [optimizer for _, optimizer in due])):
             continue
+        parts = {place: list(_parts(optimizer)) for place, optimizer in due}
+        own = {place: [state for state in given if _shows_one(state, parts[place])] for place, _ in due}
+        others = [state for state in given if not any(state is each for several in own.values() for each in several)]
         for place, optimizer in due:
-            parts = list(_parts(optimizer))
-            own = [state for state in given if _shows_one(state, parts)]
-            kinds = ("state", "param_groups") if own or has_hooks(optimizer) else ("state",)
-            due_parts = (each for each in parts if each[0][0] in kinds and not _is_in(each, own))
-            for way, item in chain.from_iterable(_leaves(part, way) for way, part in due_parts):
-                shown = [_at(state, way) for state in given]
-                if item in kept:
-                    if all(each is NOTHING for each in shown):
-                        places[_place(name, optimizer, place)] = _places(parts)
-                elif not any(is_shown(item, _at(state, way)) for state in own):
-                    path = _path(name, optimizer, place, way)
-                    found[path] = item
-                    if isinstance(item, torch.Tensor) or (given and not any(is_shown(item, each) for each in shown)):
-                        hidden.add(path)
-    return found, hidden, places
+            shown = own[place]
+            options = bool(shown) or has_hooks(optimizer)
+            missing, is_flat = _missing(parts[place], shown or others or given, kept, options=options)
+            for way, item in missing:
+                is_lost = bool(given) or isinstance(item, torch.Tensor)
+                (found if is_lost else unknown)[_path(name, optimizer, place, way)] = item
+            if is_flat:
+                places[_place(name, optimizer, place)] = _places(parts[place])
+    return found, unknown, places
 
 
-def live_parts(held: dict[str, list[Optimizer]]) -> dict[str, Any]:
-    """Return what optimizers have now, by the paths of `left_out`, whether a state shows it or not."""
-    return {
-        _path(name, optimizer, place, item_way): item
-        for name, several in held.items()
-        for place, optimizer in enumerate(several)
-        for way, part in _parts(optimizer)
-        for item_way, item in _leaves(part, way)
-    }
+def _missing(
+    parts: list[tuple[_Way, Any]], given: list[Mapping[str, Any]], kept: FlatTensors, *, options: bool
+) -> tuple[list[tuple[_Way, Any]], bool]:
+    """Return what of an optimizer no state shows as it is, and whether some of it is shown in a form of its own.
 
-
-def places_of(held: dict[str, list[Optimizer]]) -> dict[str, str]:
-    """Return what optimizers have states for now, as the last part of what `left_out` returns."""
-    return {
-        _place(name, optimizer, place): _places(list(_parts(optimizer)))
-        for name, several in held.items()
-        for place, optimizer in enumerate(several)
-    }
-
-
-def _is_in(part: tuple[_Way, Any], states: list[Mapping[str, Any]]) -> bool:
-    way, item = part
-    return any(_at(state, way) is item for state in states)
+    Args:
+        parts: What the optimizer has.
+        given: States of torch's form that may be its own: the one that shows most is.
+        kept: Of the whole state.
+        options: Whether its options count. An object that shows copies, or nothing, says itself which it keeps.
+    """
+    best: tuple[list[tuple[_Way, Any]], bool] | None = None
+    for state in given or [{}]:
+        missing, is_flat = [], False
+        for way, part in parts:
+            if _at(state, way) is part or (way[0] == "param_groups" and not options):
+                continue
+            for item_way, item in _leaves(part, way):
+                shown = _at(state, item_way)
+                if shown is NOTHING and item in kept:
+                    is_flat = True
+                elif shown is NOTHING or not is_shown(item, shown):
+                    missing.append((item_way, item))
+        if best is None or len(missing) < len(best[0]):
+            best = missing, is_flat
+        if not missing:
+            break
+    assert best is not None
+    return best
 
 
 def _shows_one(state: Mapping[str, Any], parts: list[tuple[_Way, Any]]) -> bool:
     """Tell whether `state` has the very state that an optimizer of these parts has for a parameter."""
-    return any(isinstance(part[1], dict) and _is_in(part, [state]) for part in parts)
+    return any(isinstance(part, dict) and _at(state, way) is part for way, part in parts)
 
 
 def _shows_any(state: Any, optimizers: list[Optimizer]) -> bool:

@@ -177,6 +177,16 @@ def _key(node: Node) -> str:
     return key if isinstance(key, str) else repr(key)
 
 
+def leaf_of(spec: TensorSpec, data: torch.Tensor) -> Leaf:
+    """Return the leaf that has the bytes of `data`, uint8; a tensor or an array is a view of them, contiguous."""
+    if spec.kind == "bytes":
+        return data.numpy().tobytes()
+    if spec.kind == "numpy":
+        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
+    dtype = getattr(torch, spec.dtype)
+    return data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
+
+
 def _bytes(leaf: Leaf) -> torch.Tensor:
     """Return the content of `leaf` as bytes of the CPU, contiguous."""
     if isinstance(leaf, bytes):
