@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 from .. import checkpointer as checkpointers
 from ..checkpointer import Checkpointer
-from ..errors import DaemonError, InjectedFault, SlotError, StateError
+from ..errors import DaemonError, InjectedFault, StateError
 from ..format.manifest import parse
 from ..format.slot import Slot
-from ..state.tree import entries, unflatten
+from ..state.loading import part
+from ..state.tree import entries
 from .position import excuses
 from .remembered import Remembered
 
@@ -224,7 +225,7 @@ class UnaskedCheckpointer(Checkpointer):
         header = slot.header()
         self._check(header)
         values = entries(parse(slot.manifest(), header.payload_bytes).tree)["values"]
-        kept = unflatten(values, _no_leaf).get("auto")
+        kept = part(entries(values), "auto", {str: dict | str})
         if kept is None:
             raise StateError("the checkpoint is not one of --rr-auto: start a new run id, or without --rr-auto")
         if kept["over"] == "end":
@@ -286,10 +287,6 @@ def short(reason: object) -> str:
     """Return what an error says in one line."""
     text = str(reason) if isinstance(reason, str | StateError | ImportError | DaemonError) else repr(reason)
     return " ".join(text.split())
-
-
-def _no_leaf(index: int) -> NoReturn:
-    raise SlotError(f"manifest has leaf {index} among plain values")
 
 
 def _pass(error: StateError) -> None:

@@ -11,6 +11,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -147,13 +149,11 @@ def _is_communication(event: Any) -> bool:
     return bool(name.lower().startswith(_DEVICE_PREFIX) and "kernel" in name.lower())
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Keep the profiler's library from reporting its start on stderr; it reads the variable when first used."""
-
-    def __enter__(self) -> None:
-        self._said = os.environ.get(_LOG_LEVEL)
-        os.environ.setdefault(_LOG_LEVEL, "99")
-
-    def __exit__(self, *exception: object) -> None:
-        if self._said is None:
-            del os.environ[_LOG_LEVEL]
+    said = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "99")
+    yield
+    if said is None:
+        del os.environ[_LOG_LEVEL]
