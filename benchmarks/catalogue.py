@@ -64,7 +64,7 @@ JOB = ("ckpt", "daemon", "launcher", "benchmarks/jobs.py", "benchmarks/workload.
 LAB = ("launcher/lab", "launcher/netlab.py", "benchmarks/lab_job.py")
 # Sums of gradients.
 SUMS = (
-    "comm/baselines",
+    "benchmarks/baselines",
     "comm/errors.py",
     "comm/measure",
     "comm/net",
@@ -314,6 +314,7 @@ BENCHMARKS: Final = (
             *LAB,
             "comm/sparsity.py",
             "benchmarks/delayed_hosts.py",
+            "benchmarks/recording.py",
             "benchmarks/sparse_workload.py",
             "benchmarks/workload.py",
             "benchmarks/zen_worker.py",
@@ -430,7 +431,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/spardl.py",
         root=True,
-        depends=(*SUMS, *LAB, "benchmarks/spardl_worker.py", "benchmarks/workload.py"),
+        depends=(*SUMS, *LAB, "benchmarks/recording.py", "benchmarks/spardl_worker.py", "benchmarks/workload.py"),
         results=(
             Result(
                 name="spardl",
@@ -528,7 +529,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/spardl_convergence.py",
         depends=(
-            "comm/baselines",
+            "benchmarks/baselines",
             "comm/net",
             "comm/spardl",
             "benchmarks/convergence.py",

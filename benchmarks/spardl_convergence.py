@@ -16,18 +16,17 @@ from statistics import mean
 from typing import Any, get_args
 
 import torch
+from baselines import GTopk, OkTopk
 from convergence import plot
 from report import Summary, parser, table, write_json
 from torch import Tensor
 
-from resilient_run.comm.baselines.gtopk import GTopk
-from resilient_run.comm.baselines.ok_topk import OkTopk
-from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.scheme import Dense, Scheme
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.spardl.spardl import Residuals, SparDL
 from resilient_run.comm.spardl.teams import Width, default_gather
+from resilient_run.comm.spardl.topk_a import TopkA
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from byte_model import train

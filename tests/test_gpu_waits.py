@@ -114,10 +114,8 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit": ("onebit", {}),
     "powersgd": ("powersgd", {}),
     "sparse-ps": ("sparse-ps", {}),
-    "strawman": ("strawman", {}),
     "topk": ("topk", {"density": 0.1}),
     "topk-a": ("topk-a", {"density": 0.1}),
-    "topk-dsa": ("topk-dsa", {"density": 0.1}),
     "zen": ("zen", {"route": "parallel", "rows": ()}),
     "zen, rows": ("zen", {"route": "parallel", "rows": (4,)}),
 }
@@ -136,7 +134,6 @@ def test_more_ranks_wait_no_more_often(label: str) -> None:
 # Scheme, its options, and how often a bucket makes the CPU wait.
 BUCKETS: dict[str, tuple[str, dict[str, Any], int]] = {
     "agsparse": ("agsparse", {}, 6),
-    "gtopk": ("gtopk", {"density": 0.1}, 4),
     "omnireduce": ("omnireduce", {}, 10),
     "sparcml": ("sparcml", {}, 10),
     "sparse-ps": ("sparse-ps", {"row": 4}, 10),

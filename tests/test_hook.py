@@ -29,9 +29,9 @@ EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
 LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
 REMEMBERING = (
-    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "gtopk", "int8", "int8+hsdp", "ok-topk", "onebit",
+    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "int8", "int8+hsdp", "onebit",
     "randomk+hosts", "spardl", "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse",
-    "topk-a", "topk-dsa", "zen",
+    "topk-a", "zen",
 )  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from baselines import IndexFree, Strawman, named
 from ranks import run_hosts, run_ranks
 from sparse_gradients import gradients, in_order
 from tiers import nightly_but
 from torch import Tensor
 
+from resilient_run.comm import schemes
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.measure.formulas import RECEIVED_BYTES, Sparsity
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.runtime.bucket import BucketSum
-from resilient_run.comm.schemes import SCHEMES, named
 from resilient_run.comm.sparsity import densities, skewness
 from resilient_run.comm.zen.formats import ALL
-from resilient_run.comm.zen.parallel import IndexFree, Strawman
 from resilient_run.comm.zen.zen import Zen
 
 LOSSLESS = ("agsparse", "dense", "index-free", "omnireduce", "sparcml", "sparse-ps", "zen")
@@ -442,13 +442,12 @@ def test_zen_plans_anew_as_densities_drift() -> None:
         assert "dense" not in routes[4:]
 
 
-def test_unknown_names_are_refused() -> None:
-    def work(transport: Transport) -> None:
-        named("zero", transport)
-
-    with pytest.raises(CommError, match="known are agsparse"):
-        run_ranks(1, work)
-    assert set(LOSSLESS) <= set(SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "told"), [("zero", "known are agsparse"), ("ok-topk", "only of its benchmarks: use 'spardl'")]
+)
+def test_unknown_names_are_refused(name: str, told: str) -> None:
+    with pytest.raises(CommError, match=told):
+        run_ranks(1, lambda transport: schemes.named(name, transport))
 
 
 def test_dgc_sends_the_rest_later() -> None:

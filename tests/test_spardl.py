@@ -11,7 +11,6 @@ from ranks import run_ranks
 from tiers import nightly_but
 from torch import Tensor
 
-from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.net.entries import kept_of
 from resilient_run.comm.net.transport import Transport
@@ -19,6 +18,7 @@ from resilient_run.comm.spardl.cost import choose_teams, log2_rounds, spardl_cos
 from resilient_run.comm.spardl.spardl import SparDL
 from resilient_run.comm.spardl.srs import sending_bags
 from resilient_run.comm.spardl.teams import Teams, Width
+from resilient_run.comm.spardl.topk_a import TopkA
 
 STEPS = 3
 NUMEL = 3001

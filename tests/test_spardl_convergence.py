@@ -6,8 +6,8 @@ import pytest
 import torch
 from byte_model import train
 
-from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.spardl.spardl import SparDL
+from resilient_run.comm.spardl.topk_a import TopkA
 
 
 @pytest.mark.nightly

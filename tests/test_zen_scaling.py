@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from baselines import IndexFree
 from ranks import run_ranks
 from sparse_workload import WORKLOADS
 from torch import Tensor
@@ -11,7 +12,7 @@ from resilient_run.comm import sparsity
 from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.zen.centralized import AGsparse, RecursiveDoubling
-from resilient_run.comm.zen.parallel import IndexFree, push_and_pull
+from resilient_run.comm.zen.parallel import push_and_pull
 from resilient_run.comm.zen.partition import Even
 from resilient_run.comm.zen.sparse import compress
 

@@ -20,7 +20,7 @@ from ..compress.feedback import ErrorFeedback
 from ..errors import CommError
 from ..net.scheme import Scheme
 from ..net.transport import Transport
-from ..schemes import SCHEMES, class_named, named
+from ..schemes import SCHEMES, class_named, named, unknown
 
 Choice = str | Callable[[Transport], Scheme]
 """A name of `schemes.SCHEMES` or else of `compressors.NAMES`, or what makes a scheme for these ranks."""
@@ -61,8 +61,7 @@ def check_choice(choice: Choice, options: Mapping[str, Any]) -> None:
             raise CommError(f"{', '.join(sorted(options))}: give options to what makes the scheme")
         return
     if choice not in SCHEMES and choice not in NAMES:
-        known = ", ".join(sorted({*SCHEMES, *NAMES}))
-        raise CommError(f"there is no scheme and no compressor {choice!r}; known are {known}")
+        raise unknown(choice, {*SCHEMES, *NAMES}, "scheme and no compressor")
     parameters = dict(signature(class_named(choice) if choice in SCHEMES else compressor_named).parameters)
     if choice not in SCHEMES and not hasattr(compressor_named(choice), "density"):
         parameters.clear()

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ..net.entries import Entries, add_to, kept_of, size_bytes, take, top_k
 from ..net.rounds import Rounds
-from ..spardl import bruck
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from . import bruck
+from .sparse_scheme import SparseScheme, Synchronized
 
 
 class TopkA(SparseScheme):

@@ -2,11 +2,22 @@
 
 from torch import Tensor
 
-from ..errors import CommError
-from ..net.entries import Entries, added, copied, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
-from ..net.rounds import Messages, Rounds
-from ..net.transport import Transport
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from resilient_run.comm.errors import CommError
+from resilient_run.comm.net.entries import (
+    Entries,
+    added,
+    copied,
+    kept_of,
+    rounded,
+    settle,
+    size_bytes,
+    take,
+    top_k,
+    write_dense,
+)
+from resilient_run.comm.net.rounds import Messages, Rounds
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
 
 
 class GTopk(SparseScheme):

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..net.entries import Entries, kept_of, size_bytes, take, top_k
-from ..net.rounds import Rounds, all_to_all
-from ..spardl import bruck
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
-from ..spardl.srs import TeamBlocks
+from resilient_run.comm.net.entries import Entries, kept_of, size_bytes, take, top_k
+from resilient_run.comm.net.rounds import Rounds, all_to_all
+from resilient_run.comm.spardl import bruck
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
+from resilient_run.comm.spardl.srs import TeamBlocks
 
 
 class TopkDSA(SparseScheme):

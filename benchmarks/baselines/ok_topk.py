@@ -7,12 +7,23 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import MessageError
-from ..net.entries import Entries, copied, joined, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
-from ..net.rounds import Rounds, all_to_all
-from ..net.transport import Transport
-from ..spardl import bruck
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from resilient_run.comm.errors import MessageError
+from resilient_run.comm.net.entries import (
+    Entries,
+    copied,
+    joined,
+    kept_of,
+    rounded,
+    settle,
+    size_bytes,
+    take,
+    top_k,
+    write_dense,
+)
+from resilient_run.comm.net.rounds import Rounds, all_to_all
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.spardl import bruck
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
 
 _THRESHOLD_PERIOD = 32
 _REGION_PERIOD = 64
