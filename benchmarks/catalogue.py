@@ -636,7 +636,7 @@ BENCHMARKS: Final = (
     # Plans.
     Benchmark(
         script="benchmarks/cupcake_planning.py",
-        depends=(*PLANNED, "comm/cupcake"),
+        depends=(*PLANNED, "benchmarks/baselines", "comm/cupcake"),
         results=(
             Result(
                 name="cupcake-planning",
