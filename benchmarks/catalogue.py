@@ -314,6 +314,7 @@ BENCHMARKS: Final = (
             *LAB,
             "comm/sparsity.py",
             "benchmarks/delayed_hosts.py",
+            "benchmarks/formulas.py",
             "benchmarks/recording.py",
             "benchmarks/sparse_workload.py",
             "benchmarks/workload.py",
@@ -363,6 +364,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/zen_scaling.py",
         depends=(
+            "benchmarks/baselines",
             "comm/measure",
             "comm/ops",
             "comm/sparsity.py",
@@ -394,7 +396,15 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_formats.py",
-        depends=("comm/measure", "comm/net", "comm/ops", "comm/zen", "benchmarks/sparse_workload.py", "tests/ranks.py"),
+        depends=(
+            "benchmarks/baselines",
+            "comm/measure",
+            "comm/net",
+            "comm/ops",
+            "comm/zen",
+            "benchmarks/sparse_workload.py",
+            "tests/ranks.py",
+        ),
         results=(
             Result(
                 name="zen-formats",
@@ -406,7 +416,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_hash.py",
-        depends=("comm/ops", "comm/zen"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
         results=(Result(name="zen-hash", minutes=2, figures=("3.8", "3.16")),),
     ),
     Benchmark(
@@ -517,12 +527,19 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",
-        depends=("comm/ops", "comm/zen"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
         results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
     ),
     Benchmark(
         script="benchmarks/compressor_kernels.py",
-        depends=("comm/compress", "comm/net", "comm/ops", "comm/zen", "benchmarks/comm_ops.py"),
+        depends=(
+            "comm/compress",
+            "comm/net",
+            "comm/ops",
+            "comm/zen",
+            "benchmarks/comm_ops.py",
+            "benchmarks/hash_cpu.py",
+        ),
         results=(Result(name="compressor-kernels", minutes=10, figures=("4.10", "5.2")),),
     ),
     # Convergence.
@@ -886,13 +903,20 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/comm_ops.py",
         gpu=True,
-        depends=("comm/ops", "comm/zen"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
         results=(Result(name="comm-ops-gpu", arguments="--sizes 1000000 --densities 0.01", minutes=1),),
     ),
     Benchmark(
         script="benchmarks/compressor_kernels.py",
         gpu=True,
-        depends=("comm/compress", "comm/net", "comm/ops", "comm/zen", "benchmarks/comm_ops.py"),
+        depends=(
+            "comm/compress",
+            "comm/net",
+            "comm/ops",
+            "comm/zen",
+            "benchmarks/comm_ops.py",
+            "benchmarks/hash_cpu.py",
+        ),
         results=(
             Result(
                 name="compressor-kernels-gpu",

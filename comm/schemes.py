@@ -11,29 +11,29 @@ if TYPE_CHECKING:
     from .net.transport import Transport
 
 SCHEMES: Final[dict[str, str]] = {
-    "agsparse": "resilient_run.comm.zen.centralized:AGsparse",
     "dense": "resilient_run.comm.net.scheme:Dense",
     "dgc": "resilient_run.comm.runtime.dgc:Dgc",
     "fp8": "resilient_run.comm.compress.quantized:Fp8",
     "int8": "resilient_run.comm.compress.quantized:Int8",
-    "omnireduce": "resilient_run.comm.zen.parallel:OmniReduce",
     "powersgd": "resilient_run.comm.compress.powersgd:PowerSGD",
-    "sparcml": "resilient_run.comm.zen.centralized:RecursiveDoubling",
     "spardl": "resilient_run.comm.spardl.spardl:SparDL",
-    "sparse-ps": "resilient_run.comm.zen.parallel:SparsePS",
     "topk-a": "resilient_run.comm.spardl.topk_a:TopkA",
     "zen": "resilient_run.comm.zen.zen:Zen",
 }
 """Name → module and class in it."""
 
 REPLACEMENTS: Final = {
-    "gtopk": "spardl",
-    "index-free": "zen",
-    "ok-topk": "spardl",
-    "strawman": "zen",
-    "topk-dsa": "topk-a",
+    "agsparse": '"zen", route="gather"',
+    "gtopk": '"spardl"',
+    "index-free": '"zen"',
+    "ok-topk": '"spardl"',
+    "omnireduce": '"zen"',
+    "sparcml": '"zen", route="hierarchical"',
+    "sparse-ps": '"zen", route="parallel"',
+    "strawman": '"zen"',
+    "topk-dsa": '"topk-a"',
 }
-"""Schemes that are only compared with, and are no longer in this package → what to use."""
+"""Schemes that are only compared with, and are no longer in this package → what to write."""
 
 
 def named(name: str, transport: "Transport", **options: Any) -> "Scheme":
@@ -66,5 +66,5 @@ def class_named(name: str) -> Any:
 def unknown(name: str, known: Iterable[str], kind: str = "scheme") -> CommError:
     """Return the error that says what to use in place of a name that is not `known`."""
     if name in REPLACEMENTS:
-        return CommError(f"{name!r} is no scheme of this package, only of its benchmarks: use {REPLACEMENTS[name]!r}")
+        return CommError(f"{name!r} is no scheme of this package, only of its benchmarks: use {REPLACEMENTS[name]}")
     return CommError(f"there is no {kind} {name!r}; known are {', '.join(sorted(known))}")

@@ -90,7 +90,7 @@ def test_schemes_that_do_not_sparsify_get_sparse_gradients() -> None:
         for name in ("dense", "spardl"):
             inputs = list(inputs_for(scheme_at(name, transport, 0.1), gradients, 0.1))
             assert all(map(torch.equal, inputs, gradients))
-        first, second = inputs_for(scheme_at("agsparse", transport, 0.1), gradients, 0.1)
+        first, second = inputs_for(scheme_at("zen", transport, 0.1), gradients, 0.1)
         assert torch.equal(first, second)
         assert int(first.count_nonzero()) == 50
 

@@ -11,13 +11,14 @@ pytestmark = pytest.mark.jobs
 
 SCRIPT = str(Path(__file__).parent / "odd_models.py")
 MISTAKES = {
-    "misspelt": "spardl has no option densty; it has density, teams, gather, residuals, alpha_s, beta_s",
+    "misspelt": "spardl has no option densty; it has density, teams, gather, alpha_s, beta_s",
     "of another": "topk has no option k; it has density",
     "a text": "topk: density must be a number, got '0.01'",
     "no integer": "powersgd: rank must be an integer, got 2.5",
     "inner": "zen has no option rowss; it has rows,",
     "no density": "int8 has no option density; it has block, rounding",
     "no scheme": "there is no scheme and no compressor 'zenn'; known are",
+    "no longer": "'ok-topk' is no scheme of this package, only of its benchmarks: use \"spardl\"",
     "neither": "a scheme is a name or what makes one, got 5",
     "bare": "register() takes a model of DistributedDataParallel, got Linear: wrap it first, or use",
     "twice": "this model has a communication hook already",

@@ -56,7 +56,7 @@ EDGES = {
     "comm.net": "comm.ops comm.plan comm.errors",
     "comm.schemes": "comm.net comm.errors",
     "comm.zen": "comm.net comm.ops comm.errors",
-    "comm.spardl": "comm.net comm.errors",
+    "comm.spardl": "comm.net comm.ops comm.errors",
     "comm.compress": "comm.net comm.ops comm.errors",
     "comm.cupcake": "comm.plan",
     "comm.espresso": "comm.cupcake comm.plan comm.errors",

@@ -25,21 +25,20 @@ from resilient_run.comm.zen.zen import Zen
 
 SHAPES = {"weight": (40, 12), "bias": (77,), "table": (300, 8), "half": (64, 9)}
 SCHEMES: dict[str, dict[str, Any]] = {
-    "agsparse": {},
     "dgc": {"density": 0.2},
     "fp16": {},
     "fp8": {"block": 8},
     "int8": {"block": 16, "rounding": "stochastic"},
     "onebit": {},
-    "omnireduce": {},
-    "sparcml": {},
     "spardl": {"density": 0.05},
     "spardl, bruck": {"density": 0.05, "gather": "bruck"},
-    "sparse-ps": {},
     "sampled": {},
     "topk": {"density": 0.05},
     "topk-a": {"density": 0.05},
     "zen": {"profile_steps": 1},
+    "zen, gathered": {"route": "gather"},
+    "zen, doubled": {"route": "hierarchical"},
+    "zen, pushed and pulled": {"route": "parallel"},
 }
 
 

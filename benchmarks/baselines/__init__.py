@@ -10,11 +10,13 @@ from resilient_run.comm.net.transport import Transport
 from .gtopk import GTopk
 from .index_free import IndexFree
 from .ok_topk import OkTopk
+from .rows import AGsparse, OmniReduce, RecursiveDoubling, SparsePS
 from .strawman import Strawman
 from .topk_dsa import TopkDSA
 
 BASELINES: Final[dict[str, Callable[..., Scheme]]] = {
-    each.name: each for each in (GTopk, IndexFree, OkTopk, Strawman, TopkDSA)
+    each.name: each
+    for each in (AGsparse, GTopk, IndexFree, OkTopk, OmniReduce, RecursiveDoubling, SparsePS, Strawman, TopkDSA)
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..compress.powersgd import PowerSGD
 from ..compress.quantized import TwoStep
-from ..net.entries import kept_of
+from ..net.entries import kept_count
 from ..net.scheme import Dense, Scheme
 from ..net.transport import Transport
 from ..ops.coo import coo_decode
@@ -63,7 +63,7 @@ def inputs_for(scheme: Scheme, gradients: Sequence[Tensor], density: float) -> I
     """
     dense = isinstance(scheme, SparseScheme | TwoStep | PowerSGD | Dense)
     first = gradients[0]
-    sparse = first if dense else coo_decode(*topk(first, kept_of(first.numel(), density)), first.numel())
+    sparse = first if dense else coo_decode(*topk(first, kept_count(first.numel(), density)), first.numel())
     return (gradient.clone() if dense else sparse.clone() for gradient in gradients)
 
 
@@ -111,6 +111,5 @@ def seconds_since(began_s: float, transport: Transport) -> float:
 def greatest(transport: Transport, numbers: Sequence[float]) -> list[float]:
     """Return the greatest of each number over all ranks, which is not counted as traffic."""
     with transport.uncounted():
-        own = torch.tensor(numbers, dtype=torch.float64, device=transport.device)
-        gathered = transport.send_to_all(own.view(torch.uint8), sizes_bytes=[own.nbytes] * transport.size)
-    return torch.stack([message.view(torch.float64) for message in gathered]).amax(0).tolist()
+        found: list[float] = transport.gather_numbers(torch.tensor(numbers, dtype=torch.float64)).amax(0).tolist()
+    return found

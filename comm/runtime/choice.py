@@ -116,31 +116,27 @@ def check_alike(ranks: Transport, /, **given: object) -> None:
         ranks: All that sum together.
         given: Name → value.
     """
-    own = json.dumps(dict(told for name, value in given.items() for told in _told(name, value)), sort_keys=True)
+    own = json.dumps(
+        dict(described for name, value in given.items() for described in _described(name, value)), sort_keys=True
+    )
     with ranks.uncounted():
-        if len(set(_tell(ranks, sha256(own.encode()).digest()))) == 1:
+        if len(set(ranks.gather_bytes(sha256(own.encode()).digest()))) == 1:
             return
-        told = [json.loads(each) for each in _tell(ranks, own.encode())]
-    for rank, other in enumerate(told):
-        for name in told[0] | other:
-            first, its = (each.get(name, "not given") for each in (told[0], other))
+        described = [json.loads(each) for each in ranks.gather_bytes(own.encode())]
+    for rank, other in enumerate(described):
+        for name in described[0] | other:
+            first, its = (each.get(name, "not given") for each in (described[0], other))
             if first != its:
                 raise CommError(f"{name} is {first} on rank 0 and {its} on rank {rank}; give all ranks the same")
 
 
-def _tell(ranks: Transport, text: bytes) -> list[bytes]:
-    """Return what each rank tells."""
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(ranks.device)
-    return [bytes(each.cpu().numpy()) for each in ranks.send_to_all(message)]
-
-
-def _told(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+def _described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the parts of a value, by name, as texts that are equal where ranks do the same."""
     text, parts = _text_and_parts(value)
     yield name, text
     if depth < _DEEPEST:
         for part, each in parts.items():
-            yield from _told(f"{name}{part}", each, depth + 1)
+            yield from _described(f"{name}{part}", each, depth + 1)
 
 
 def _text_and_parts(value: object) -> tuple[str, dict[str, Any]]:
