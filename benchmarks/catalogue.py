@@ -64,7 +64,7 @@ JOB = ("ckpt", "daemon", "launcher", "benchmarks/jobs.py", "benchmarks/workload.
 LAB = ("launcher/lab", "launcher/netlab.py", "benchmarks/lab_job.py")
 # Sums of gradients.
 SUMS = (
-    "comm/baselines",
+    "benchmarks/baselines",
     "comm/errors.py",
     "comm/measure",
     "comm/net",
@@ -333,6 +333,8 @@ BENCHMARKS: Final = (
             *LAB,
             "comm/sparsity.py",
             "benchmarks/delayed_hosts.py",
+            "benchmarks/formulas.py",
+            "benchmarks/recording.py",
             "benchmarks/sparse_workload.py",
             "benchmarks/workload.py",
             "benchmarks/zen_worker.py",
@@ -381,6 +383,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/zen_scaling.py",
         depends=(
+            "benchmarks/baselines",
             "comm/measure",
             "comm/ops",
             "comm/sparsity.py",
@@ -412,7 +415,15 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_formats.py",
-        depends=("comm/measure", "comm/net", "comm/ops", "comm/zen", "benchmarks/sparse_workload.py", "tests/ranks.py"),
+        depends=(
+            "benchmarks/baselines",
+            "comm/measure",
+            "comm/net",
+            "comm/ops",
+            "comm/zen",
+            "benchmarks/sparse_workload.py",
+            "tests/ranks.py",
+        ),
         results=(
             Result(
                 name="zen-formats",
@@ -424,7 +435,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_hash.py",
-        depends=("comm/ops", "comm/zen"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
         results=(Result(name="zen-hash", minutes=2, figures=("3.8", "3.16")),),
     ),
     Benchmark(
@@ -449,7 +460,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/spardl.py",
         root=True,
-        depends=(*SUMS, *LAB, "benchmarks/spardl_worker.py", "benchmarks/workload.py"),
+        depends=(*SUMS, *LAB, "benchmarks/recording.py", "benchmarks/spardl_worker.py", "benchmarks/workload.py"),
         results=(
             Result(
                 name="spardl",
@@ -535,19 +546,26 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",
-        depends=("comm/ops", "comm/zen"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
         results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
     ),
     Benchmark(
         script="benchmarks/compressor_kernels.py",
-        depends=("comm/compress", "comm/net", "comm/ops", "comm/zen", "benchmarks/comm_ops.py"),
+        depends=(
+            "comm/compress",
+            "comm/net",
+            "comm/ops",
+            "comm/zen",
+            "benchmarks/comm_ops.py",
+            "benchmarks/hash_cpu.py",
+        ),
         results=(Result(name="compressor-kernels", minutes=10, figures=("4.10", "5.2")),),
     ),
     # Convergence.
     Benchmark(
         script="benchmarks/spardl_convergence.py",
         depends=(
-            "comm/baselines",
+            "benchmarks/baselines",
             "comm/net",
             "comm/spardl",
             "benchmarks/convergence.py",
@@ -654,7 +672,7 @@ BENCHMARKS: Final = (
     # Plans.
     Benchmark(
         script="benchmarks/cupcake_planning.py",
-        depends=(*PLANNED, "comm/cupcake"),
+        depends=(*PLANNED, "benchmarks/baselines", "comm/cupcake"),
         results=(
             Result(
                 name="cupcake-planning",
@@ -904,13 +922,20 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/comm_ops.py",
         gpu=True,
-        depends=("comm/ops", "comm/zen"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
         results=(Result(name="comm-ops-gpu", arguments="--sizes 1000000 --densities 0.01", minutes=1),),
     ),
     Benchmark(
         script="benchmarks/compressor_kernels.py",
         gpu=True,
-        depends=("comm/compress", "comm/net", "comm/ops", "comm/zen", "benchmarks/comm_ops.py"),
+        depends=(
+            "comm/compress",
+            "comm/net",
+            "comm/ops",
+            "comm/zen",
+            "benchmarks/comm_ops.py",
+            "benchmarks/hash_cpu.py",
+        ),
         results=(
             Result(
                 name="compressor-kernels-gpu",

@@ -14,6 +14,7 @@ from typing import Any
 
 import report
 import torch
+from hash_cpu import hash_cpu
 from torch import Tensor
 
 from resilient_run.comm.ops.bitmap import bitmap_indices
@@ -93,7 +94,7 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
         ),
         "partition | hash": (
             lambda: partition(indices, values, spread),
-            lambda: hierarchical_hash(gradient, indices, spread, memory),
+            lambda: hash_cpu(gradient, indices, spread, memory),
         ),
     }
 

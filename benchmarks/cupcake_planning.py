@@ -16,9 +16,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from baselines.algorithm_5_1 import algorithm_5_1
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.cupcake.algorithm_5_1 import algorithm_5_1
 from resilient_run.comm.cupcake.cupcake import PLANNERS, dense, fused, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Strategy
 from resilient_run.comm.cupcake.fusion_baselines import best_of, hipress

@@ -21,7 +21,7 @@ their queues hold as many bytes as before, and models compute as many times as l
 whose cores are as many times as fast. The more workers, the slower, so that each has as many cores as
 `--cores-per-worker` says. `busy` is the part of the cores' time that they and the rest of the machine took, and
 `sent_again` counts TCP segments that were sent twice. Compression is by the device that computes; options on CPUs are
-left out, because these cores are both. `algorithm-5.1` plans without decompression only, and is left out as well.
+left out, because these cores are both.
 """
 
 import json
@@ -55,7 +55,7 @@ from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("predicted_worker.py"))
-FUSING = tuple(name for name in PLANNERS if name != "algorithm-5.1")
+FUSING = tuple(PLANNERS)
 RECOMMENDED = ("cupcake", "espresso", "espresso-fused")
 ON_CPUS = ("espresso-cpu", "espresso-byteps")
 OTHERS = tuple(name for name in (*FUSING, *ESPRESSO_PLANNERS) if name not in (*RECOMMENDED, *ON_CPUS))

@@ -21,7 +21,7 @@ from typing import Any
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.net.entries import kept_of
+from resilient_run.comm.net.entries import kept_count
 from resilient_run.comm.spardl.cost import spardl_cost
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
@@ -76,7 +76,7 @@ def summary(
     last = lines[-1]
     if "refused" in last:
         return last
-    kept = kept_of(last["numel"], density)
+    kept = kept_count(last["numel"], density)
     limit_s = 4 * kept * (ranks - 1) / ranks * 4 * 8 / rate_bit_s
     found = {name: last[name] for name in ("numel", "scheme", "received_bytes", "rounds", "network")}
     found["limit_s"] = limit_s

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from baselines import named
 from torch import Tensor, nn
 from workload import emit
 
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.schemes import named
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from byte_model import CONTEXT, DECAY_AFTER, HELD_OUT, build, loss_of, read_text

@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, get_args
+from typing import Any
 
 import torch
+from baselines import GTopk, OkTopk
+from baselines.residuals import LocalResiduals, PartialResiduals
 from convergence import plot
 from report import Summary, parser, table, write_json
 from torch import Tensor
 
-from resilient_run.comm.baselines.gtopk import GTopk
-from resilient_run.comm.baselines.ok_topk import OkTopk
-from resilient_run.comm.baselines.topk_a import TopkA
-from resilient_run.comm.net.entries import kept_of
+from resilient_run.comm.net.entries import kept_count
 from resilient_run.comm.net.scheme import Dense, Scheme
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.spardl.spardl import Residuals, SparDL
+from resilient_run.comm.spardl.spardl import SparDL
 from resilient_run.comm.spardl.teams import Width, default_gather
+from resilient_run.comm.spardl.topk_a import TopkA
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from byte_model import train
@@ -52,7 +52,7 @@ class Watched(SparDL):
         total = super().reduce(key, gradient)
         after = self.state_dict()["memories"][key]
         if self.transport.rank == 0:
-            quota = kept_of(gradient.numel(), self.density) * after["teams"] // self.transport.size
+            quota = kept_count(gradient.numel(), self.density) * after["teams"] // self.transport.size
             width = Width.first(quota, after["teams"]) if before is None else Width(**before["width"])
             self._seen.append((after["width"]["union"] / quota, round(width.h) / quota))
         return total
@@ -73,9 +73,8 @@ def variants(density: float, ranks: int, seen: dict[str, list[tuple[float, float
             watch = seen.setdefault(name, [])
             found[name] = partial(Watched, seen=watch, density=density, teams=teams, gather="bruck")
     pair = 1 if ranks % 2 else 2
-    for residuals in get_args(Residuals):
-        if residuals != "global":
-            found[f"spardl, {residuals}"] = partial(SparDL, density=density, teams=pair, residuals=residuals)
+    found["spardl, partial"] = partial(PartialResiduals, density=density, teams=pair)
+    found["spardl, local"] = partial(LocalResiduals, density=density, teams=pair)
     if default_gather(ranks) == "recursive":
         found["gtopk"] = lambda transport: GTopk(transport, density=density)
     found["ok-topk"] = lambda transport: OkTopk(transport, density=density)

@@ -19,6 +19,7 @@ from report import Summary, parser, table, write_json
 
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
+WITH_BASELINES = Path(__file__).with_name("with_baselines.py")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     "lstm_lm.py": {
@@ -45,7 +46,15 @@ UNCOUNTED_STEPS = 5
 
 def step_seconds(lab: NetLab, example: str, options: tuple[str, ...], *, steps: int) -> list[float]:
     """Return the seconds of each counted step of a training on all hosts of `lab`."""
-    command = [sys.executable, str(EXAMPLES / example), "--json", "--steps", str(UNCOUNTED_STEPS + steps), *options]
+    command = [
+        sys.executable,
+        str(WITH_BASELINES),
+        str(EXAMPLES / example),
+        "--json",
+        "--steps",
+        str(UNCOUNTED_STEPS + steps),
+        *options,
+    ]
     times_s = [time.monotonic() for line in lines_of(lab, command) if "loss" in json.loads(line)]
     if len(times_s) != UNCOUNTED_STEPS + steps:
         raise RuntimeError(f"{example} {' '.join(options)}: {len(times_s)} steps of {UNCOUNTED_STEPS + steps}")

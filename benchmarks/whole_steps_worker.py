@@ -9,12 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from baselines import BASELINES
 from known_costs import known
 from sparse_workload import WIDTH, WORKLOADS, gradient
 from timed_model import (
@@ -77,10 +79,13 @@ class Model(TimedModel):
 def with_scheme(name: str, *, sparse: bool = False, **scheme_options: Any) -> Iteration:
     """Return what trains an iteration under DDP; a scheme sums the table where there is one, and everything if not."""
     least = 1 if options["workload"] is None else options["table_elements"]
+    choice: Any = name
+    if name in BASELINES:
+        choice, scheme_options = partial(BASELINES[name], **scheme_options), {}
     return unplanned(
         Model(sparse=sparse),
         bucket_mib=options["bucket_mib"],
-        attach=lambda parallel: register(parallel, name, least_elements=least, **scheme_options),
+        attach=lambda parallel: register(parallel, choice, least_elements=least, **scheme_options),
     )
 
 

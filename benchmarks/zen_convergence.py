@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from baselines import Strawman, named
 from convergence import plot, training_pool
 from convergence_examples import LstmExample
 from report import Summary, parser, table, write_json
@@ -23,8 +24,6 @@ from slow_network_convergence import LEAST_ELEMENTS, average
 
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.runtime.bucket import BucketSum
-from resilient_run.comm.schemes import named
-from resilient_run.comm.zen.parallel import Strawman
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from ranks import run_ranks

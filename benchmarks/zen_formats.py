@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from baselines.rows import Even
 from report import parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, gradient
 from torch import Tensor
@@ -24,10 +25,10 @@ from torch import Tensor
 from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops.block import block_encode
-from resilient_run.comm.ops.op import alone
+from resilient_run.comm.ops.op import run_alone
 from resilient_run.comm.zen.formats import ALL, Format, encode
 from resilient_run.comm.zen.parallel import push_and_pull
-from resilient_run.comm.zen.partition import Balanced, Even, Partition
+from resilient_run.comm.zen.partition import Balanced
 from resilient_run.comm.zen.sparse import compress, expand
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -51,7 +52,7 @@ def sizes(elements: int, density: float) -> dict[str, float]:
     dense = torch.randn(elements, generator=random) * present
     whole = compress(dense)
     cut = Balanced(length=elements, servers=SERVERS)
-    shares = alone(cut.split(whole))
+    shares = run_alone(cut.split(whole))
     blocks = block_encode(dense)
     found = {
         "COO": sum(message.nbytes for message in encode(shares, (Format.COO,))),
@@ -69,7 +70,7 @@ def savings(workload: str, elements: int, gpus: int) -> dict[str, float]:
     dense_bytes = 2 * (SERVERS - 1) / SERVERS * expected.nbytes
 
     def work(
-        transport: Transport, *, kind: Callable[..., Partition], width: int, formats: tuple[Format, ...]
+        transport: Transport, *, kind: Callable[..., Even | Balanced], width: int, formats: tuple[Format, ...]
     ) -> tuple[int, Tensor]:
         sparse = compress(own[transport.rank], width)
         cut = kind(length=sparse.length, servers=transport.size)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from hash_cpu import hash_cpu
 from numpy.typing import NDArray
 from report import Summary, parser, table, write_json
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.kernels import cpu_kernel
 from resilient_run.comm.ops.spread import Spread, murmur_cpu
-from resilient_run.comm.zen.hash import HashMemory, hierarchical_hash
+from resilient_run.comm.zen.hash import HashMemory
 from resilient_run.comm.zen.histogram import partition
 
 PARTS: Final = 16
@@ -88,8 +89,8 @@ def measure(elements: int, density: float, repeats: int) -> dict[str, dict[str, 
         slots = max(1, round(times * per_part))
         # Serial memory for all, so that it is never doubled and each call costs the same.
         memory = HashMemory(slots=slots, serial=max(slots // 10, round(per_part)), rounds=tries)
-        runs[name] = lambda memory=memory: hierarchical_hash(dense, indices, spread, memory)
-        share[name] = hierarchical_hash(dense, indices, spread, memory).spilled / indices.numel()
+        runs[name] = lambda memory=memory: hash_cpu(dense, indices, spread, memory)
+        share[name] = hash_cpu(dense, indices, spread, memory).spilled / indices.numel()
     for times in STRAWMAN:
         name, places = f"strawman, {times:g} |G|", int(times * elements)
         memory_of = filled(indices, places)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from baselines.rows import Even
 from report import parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, Workload, row_probability
 from torch import Tensor
@@ -28,7 +29,7 @@ from zen_gradients import Bigrams, Words, gradients
 from resilient_run.comm import sparsity
 from resilient_run.comm.ops.block import BLOCK
 from resilient_run.comm.zen.formats import ALL, Format, cheapest, payload_bytes
-from resilient_run.comm.zen.partition import Balanced, Even
+from resilient_run.comm.zen.partition import Balanced
 
 RANKS: Final = (2, 4, 8, 16, 32, 64, 128)
 ITEM_BYTES: Final = 4

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from baselines import named
+from recording import Measurement, RecordingTransport, measure
 from sparse_workload import WIDTH, WORKLOADS, gradient
 from workload import emit
 
-from resilient_run.comm.measure.timing import Measurement, RecordingTransport, measure
-from resilient_run.comm.schemes import named
 from resilient_run.comm.zen.formats import ALL
 from resilient_run.comm.zen.zen import Zen
 

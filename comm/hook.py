@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
-from .net.fabric import UNTOLD, agreed, as_told, tell_all
+from .net.fabric import NOT_GIVEN, agreed, as_number
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
@@ -93,6 +93,12 @@ class GradientHook(BucketSum):
         self._thread.join()
         for handle in self._handles.values():
             handle.remove()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CommError(
+            "a gradient hook belongs to one DistributedDataParallel, and is neither copied nor pickled with it: copy "
+            "or save model.module, wrap the copy, and register a hook for it"
+        )
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -223,12 +229,13 @@ def _ranks_per_host(world: Transport, given: int | None) -> int:
 
     All ranks return, or raise, the same, whatever they are given and their environments are.
     """
-    told = tell_all(world, [as_told(given), _from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")])
-    numbers = [number for number, _, _ in told]
-    if any(number != UNTOLD for number in numbers):
+    own = [as_number(given), _from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")]
+    found: list[list[int]] = world.gather_numbers(torch.tensor(own)).tolist()
+    numbers = [number for number, _, _ in found]
+    if any(number != NOT_GIVEN for number in numbers):
         return agreed(numbers)
-    size = told[0][1]
-    alike = [place for _, *place in told] == [[size, rank % max(size, 1)] for rank in range(world.size)]
+    size = found[0][1]
+    alike = [place for _, *place in found] == [[size, rank % max(size, 1)] for rank in range(world.size)]
     return size if alike and 0 < size < world.size and world.size % size == 0 else 1
 
 

@@ -148,7 +148,7 @@ class LocalSteps:
         largest = max(sum(self._outer[name].numel() for name in names) for names in self._fragments)
         self._sent = torch.zeros(largest if delay else 0, dtype=exact, device=device)
         self._sending, self._begun = _NONE, 0
-        self._flight: _Flight | None = None
+        self._pending: _BackgroundSum | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -166,13 +166,13 @@ class LocalSteps:
             Whether an outer step was made: with one fragment and without `mixing`, all replicas are equal now.
         """
         self._done += 1
-        if self._sending != _NONE and self._flight is None:  # restored
-            self._flight = self._take_off(self._fragments[self._sending])
+        if self._sending != _NONE and self._pending is None:  # restored
+            self._pending = self._start_sum(self._fragments[self._sending])
         moved = False
-        if (flight := self._flight) is not None and self._done >= self._begun + self._delay:
-            flight.wait()
-            self._flight, self._sending = None, _NONE
-            self._move(flight.total, flight.gradients)
+        if (pending := self._pending) is not None and self._done >= self._begun + self._delay:
+            pending.wait()
+            self._pending, self._sending = None, _NONE
+            self._move(pending.total, pending.gradients)
             moved = True
         place = self._ends.get(self._done % self._every)
         if place is not None:
@@ -182,7 +182,7 @@ class LocalSteps:
             if self._delay:
                 self._sent[: pseudo.numel()] = pseudo
                 self._sending, self._begun = place, self._done
-                self._flight = self._take_off(names)
+                self._pending = self._start_sum(names)
             else:
                 gradients = self._views(names, pseudo)
                 self._sum.sum_bucket(pseudo, list(gradients.items()))
@@ -195,10 +195,10 @@ class LocalSteps:
 
         The next step, if there is one, begins it anew.
         """
-        if (flight := self._flight) is not None:
-            flight.wait()
-            self._flight = None
-            self._sum.load_state_dict(flight.before)
+        if (pending := self._pending) is not None:
+            pending.wait()
+            self._pending = None
+            self._sum.load_state_dict(pending.before)
 
     def differs_between_ranks(self) -> tuple[nn.Module]:
         """Return what replicas hold each in its own way within a round: the `Checkpointer` has it not compared."""
@@ -214,7 +214,7 @@ class LocalSteps:
             "steps": self._done,
             "outer": dict(self._outer),
             "momentum": dict(self._momentum),
-            "scheme": self._sum.state_dict() if self._flight is None else self._flight.before,
+            "scheme": self._sum.state_dict() if self._pending is None else self._pending.before,
             "sent": self._sent,
             "fragments": len(self._fragments),
             "sending": self._sending,
@@ -258,10 +258,10 @@ class LocalSteps:
         parts = torch.split(flat, [self._outer[name].numel() for name in names])
         return {name: part.view_as(self._outer[name]) for name, part in zip(names, parts, strict=True)}
 
-    def _take_off(self, names: Sequence[str]) -> "_Flight":
+    def _start_sum(self, names: Sequence[str]) -> "_BackgroundSum":
         """Send what `_sent` has of these parameters into a sum beside training."""
         total = self._sent[: sum(self._outer[name].numel() for name in names)].clone()
-        return _Flight(self._sum, total, self._views(names, total))
+        return _BackgroundSum(self._sum, total, self._views(names, total))
 
     def _move(self, pseudo: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Make the outer step that the sum asks for, and take its parameters."""
@@ -290,7 +290,7 @@ class LocalSteps:
             outer.add_(gradient, alpha=-self._outer_lr)
 
 
-class _Flight:
+class _BackgroundSum:
     """A sum that is on its way in a thread of its own, and on CUDA in a stream of its own.
 
     Args:

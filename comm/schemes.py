@@ -1,5 +1,6 @@
 """Schemes by the names that users and benchmarks give them."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,25 +11,29 @@ if TYPE_CHECKING:
     from .net.transport import Transport
 
 SCHEMES: Final[dict[str, str]] = {
-    "agsparse": "zen.centralized:AGsparse",
-    "dense": "net.scheme:Dense",
-    "dgc": "baselines.dgc:Dgc",
-    "fp8": "compress.quantized:Fp8",
-    "gtopk": "baselines.gtopk:GTopk",
-    "index-free": "zen.parallel:IndexFree",
-    "int8": "compress.quantized:Int8",
-    "ok-topk": "baselines.ok_topk:OkTopk",
-    "omnireduce": "zen.parallel:OmniReduce",
-    "powersgd": "baselines.powersgd:PowerSGD",
-    "sparcml": "zen.centralized:RecursiveDoubling",
-    "spardl": "spardl.spardl:SparDL",
-    "sparse-ps": "zen.parallel:SparsePS",
-    "strawman": "zen.parallel:Strawman",
-    "topk-a": "baselines.topk_a:TopkA",
-    "topk-dsa": "baselines.topk_dsa:TopkDSA",
-    "zen": "zen.zen:Zen",
+    "dense": "resilient_run.comm.net.scheme:Dense",
+    "dgc": "resilient_run.comm.runtime.dgc:Dgc",
+    "fp8": "resilient_run.comm.compress.quantized:Fp8",
+    "int8": "resilient_run.comm.compress.quantized:Int8",
+    "powersgd": "resilient_run.comm.compress.powersgd:PowerSGD",
+    "spardl": "resilient_run.comm.spardl.spardl:SparDL",
+    "topk-a": "resilient_run.comm.spardl.topk_a:TopkA",
+    "zen": "resilient_run.comm.zen.zen:Zen",
 }
-"""Name → module below this folder and class in it."""
+"""Name → module and class in it."""
+
+REPLACEMENTS: Final = {
+    "agsparse": '"zen", route="gather"',
+    "gtopk": '"spardl"',
+    "index-free": '"zen"',
+    "ok-topk": '"spardl"',
+    "omnireduce": '"zen"',
+    "sparcml": '"zen", route="hierarchical"',
+    "sparse-ps": '"zen", route="parallel"',
+    "strawman": '"zen"',
+    "topk-dsa": '"topk-a"',
+}
+"""Schemes that are only compared with, and are no longer in this package → what to write."""
 
 
 def named(name: str, transport: "Transport", **options: Any) -> "Scheme":
@@ -53,6 +58,13 @@ def class_named(name: str) -> Any:
         CommError: There is none of that name.
     """
     if name not in SCHEMES:
-        raise CommError(f"there is no scheme {name!r}; known are {', '.join(sorted(SCHEMES))}")
+        raise unknown(name, SCHEMES)
     module, _, attribute = SCHEMES[name].partition(":")
-    return getattr(import_module(f".{module}", __package__), attribute)
+    return getattr(import_module(module), attribute)
+
+
+def unknown(name: str, known: Iterable[str], kind: str = "scheme") -> CommError:
+    """Return the error that says what to use in place of a name that is not `known`."""
+    if name in REPLACEMENTS:
+        return CommError(f"{name!r} is no scheme of this package, only of its benchmarks: use {REPLACEMENTS[name]}")
+    return CommError(f"there is no {kind} {name!r}; known are {', '.join(sorted(known))}")

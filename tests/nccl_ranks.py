@@ -100,8 +100,7 @@ def main() -> None:
     over_gloo = Transport(dist.new_group(backend="gloo"))
     if "schemes" in sys.argv[1:]:
         over_nccl = Transport.among(ranks, device)
-        # Index-free is for gradients whose zeros are where they were.
-        for name in sorted({*SCHEMES, *NAMES} - {"index-free"}):
+        for name in sorted({*SCHEMES, *NAMES}):
             of_scheme(name, over_nccl, over_gloo)
     if "options" in sys.argv[1:]:
         fabric = make_fabric(ranks, ranks_per_host=2, device=device)

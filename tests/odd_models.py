@@ -149,6 +149,7 @@ def mistakes(_: str) -> dict[str, Any]:
         "inner": text(model, "dgc", rowss=3),
         "no density": text(model, "int8", density=0.1),
         "no scheme": text(model, "zenn"),
+        "no longer": text(model, "ok-topk"),
         "neither": text(model, 5),
         "bare": text(model.module, "zen"),
     }

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from launchers import run_python, run_trainers, start_python
 
 from resilient_run.comm.cli.main import resilient_comm
-from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, NOTHING, OWN, Way, advice, recommended, ways
+from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, NOTHING, OWN, Method, advice, methods, recommended
 from resilient_run.comm.trial.trial import Trial
 from resilient_run.launcher.netlab import NetLab
 
@@ -21,7 +21,7 @@ SCRIPT = str(Path(__file__).with_name("advised.py"))
 PROGRAM = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
 ADVISE = ("-c", PROGRAM, "advise", "--json", "--seconds", "1")
 
-KNOWN = {way.name: way for way in ways(None)}
+KNOWN = {method.name: method for method in methods(None)}
 EXACT = frozenset({BASE, NOTHING, "zen"})
 
 
@@ -51,7 +51,7 @@ def test_what_loses_nothing_is_preferred_to_what_is_as_fast() -> None:
 def test_a_slow_hook_of_the_script_is_measured_against() -> None:
     found = {**named(base=0.5, least=0.4), OWN: [1.0, 1.0, 1.01]}
     assert recommended(found, EXACT) == BASE
-    known = {**KNOWN, **{name: Way(name=name, write="", exact=True) for name in (BASE, NOTHING, OWN)}}
+    known = {**KNOWN, **{name: Method(name=name, write="", exact=True) for name in (BASE, NOTHING, OWN)}}
     assert "leave the hook out" in advice(found, known)
 
 
@@ -65,7 +65,7 @@ def test_a_slow_hook_of_the_script_is_measured_against() -> None:
     ],
 )
 def test_advice_says_how_much_and_what_to_write(seconds: dict[str, float], said: list[str]) -> None:
-    known = {**KNOWN, **{name: Way(name=name, write="", exact=True) for name in (BASE, NOTHING)}}
+    known = {**KNOWN, **{name: Method(name=name, write="", exact=True) for name in (BASE, NOTHING)}}
     text = advice(named(base=1.0, least=0.1, **seconds), known)
     assert all(part in text for part in said), text
 
@@ -89,12 +89,12 @@ def test_a_pause_in_the_first_turn_leaves_nothing_out_that_the_advice_needs(monk
     trial = Trial(seconds=1, ranks_per_host=None)
     monkeypatch.setattr(trial, "_modules", [SimpleNamespace(has_own=False)])
     monkeypatch.setattr(trial, "_agree", lambda *values: values)
-    for way, _, steps in trial._schedule():
-        paused = len(trial.taken.get(way, [1])) == 0 and way in (NOTHING, "bf16")
+    for method, _, steps in trial._schedule():
+        paused = len(trial.taken.get(method, [1])) == 0 and method in (NOTHING, "bf16")
         trial._began_s, trial._ended_s = 0.0, steps * (9.0 if paused else 1.0)
     assert trial.left_out.keys() == {"zen", "bf16"}
     assert trial.finished
-    assert advice(trial.taken, {name: trial.way(name) for name in trial.taken}).startswith("Nothing pays.")
+    assert advice(trial.taken, {name: trial.method(name) for name in trial.taken}).startswith("Nothing pays.")
 
 
 def test_outside_of_a_job_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

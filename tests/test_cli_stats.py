@@ -50,7 +50,7 @@ def test_recorded_job(tmp_path: Path, sparse: bool) -> None:
     assert table["skewness"] == 2.0
     assert table["push_imbalance"] < 1.1
     assert table["plan"]["width"] == 64
-    assert table["received_bytes"]["dense"] == 4 * 64_000
+    assert table["dense_bytes"] == 4 * 64_000
     text = stats(tmp_path, "--least-elements", "1", "--servers", "4")
     assert "1.weight" in text
     assert "0.weight" in text

@@ -11,9 +11,10 @@ import torch
 from click.testing import CliRunner, Result
 from launchers import run_python
 from ranks import run_ranks
+from recording import RecordingTransport, measure
 
 from resilient_run.comm.cli.main import resilient_comm
-from resilient_run.comm.measure.timing import RecordingTransport, inputs_for, measure, scheme_at
+from resilient_run.comm.measure.timing import inputs_for, scheme_at
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.runtime.choice import scheme_of
 from resilient_run.comm.schemes import SCHEMES
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.jobs
 
 
 def bench(*options: str) -> Result:
-    return CliRunner().invoke(resilient_comm, ["bench", "--steps", "2", "--repeats", "1", *options])
+    return CliRunner().invoke(resilient_comm, ["bench", "--steps", "2", *options])
 
 
 def test_every_scheme_is_measured_and_its_bytes_are_those_of_its_formula(tmp_path: Path) -> None:
@@ -31,18 +32,17 @@ def test_every_scheme_is_measured_and_its_bytes_are_those_of_its_formula(tmp_pat
     assert result.exit_code == 0, result.output
     rows = {row["scheme"]: row for row in json.loads(result.stdout)["measured"]}
     assert rows.keys() == SCHEMES.keys()
-    assert all(row["step_s"] > 0 and row["messages_s"] > 0 for row in rows.values())
+    assert all(row["step_s"] > 0 for row in rows.values())
     assert rows["spardl"]["received_bytes"] == 4 * 4 * 200 * 3 // 4
     assert rows["topk-a"]["received_bytes"] == 4 * 2 * 200 * 3
     assert rows["dense"]["received_bytes"] == 4 * 2 * 20000 * 3 // 4
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_a_scheme_that_cannot_run_is_in_the_table_with_its_reason() -> None:
-    result = bench("--scheme", "gtopk", "--scheme", "spardl", "--size", "1000", "--workers", "3")
+def test_times_are_printed_as_a_table() -> None:
+    result = bench("--scheme", "spardl", "--size", "1000", "--workers", "3")
     assert result.exit_code == 0, result.output
     assert "3 workers, 1000 elements, density 0.01" in result.stdout
-    assert "gtopk needs a power of two of ranks, not 3" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_makes_no_sense_is_refused(options: tuple[str, ...], message: str) 
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("name", ["topk-dsa", "topk"])
+@pytest.mark.parametrize("name", ["topk-a", "topk"])
 def test_repeated_messages_are_those_of_the_last_step(name: str) -> None:
     def work(transport: Transport) -> tuple[Traffic, Traffic]:
         recording = RecordingTransport(transport._group)
@@ -90,7 +90,7 @@ def test_schemes_that_do_not_sparsify_get_sparse_gradients() -> None:
         for name in ("dense", "spardl"):
             inputs = list(inputs_for(scheme_at(name, transport, 0.1), gradients, 0.1))
             assert all(map(torch.equal, inputs, gradients))
-        first, second = inputs_for(scheme_at("agsparse", transport, 0.1), gradients, 0.1)
+        first, second = inputs_for(scheme_at("zen", transport, 0.1), gradients, 0.1)
         assert torch.equal(first, second)
         assert int(first.count_nonzero()) == 50
 
@@ -101,7 +101,7 @@ def test_the_ranks_of_a_torchrun_job_are_measured() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     program = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
     command += [sys.executable, "-P", "-c", program, "bench", "--scheme", "spardl", "--size", "10K"]
-    done = run_python([*command, "--json", "--repeats", "1"], {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_python([*command, "--json"], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["measured"]
     assert (row["workers"], row["received_bytes"]) == (2, 4 * 4 * 100 // 2)

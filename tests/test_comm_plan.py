@@ -71,7 +71,7 @@ def test_the_simplest_files_give_a_plan() -> None:
     assert found["gap"] == pytest.approx(found["iteration_s"] / found["bound_s"] - 1)
 
 
-@pytest.mark.parametrize("planner", ["cupcake", "algorithm-5.1", "layer-wise", "bucket-fusion", "evenly-split"])
+@pytest.mark.parametrize("planner", ["cupcake", "layer-wise", "bucket-fusion", "evenly-split"])
 def test_every_planner_answers(folder: Path, planner: str) -> None:
     best = answer()
     found = answer("--planner", planner)
@@ -200,16 +200,6 @@ def test_plans_that_no_plan_file_can_hold_are_refused(folder: Path) -> None:
     assert refused.exit_code == 2
     assert "system.json: an iteration of" in refused.stderr
     assert not Path("plan.json").exists()
-
-
-def test_algorithm_5_1_refuses_measured_points(folder: Path) -> None:
-    points = {"sizes_bytes": [1000, 4000], "seconds": [1.0, 2.0]}
-    for key in ("compress", "communicate"):
-        (folder / "system.json").write_text(json.dumps({**SYSTEM, key: points}))
-        refused = plan("--planner", "algorithm-5.1")
-        assert refused.exit_code == 2
-        assert "needs affine costs, alpha_s and beta_s_per_byte; use cupcake" in refused.stderr
-        assert "algorithm-5.1" not in answer()["baselines_s"]
 
 
 def test_wrong_files_and_options_are_refused(folder: Path) -> None:

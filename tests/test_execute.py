@@ -33,7 +33,7 @@ def gradient(rank: int, numel: int = 103) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def kept_of(scheme: OptionScheme, key: str) -> dict[str, list[Tensor]]:
+def kept_count(scheme: OptionScheme, key: str) -> dict[str, list[Tensor]]:
     return {name: kept for name, kept in scheme.state_dict()["memory"]["kept"].items() if name.startswith(f"{key}/")}
 
 
@@ -105,7 +105,7 @@ def test_stages_are_those_of_the_timeline(hosts: int, per_host: int) -> None:
         found = []
         for option in chosen:
             reduction = scheme.begin(str(option), gradient(fabric.flat.rank))
-            compresses = bool(kept_of(scheme, str(option)))
+            compresses = bool(kept_count(scheme, str(option)))
             reduction.prepare()
             reduction.communicate()
             reduction.settle()
@@ -154,11 +154,11 @@ def test_no_rank_remembers_a_step_that_overflowed_on_one(name: str) -> None:
         scheme = OptionScheme(fabric, ErrorFeedback(named(name, density=0.2)), dict(zip(keys, chosen, strict=True)))
         for key in keys:
             scheme.reduce(key, gradient(rank))
-            before = {name: [tensor.clone() for tensor in kept] for name, kept in kept_of(scheme, key).items()}
+            before = {name: [tensor.clone() for tensor in kept] for name, kept in kept_count(scheme, key).items()}
             poisoned = gradient(4 + rank)
             poisoned[-1] = torch.inf if rank == 2 else 0.0
             assert not scheme.reduce(key, poisoned).isfinite().all()
-            after = kept_of(scheme, key)
+            after = kept_count(scheme, key)
             if not all(torch.equal(after[name][0], kept[0]) for name, kept in before.items()):
                 wrong.append(key)
         return wrong

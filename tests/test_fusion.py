@@ -1,7 +1,6 @@
 """Tensor fusion: the timeline, and planners that must equal trying every strategy."""
 
 import itertools
-import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -9,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from baselines.algorithm_5_1 import algorithm_5_1
 
-from resilient_run.comm.cupcake import fusion_exact
-from resilient_run.comm.cupcake.algorithm_5_1 import algorithm_5_1
 from resilient_run.comm.cupcake.cupcake import cupcake, dense, fused, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy, groups_of
 from resilient_run.comm.cupcake.fusion_baselines import (
@@ -23,8 +21,6 @@ from resilient_run.comm.cupcake.fusion_baselines import (
     layer_wise,
     one_group,
 )
-from resilient_run.comm.cupcake.fusion_exact import search
-from resilient_run.comm.cupcake.fusion_front import pareto
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.plan.curve import FREE, Affine, Curve, Table
 from resilient_run.comm.plan.model import Tensor
@@ -88,13 +84,6 @@ def ends(strategy: Strategy) -> list[int]:
     return [group.end for group in strategy]
 
 
-def exact(problem: FusionProblem) -> Strategy:
-    """Return the best strategy, however long the search takes."""
-    strategy, proven = search(problem, patience=math.inf)
-    assert proven
-    return strategy
-
-
 def test_compression_of_every_tensor_may_not_pay_but_fused() -> None:
     """As in Figures 5.1 and 5.3: five tensors, without overlap, with overlap, compressed each, compressed in groups."""
     system = replace(SYSTEM, communicate=affine(0.0, 0.125), communicate_dense=affine(0.0, 0.375))
@@ -127,7 +116,7 @@ def test_fusion_is_between_all_and_nothing() -> None:
     assert problem.finish_s(one_group(problem)) == 5 + 1 + 6
     assert problem.finish_s(layer_wise(problem)) == 2 + 5 * 2
     assert problem.finish_s(groups_of((2, 5))) == 5 + 2 + 4
-    assert problem.finish_s(exact(problem)) == 11
+    assert fused(problem).finish_s == 11
 
 
 def test_decoding_waits_for_the_device() -> None:
@@ -146,22 +135,16 @@ def test_groups_without_compression_cost_the_device_nothing() -> None:
     assert (second.encode_s, second.communicate_s, second.decode_s) == ((2.0, 3.0), (5.0, 6.0), (6.0, 8.0))
 
 
+@pytest.mark.parametrize("cost", [random_affine, random_curve])
 @pytest.mark.parametrize("decode", [False, True])
-def test_exact_planner_equals_brute_force(decode: bool) -> None:
-    rng = random.Random(5)
-    for most, repetitions in ((8, 1000), (12, 50)):
-        for _ in range(repetitions):
-            problem = random_problem(rng, most=most, decode=decode)
-            assert problem.iteration_s(exact(problem)) == pytest.approx(least_s(problem), rel=1e-12)
-
-
-@pytest.mark.parametrize("decode", [False, True])
-def test_pareto_fronts_equal_brute_force(decode: bool) -> None:
+def test_exact_planner_equals_brute_force(decode: bool, cost: Callable[[random.Random], Curve]) -> None:
     rng = random.Random(9)
     for most, repetitions in ((8, 300), (12, 15)):
         for _ in range(repetitions):
-            problem = random_problem(rng, most=most, decode=decode, cost=random_curve)
-            assert problem.iteration_s(pareto(problem).strategy) == pytest.approx(least_s(problem), rel=1e-9)
+            problem = random_problem(rng, most=most, decode=decode, cost=cost)
+            found = fused(problem)
+            assert found.bound_s == found.finish_s
+            assert problem.iteration_s(found.strategy) == pytest.approx(least_s(problem), rel=1e-9)
 
 
 def without_latency(problem: FusionProblem, rng: random.Random) -> FusionProblem:
@@ -172,54 +155,12 @@ def without_latency(problem: FusionProblem, rng: random.Random) -> FusionProblem
     return FusionProblem(problem.tensors, replace(problem.system, communicate=communicate, decompress=decompress))
 
 
-@pytest.mark.parametrize("patience", [0.5, 2.0, math.inf])
-def test_without_latency_of_communication_the_result_equals_brute_force(patience: float) -> None:
+def test_without_latency_of_communication_the_result_equals_brute_force() -> None:
     rng = random.Random(13)
-    proofs = 0
     for most, repetitions in ((8, 150), (12, 15)):
         for _ in range(repetitions):
             problem = without_latency(random_problem(rng, most=most, decode=True), rng)
-            best_s = least_s(problem)
-            found, proven = search(problem, patience=patience)
-            proofs += proven
-            assert problem.iteration_s(found) >= best_s * (1 - 1e-12)
-            assert not proven or problem.iteration_s(found) == pytest.approx(best_s, rel=1e-12)
-            assert problem.iteration_s(fused(problem).strategy) == pytest.approx(best_s, rel=1e-12)
-            assert problem.iteration_s(pareto(problem).strategy) == pytest.approx(best_s, rel=1e-9)
-    assert proofs > 0
-    assert patience > 1 or proofs < 340, "some searches are given up"
-
-
-def test_a_search_that_would_take_long_is_left_to_pareto_fronts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone it looks at more than 130 counts for each of these tensors."""
-    rng = random.Random(8)
-    sizes, backward_s = [rng.choice([100, 1000, 10**6]) for _ in range(150)], [rng.random() * 1e-3 for _ in range(150)]
-    system = replace(
-        SYSTEM, compress=affine(1e-6, 1e-10), communicate=affine(0.0, 1e-9), decompress=affine(1e-4, 1e-11)
-    )
-    problem = problem_of(sizes, backward_s, system)
-    looked, row = 0, fusion_exact._GroupSearch._row
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal looked
-        looked += 1
-        assert looked <= 4 * len(problem), "once to search, and once for where Pareto fronts begin"
-        return row(*arguments)
-
-    best_s = pareto(problem).finish_s
-    assert not search(problem)[1]
-    monkeypatch.setattr(fusion_exact._GroupSearch, "_row", counted)
-    assert fused(problem).finish_s == best_s
-
-
-@pytest.mark.parametrize("decode", [False, True])
-def test_both_exact_planners_agree_on_larger_models(decode: bool) -> None:
-    rng = random.Random(10)
-    for _ in range(30):
-        problem = random_problem(rng, most=60, decode=decode)
-        assert problem.iteration_s(pareto(problem).strategy) == pytest.approx(
-            problem.iteration_s(exact(problem)), rel=1e-9
-        )
+            assert problem.iteration_s(fused(problem).strategy) == pytest.approx(least_s(problem), rel=1e-9)
 
 
 @pytest.mark.parametrize("prunings", [(1, 2), (1,), (2,), ()])
@@ -256,14 +197,19 @@ def test_exact_planner_equals_algorithm_5_1_on_larger_models() -> None:
     rng = random.Random(7)
     for _ in range(30):
         problem = random_problem(rng, most=24, decode=False)
-        assert problem.iteration_s(exact(problem)) == pytest.approx(
-            problem.iteration_s(algorithm_5_1(problem)), rel=1e-12
-        )
+        assert fused(problem).finish_s == pytest.approx(problem.finish_s(algorithm_5_1(problem)), rel=1e-9)
 
 
-def test_algorithm_5_1_does_not_know_decoding() -> None:
-    problem = problem_of([1], [1.0], replace(SYSTEM, decompress=affine(1.0, 0.0)))
-    with pytest.raises(ValueError, match="does not know decoding"):
+@pytest.mark.parametrize(
+    ("cost", "told"),
+    [
+        ({"decompress": affine(1.0, 0.0)}, "does not know decoding"),
+        ({"compress": Table(sizes_bytes=(0.0,), seconds=(1.0,))}, "needs affine costs"),
+    ],
+)
+def test_algorithm_5_1_knows_neither_decoding_nor_curves(cost: dict[str, Any], told: str) -> None:
+    problem = problem_of([1], [1.0], replace(SYSTEM, **cost))
+    with pytest.raises(ValueError, match=told):
         algorithm_5_1(problem)
 
 
@@ -307,11 +253,6 @@ def test_baselines() -> None:
     assert ends(bucketed(problem, 12)) == [2, 3, 4, 5]
     assert ends(bucketed(problem, 1)) == [1, 2, 3, 4, 5]
     assert ends(bucketed(problem, 1 << 20)) == [5]
-
-
-def test_exact_planner_refuses_curves() -> None:
-    with pytest.raises(ValueError, match="affine"):
-        exact(problem_of([1], [1.0], replace(SYSTEM, compress=Table(sizes_bytes=(0.0,), seconds=(1.0,)))))
 
 
 def test_a_model_without_tensors_is_refused() -> None:

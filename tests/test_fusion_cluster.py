@@ -81,7 +81,7 @@ def test_measured_collectives_are_no_straight_lines(
     assert problem.finish_s(groups_of((1,))) == pytest.approx(theirs.iteration_s((0,)))
 
 
-@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "algorithm-5.1"])
+@pytest.mark.parametrize("planner", [*PLANNERS])
 def test_a_single_gpu_has_nothing_to_communicate(tmp_path: Path, planner: str) -> None:
     cluster = read_cluster(write(tmp_path / "cluster.json", hosts=1, gpus_per_host=1))
     plan = cluster_plan(model_of(1000, 1_000_000), cluster, planner=planner)

@@ -1,5 +1,6 @@
 """The communication hook: the same training as plain DDP, in real processes, also after a kill."""
 
+import copy
 import json
 import os
 import time
@@ -27,11 +28,11 @@ pytestmark = pytest.mark.jobs
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
-LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse", "sparcml+sparse")
+LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse")
 REMEMBERING = (
-    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "gtopk", "int8", "int8+hsdp", "ok-topk", "onebit",
+    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "int8", "int8+hsdp", "onebit",
     "randomk+hosts", "spardl", "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse",
-    "topk-a", "topk-dsa", "zen",
+    "topk-a", "zen",
 )  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 
@@ -186,6 +187,18 @@ def test_errors_of_a_scheme_are_raised_by_backward() -> None:
     model.register_comm_hook(hook, synchronize)
     with pytest.raises(RuntimeError, match=r"cannot sum weight"):
         model(torch.ones(1, 300)).sum().backward()
+    hook.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_with_a_hook_is_not_copied_but_the_module_in_it() -> None:
+    """DDP's copy would sum without the hook, and take no other one."""
+    model = DistributedDataParallel(nn.Linear(300, 100), find_unused_parameters=True)
+    hook = register(model, "topk")
+    model(torch.ones(1, 300)).sum().backward()
+    with pytest.raises(CommError, match=r"copy or save model\.module"):
+        copy.deepcopy(model)
+    assert torch.equal(copy.deepcopy(model.module).weight, model.module.weight)
     hook.close()
 
 

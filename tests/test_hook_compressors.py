@@ -11,13 +11,13 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_run.comm.baselines.dgc import Dgc
 from resilient_run.comm.compress.compressed import Compressed
 from resilient_run.comm.compress.compressors import NAMES, OneBit, named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import register
 from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.runtime.dgc import Dgc
 
 pytestmark = pytest.mark.jobs
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 HERE = Path(__file__).parent
 HOOK, LOCAL, RANKS = (str(HERE / name) for name in ("hook_trainer.py", "local_trainer.py", "nccl_ranks.py"))
-LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "sparcml+sparse", "none+hsdp", "dense+hsdp", "zen+hsdp")
+LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "none+hsdp", "dense+hsdp", "zen+hsdp")
 REMEMBERING = (
     "dgc", "fp8+hosts", "int8", "int8+hsdp", "onebit", "powersgd", "spardl", "topk+hsdp", "topk+sparse", "zen",
 )  # fmt: skip

@@ -35,9 +35,8 @@ def test_murmur_is_the_published_one(number: int, seed: int, digest: int) -> Non
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 7, 64, 1001])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 13])
-@pytest.mark.parametrize("chunk", [1, 4, 7])
-def test_every_index_has_one_place(numel: int, parts: int, chunk: int) -> None:
-    spread = Spread(numel=numel, parts=parts, seed=7, chunk=chunk)
+def test_every_index_has_one_place(numel: int, parts: int) -> None:
+    spread = Spread(numel=numel, parts=parts, seed=7)
     owners = spread.owners(all_indices(numel))
     assert torch.bincount(owners, minlength=parts).tolist() == [spread.size(part) for part in range(parts)]
     places = spread.positions(all_indices(numel))
@@ -48,9 +47,9 @@ def test_every_index_has_one_place(numel: int, parts: int, chunk: int) -> None:
 
 
 @RUNNERS
-@pytest.mark.parametrize(("numel", "parts", "chunk"), [(100, 2, 1), (100, 3, 1), (41, 8, 1), (90, 4, 8), (5, 8, 1)])
-def test_stable_and_exact(run: Runner, numel: int, parts: int, chunk: int) -> None:
-    spread = Spread(numel=numel, parts=parts, seed=3, chunk=chunk)
+@pytest.mark.parametrize(("numel", "parts"), [(100, 2), (100, 3), (41, 8), (90, 4), (5, 8)])
+def test_stable_and_exact(run: Runner, numel: int, parts: int) -> None:
+    spread = Spread(numel=numel, parts=parts, seed=3)
     indices, values = coo_encode(sparse(numel, 0.7))
     found = run(partition, indices, values, spread)
     owners = spread.owners(indices)
@@ -81,8 +80,8 @@ def test_nothing_to_divide(run: Runner) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_kernel_is_its_reference(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    numel, parts, chunk = (int(torch.randint(1, high, (), generator=random)) for high in (20000, 200, 50))
-    spread = Spread(numel=numel, parts=parts, seed=seed, chunk=chunk if seed % 2 else 1)
+    numel, parts = (int(torch.randint(1, high, (), generator=random)) for high in (20000, 200))
+    spread = Spread(numel=numel, parts=parts, seed=seed)
     entries = coo_encode(sparse(numel, 0.3, seed=seed))
     same(partition(*entries, spread), partition.reference(*entries, spread))
 
@@ -112,14 +111,6 @@ def test_balanced_at_the_densities_of_the_paper(model: str, pattern: str) -> Non
         assert max(counts) * parts / sum(counts) < 1.1, (parts, max(counts))
 
 
-def test_rows_stay_together() -> None:
-    spread = Spread(numel=2172 * 64, parts=8, chunk=64)
-    owners = spread.owners(all_indices(spread.numel)).view(2172, 64)
-    assert bool((owners == owners[:, :1]).all())
-    sizes = [spread.size(part) for part in range(8)]
-    assert max(sizes) - min(sizes) <= 64
-
-
 @RUNNERS
 def test_indices_of_another_tensor_are_refused(run: Runner) -> None:
     spread = Spread(numel=10, parts=4)
@@ -140,7 +131,6 @@ def test_indices_of_another_tensor_are_refused(run: Runner) -> None:
         ({"numel": 2**31}, "elements"),
         ({"parts": 0}, "parts is 0"),
         ({"seed": 2**32}, "seed is"),
-        ({"chunk": 0}, "chunk is 0"),
     ],
 )
 def test_spreads_that_cannot_be(wrong: dict[str, int], message: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from resilient_run.comm.baselines.powersgd import PowerSGD
+from resilient_run.comm.compress.powersgd import PowerSGD
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.schemes import named

@@ -56,13 +56,12 @@ EDGES = {
     "comm.net": "comm.ops comm.plan comm.errors",
     "comm.schemes": "comm.net comm.errors",
     "comm.zen": "comm.net comm.ops comm.errors",
-    "comm.spardl": "comm.net comm.errors",
+    "comm.spardl": "comm.net comm.ops comm.errors",
     "comm.compress": "comm.net comm.ops comm.errors",
-    "comm.baselines": "comm.spardl comm.compress comm.schemes comm.net comm.errors",
     "comm.cupcake": "comm.plan",
     "comm.espresso": "comm.cupcake comm.plan comm.errors",
     "comm.runtime": "comm.schemes comm.compress comm.net comm.plan comm.errors",
-    "comm.measure": "comm.runtime comm.zen comm.spardl comm.baselines comm.compress comm.schemes comm.net comm.ops"
+    "comm.measure": "comm.runtime comm.zen comm.spardl comm.compress comm.schemes comm.net comm.ops"
     " comm.plan comm.sparsity",
     "comm.trial": "comm comm.runtime comm.sparsity",
     "comm": "comm.*",

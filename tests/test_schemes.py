@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from baselines import IndexFree, Strawman, named
+from formulas import RECEIVED_BYTES, Sparsity
 from ranks import run_hosts, run_ranks
 from sparse_gradients import gradients, in_order
 from tiers import nightly_but
 from torch import Tensor
 
+from resilient_run.comm import schemes
 from resilient_run.comm.errors import CommError, MessageError
-from resilient_run.comm.measure.formulas import RECEIVED_BYTES, Sparsity
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.runtime.bucket import BucketSum
-from resilient_run.comm.schemes import SCHEMES, named
 from resilient_run.comm.sparsity import densities, skewness
 from resilient_run.comm.zen.formats import ALL
-from resilient_run.comm.zen.parallel import IndexFree, Strawman
 from resilient_run.comm.zen.zen import Zen
 
 LOSSLESS = ("agsparse", "dense", "index-free", "omnireduce", "sparcml", "sparse-ps", "zen")
@@ -305,7 +305,7 @@ def test_all_shares_of_a_gradient_are_all_reduced_with_others_or_none(
         for of_ranks in given:
             buffer = torch.cat([of_ranks[fabric.flat.rank].view(-1), torch.ones(4)])
             bucket.sum_bucket(buffer, [("weight", buffer[:-4].view(shape)), ("bias", buffer[-4:])])
-            found.append((scheme.fuses("weight"), buffer))
+            found.append((scheme.is_all_reduced("weight"), buffer))
         return found
 
     for found in run_hosts(2, 2, work):
@@ -323,11 +323,11 @@ def test_plans_of_an_older_version_are_made_anew_where_each_share_had_its_own() 
         older = {"scheme": "zen", "seed": 0, "keys": {"weight": {"steps": 9, "counts": [16384] * 16, "plan": plan}}}
         for scheme in (alone, between):
             scheme.load_state_dict(older)
-        found = [alone.fuses("weight"), between.fuses("weight")]
+        found = [alone.is_all_reduced("weight"), between.is_all_reduced("weight")]
         between.load_state_dict(
             {**older, "rows": [16, 64, 256], "keys": {"weight": {"steps": 9, "counts": [[16384] * 16], "plan": plan}}}
         )
-        return [*found, between.fuses("weight")]
+        return [*found, between.is_all_reduced("weight")]
 
     assert run_hosts(2, 2, work) == [[True, False, True]] * 4
 
@@ -442,13 +442,13 @@ def test_zen_plans_anew_as_densities_drift() -> None:
         assert "dense" not in routes[4:]
 
 
-def test_unknown_names_are_refused() -> None:
-    def work(transport: Transport) -> None:
-        named("zero", transport)
-
-    with pytest.raises(CommError, match="known are agsparse"):
-        run_ranks(1, work)
-    assert set(LOSSLESS) <= set(SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("zero", "known are dense"), ("sparcml", 'only of its benchmarks: use "zen", route="hierarchical"')],
+)
+def test_unknown_names_are_refused(name: str, told: str) -> None:
+    with pytest.raises(CommError, match=told):
+        run_ranks(1, lambda transport: schemes.named(name, transport))
 
 
 def test_dgc_sends_the_rest_later() -> None:

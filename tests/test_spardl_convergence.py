@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from baselines.residuals import LocalResiduals
 from byte_model import train
 
-from resilient_run.comm.baselines.topk_a import TopkA
 from resilient_run.comm.spardl.spardl import SparDL
+from resilient_run.comm.spardl.topk_a import TopkA
 
 
 @pytest.mark.nightly
@@ -20,7 +21,7 @@ def test_global_residuals_converge_and_local_ones_do_so_visibly_worse() -> None:
             for scheme in (
                 TopkA,
                 partial(SparDL, teams=2),
-                partial(SparDL, teams=2, residuals="local"),
+                partial(LocalResiduals, teams=2),
                 partial(SparDL, teams=8),
             )
         ]

@@ -2,21 +2,19 @@
 
 import pytest
 import torch
+from baselines import GTopk, OkTopk, TopkDSA
+from baselines.cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
 from gradients import Run, check_all_agree, check_nothing_lost, gradient, lost_share, run_steps
 from ranks import run_ranks
 from tiers import nightly_but
 from torch import Tensor
 
-from resilient_run.comm.baselines.cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
-from resilient_run.comm.baselines.gtopk import GTopk
-from resilient_run.comm.baselines.ok_topk import OkTopk
-from resilient_run.comm.baselines.topk_a import TopkA
-from resilient_run.comm.baselines.topk_dsa import TopkDSA
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.net.entries import kept_of
+from resilient_run.comm.net.entries import kept_count
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.spardl.cost import log2_rounds
 from resilient_run.comm.spardl.sparse_scheme import SparseScheme
+from resilient_run.comm.spardl.topk_a import TopkA
 
 DENSITY = 1 / 32
 LOSSLESS: tuple[type[SparseScheme], ...] = (TopkA, TopkDSA, OkTopk)
@@ -25,7 +23,7 @@ LOSSLESS: tuple[type[SparseScheme], ...] = (TopkA, TopkDSA, OkTopk)
 @pytest.mark.parametrize("ranks", nightly_but([*range(1, 9), 11, 16], range(1, 17)))
 def test_nothing_is_lost_all_agree_and_words_are_those_of_table_1(ranks: int) -> None:
     numel = 64 * ranks * ranks
-    kept = kept_of(numel, DENSITY)
+    kept = kept_count(numel, DENSITY)
 
     def work(transport: Transport) -> list[Run]:
         return [
@@ -83,7 +81,7 @@ def test_ok_topk_agrees_on_regions_and_keeps_thresholds_until_they_do_not_fit() 
 
 
 def test_gtopk_costs_what_its_trees_do_and_loses_what_they_discard() -> None:
-    kept = kept_of(2048, DENSITY)
+    kept = kept_count(2048, DENSITY)
     for ranks in (1, 2, 4, 8, 16):
 
         def work(transport: Transport) -> Run:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from baselines import AGsparse, IndexFree, RecursiveDoubling
+from baselines.rows import Even
 from ranks import run_ranks
 from sparse_workload import WORKLOADS
 from torch import Tensor
@@ -10,9 +12,7 @@ from zen_scaling import BALANCES, PARALLEL, SCHEMES, WIDTH, drawn, imbalance, ph
 from resilient_run.comm import sparsity
 from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.zen.centralized import AGsparse, RecursiveDoubling
-from resilient_run.comm.zen.parallel import IndexFree, push_and_pull
-from resilient_run.comm.zen.partition import Even
+from resilient_run.comm.zen.parallel import push_and_pull
 from resilient_run.comm.zen.sparse import compress
 
 ROWS = 1000

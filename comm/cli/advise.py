@@ -81,7 +81,7 @@ def _report(trial: Trial, *, as_json: bool) -> None:
         why = "few steps were trained" if trial.taken else "no or few steps with DistributedDataParallel were trained"
         click.echo(f"Error: {why}, and the script ended; let it train longer, or lower --seconds", err=True)
         return
-    known = {name: trial.way(name) for name in trial.taken}
+    known = {name: trial.method(name) for name in trial.taken}
     chosen = recommended(trial.taken, trial.exact)
     text = advice(trial.taken, known)
     if as_json:

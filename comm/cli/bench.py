@@ -66,7 +66,6 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--steps", type=click.IntRange(1), default=3, show_default=True, help="Those that are measured; four go before."
 )
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of the messages' time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--picture", type=_FILE, help="Draw the times, as .svg or .png.")
 def bench(
@@ -75,23 +74,22 @@ def bench(
     densities: tuple[float, ...],
     workers: tuple[int, ...],
     steps: int,
-    repeats: int,
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Time schemes on made-up gradients: whole steps, their messages alone, bytes and rounds.
+    """Time schemes on made-up gradients: whole steps, their bytes and rounds.
 
     Ranks are threads of this process that talk over loopback with Gloo. Inside a job of torchrun, as with
     `torchrun … --no-python resilient-comm bench`, the job's ranks are measured over its network, with NCCL on GPUs.
 
-    All times are of the slowest rank. Messages alone are those of the last step, repeated without computing.
+    All times are of the slowest rank.
     """
     if picture is not None and picture.suffix not in SUFFIXES:
         raise click.BadParameter(
             f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
         )
     cases = [(size, density) for size in sizes for density in densities]
-    measured = partial(_measured, names=schemes or tuple(SCHEMES), cases=cases, steps=steps, repeats=repeats)
+    measured = partial(_measured, names=schemes or tuple(SCHEMES), cases=cases, steps=steps)
     try:
         if "RANK" in os.environ:
             rows = _in_job(measured)
@@ -110,13 +108,13 @@ def _on_loopback(count: int, measured: _Measured) -> _Rows:
     from torch._C._distributed_c10d import HashStore
     from torch.distributed import ProcessGroupGloo
 
-    from ..measure.timing import RecordingTransport
+    from ..net.transport import Transport
 
     store = HashStore()
 
     def rank(number: int) -> _Rows:
         group: Any = ProcessGroupGloo(store, number, count, _TIMEOUT)
-        return measured(RecordingTransport.over(group))
+        return measured(Transport.over(group))
 
     with ThreadPoolExecutor(count) as pool:
         return next(iter(pool.map(rank, range(count))))
@@ -126,19 +124,17 @@ def _in_job(measured: _Measured) -> _Rows:
     """Return what was measured on rank 0, nothing on the others."""
     import torch.distributed as dist
 
-    from ..measure.timing import RecordingTransport
+    from ..net.transport import Transport
     from .job import joined_job
 
     with joined_job(_TIMEOUT) as device:
         group = dist.group.WORLD
         assert group is not None
-        rows = measured(RecordingTransport.over(group, device))
+        rows = measured(Transport.over(group, device))
         return rows if dist.get_rank() == 0 else []
 
 
-def _measured(
-    transport: Any, *, names: Sequence[str], cases: Sequence[tuple[int, float]], steps: int, repeats: int
-) -> _Rows:
+def _measured(transport: Any, *, names: Sequence[str], cases: Sequence[tuple[int, float]], steps: int) -> _Rows:
     from ..measure.timing import example_gradient, inputs_for, measure, scheme_at
 
     rows = []
@@ -146,19 +142,16 @@ def _measured(
         gradients = [example_gradient(numel, transport.rank, step).to(transport.device) for step in range(steps)]
         all_steps = [gradients[step % steps] for step in range(_WARM_UP + steps)]
         for name in names:
-            case = {"workers": transport.size, "numel": numel, "density": density, "scheme": name}
-            try:
-                scheme = scheme_at(name, transport, density)
-            except CommError as error:
-                rows.append({**case, "refused": str(error)})
-                continue
+            scheme = scheme_at(name, transport, density)
             inputs = inputs_for(scheme, all_steps, density)
-            found = measure(scheme, transport, inputs, repeats=repeats, warm_up=_WARM_UP)
+            found = measure(scheme, transport, inputs, warm_up=_WARM_UP)
             rows.append(
                 {
-                    **case,
+                    "workers": transport.size,
+                    "numel": numel,
+                    "density": density,
+                    "scheme": name,
                     "step_s": median(found.step_s),
-                    "messages_s": median(found.messages_s),
                     "received_bytes": found.received_bytes,
                     "header_bytes": found.header_bytes,
                     "rounds": found.rounds,
@@ -173,32 +166,25 @@ def _text(rows: _Rows) -> str:
     for case in dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in rows):
         here = [row for row in rows if (row["workers"], row["numel"], row["density"]) == case]
         lines += ["", f"{case[0]} workers, {case[1]} elements, density {case[2]:g}"]
-        lines.append(f"{'scheme':<{width}}  {'step ms':>9}  {'messages ms':>11}  {'received MB':>11}  {'rounds':>6}")
-        for row in sorted(here, key=lambda row: row.get("step_s", float("inf"))):
-            if "refused" in row:
-                lines.append(f"{row['scheme']:<{width}}  {row['refused']}")
-                continue
+        lines.append(f"{'scheme':<{width}}  {'step ms':>9}  {'received MB':>11}  {'rounds':>6}")
+        for row in sorted(here, key=lambda row: row["step_s"]):
             lines.append(
-                f"{row['scheme']:<{width}}  {row['step_s'] * 1e3:>9.2f}  {row['messages_s'] * 1e3:>11.2f}  "
-                f"{row['received_bytes'] / 1e6:>11.3f}  {row['rounds']:>6}"
+                f"{row['scheme']:<{width}}  {row['step_s'] * 1e3:>9.2f}  {row['received_bytes'] / 1e6:>11.3f}  "
+                f"{row['rounds']:>6}"
             )
     return "\n".join(lines[1:])
 
 
 def _draw(rows: _Rows, path: Path) -> None:
-    timed = [row for row in rows if "refused" not in row]
-    cases = list(dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in timed))
+    cases = list(dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in rows))
     figure = load_figure()(figsize=(7, 1 + 2.4 * len(cases)), layout="constrained")
     for axes, case in zip(figure.subplots(len(cases), squeeze=False).flat, cases, strict=True):
-        here = [row for row in timed if (row["workers"], row["numel"], row["density"]) == case]
-        here.sort(key=lambda row: float(row["step_s"]))
-        names = [row["scheme"] for row in here]
-        axes.barh(names, [row["step_s"] * 1e3 for row in here], color="#9aa5b1", label="step")
-        axes.barh(names, [row["messages_s"] * 1e3 for row in here], height=0.4, color="#2f7ed8", label="messages alone")
+        here = [row for row in rows if (row["workers"], row["numel"], row["density"]) == case]
+        here.sort(key=lambda row: row["step_s"])
+        axes.barh([row["scheme"] for row in here], [row["step_s"] * 1e3 for row in here], color="#2f7ed8")
         axes.invert_yaxis()
         axes.set_title(f"{case[0]} workers, {case[1]} elements, density {case[2]:g}", loc="left", fontsize="medium")
-        axes.set_xlabel("milliseconds")
-        axes.legend(fontsize="small")
+        axes.set_xlabel("milliseconds of a step")
     try:
         figure.savefig(path)
     except OSError as error:

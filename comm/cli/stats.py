@@ -109,7 +109,7 @@ def _row(name: str, found: Sequence[GradientStats]) -> tuple[str, ...]:
         return sum(listed) / len(listed)
 
     plan = found[-1].plan
-    dense_bytes = found[-1].received_bytes["dense"]
+    dense_bytes = found[-1].dense_bytes
     return (
         name,
         f"{found[0].elements:,}",

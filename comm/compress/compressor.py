@@ -7,13 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CommError
-from ..net.transport import from_bytes, to_bytes
+from ..net.entries import check_density, to_message, unchecked
 from ..ops.coo import Coo, coo_decode
 from ..ops.kernels import checked_together
 from ..ops.scatter import scatter_add
-
-_INDEX_BYTES = 4
 
 
 class Compressor(ABC):
@@ -75,9 +72,7 @@ class Sparsifier(Compressor):
     """
 
     def __init__(self, density: float = 0.01) -> None:
-        if not 0 < density <= 1:
-            raise CommError(f"density {density} is not in (0, 1]; 0.01 sends one element of 100")
-        self.density = density
+        self.density = check_density(density)
 
     @abstractmethod
     def select(self, dense: Tensor, k: int, *, seed: int) -> Coo:
@@ -89,33 +84,17 @@ class Sparsifier(Compressor):
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the indices and values of the selected elements."""
-        return self.message(self.select(dense, self.count(dense.numel()), seed=seed))
-
-    @staticmethod
-    def message(entries: Coo) -> Tensor:
-        """Return the message of selected elements."""
-        return to_bytes(entries.indices, entries.values)
-
-    @staticmethod
-    def entries(message: Tensor, dtype: torch.dtype) -> Coo:
-        """Return the selected elements of a message.
-
-        Raises:
-            MessageError: The message is no list of indices and values of `dtype`.
-        """
-        count = message.numel() // (_INDEX_BYTES + dtype.itemsize)
-        indices, values = from_bytes(message, (torch.int32, count), (dtype, count))
-        return Coo(indices, values)
+        return to_message(self.select(dense, self.count(dense.numel()), seed=seed))
 
     def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         """Return the dense tensor with the selected elements, 0 elsewhere."""
-        return coo_decode(*self.entries(message, dtype), numel)
+        return coo_decode(*unchecked(message, dtype), numel)
 
     def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
         """Add the selected elements to `total`, in place."""
-        scatter_add(total, *self.entries(message, total.dtype))
+        scatter_add(total, *unchecked(message, total.dtype))
 
     def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
         """Subtract the selected elements from `dense`, in place."""
-        entries = self.entries(message, dtype)
+        entries = unchecked(message, dtype)
         scatter_add(dense, entries.indices, -entries.values.to(dense.dtype))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite
+from ..net.entries import all_finite, check_density
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes
 from ..ops.coo import Coo
@@ -63,9 +63,7 @@ class RandomK(Compressor):
     name = "randomk"
 
     def __init__(self, density: float = 0.01) -> None:
-        if not 0 < density <= 1:
-            raise CommError(f"density {density} is not in (0, 1]; 0.01 sends one element of 100")
-        self.density = density
+        self.density = check_density(density)
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the values that the seed draws, one of them a nan if not all elements are finite."""

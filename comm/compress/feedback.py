@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite, rounded
+from ..net.entries import all_finite, rounded, to_message
 from ..ops.spread import murmur
 from .compressor import Compressor, Sparsifier
 
@@ -219,4 +219,4 @@ class MomentumCorrection(Memory):
         residual[at] -= entries.values
         if self._masking:
             velocity[at] = 0
-        return self._sparsifier.message(entries), (velocity, residual)
+        return to_message(entries), (velocity, residual)

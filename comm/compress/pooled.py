@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.transport import Transport, brought, from_bytes, to_bytes
+from ..net.transport import Transport, copied_to_device, from_bytes, to_bytes
 from ..ops.coo import Coo
 from ..ops.topk import SLACK, reach, sample, topk
 from .compressors import SampledTopK
@@ -44,14 +44,14 @@ class PooledTopK(SampledTopK):
         most = floor(wanted * SLACK)
         found = reach(dense, max(1, threshold), min(most, dense.numel()))
         own = most + 1 if found is None else found.indices.numel()
-        reached = int(self.pool.all_gather_dense(brought([own], self.pool.device)).sum())
+        reached = int(self.pool.all_gather_dense(copied_to_device([own], self.pool.device)).sum())
         return found if found is not None and ceil(wanted / SLACK) <= reached <= most else topk(dense, k)
 
     def _threshold(self, dense: Tensor, k: int, seed: int) -> tuple[int, int, int]:
         """Return how many elements all parts have, how many of them are wanted, and which magnitude so many reach."""
         samples = sample(dense, k, seed=seed)
         # The seed is that of the parameter and step.
-        own = brought([dense.numel(), k, seed, samples.itemsize], samples.device)
+        own = copied_to_device([dense.numel(), k, seed, samples.itemsize], samples.device)
         messages = self.pool.send_to_all(to_bytes(own, samples))
         numel = wanted = 0
         pooled, weights = [], []

@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from ..plan.curve import FREE, Affine
+from ..plan.curve import FREE
 from ..plan.model import Model
 from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, FEW_GROUPS, BusySpan, Plan, PlanGroup
 from ..plan.system import System
-from .algorithm_5_1 import algorithm_5_1
 from .fusion import FoundFusion, FusionProblem, Strategy
 from .fusion_baselines import all_bucketed, best_bucketed, best_evenly_split, hipress, layer_wise
-from .fusion_exact import search
 from .fusion_front import pareto
 
 Planner = Callable[[FusionProblem], Strategy]
@@ -37,12 +35,6 @@ def cupcake(problem: FusionProblem) -> Strategy:
 
 def fused(problem: FusionProblem) -> FoundFusion:
     """Return the best fusion of compressed groups."""
-    system = problem.system
-    if all(isinstance(cost, Affine) for cost in (system.compress, system.communicate, system.decompress)):
-        best, proven = search(problem)
-        if proven:
-            finish_s = problem.finish_s(best)
-            return FoundFusion(strategy=best, finish_s=finish_s, bound_s=finish_s)
     return pareto(problem)
 
 
@@ -60,7 +52,6 @@ def dense(problem: FusionProblem) -> Strategy:
 PLANNERS: Mapping[str, Planner] = MappingProxyType(
     {
         "cupcake": cupcake,
-        "algorithm-5.1": algorithm_5_1,
         "layer-wise": layer_wise,
         "hipress": hipress,
         "bucket-fusion": best_bucketed,
@@ -68,7 +59,6 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
         "dense": dense,
     }
 )
-_EXPONENTIAL = "algorithm-5.1"
 _NEEDS_DENSE = ("hipress", "dense")
 
 
@@ -86,7 +76,6 @@ def fusion_plan(
 
     Raises:
         FileError: The system does not say what the planner needs.
-        ValueError: The planner does not know costs of this form.
     """
     problem = FusionProblem(model.tensors, system)
     begin_s = time.perf_counter()
@@ -98,7 +87,7 @@ def fusion_plan(
     baselines_s = {
         name: problem.iteration_s(best.strategy if name == "cupcake" else plan(problem))
         for name, plan in PLANNERS.items()
-        if name not in (_EXPONENTIAL, planner) and (system.communicate_dense or name not in _NEEDS_DENSE)
+        if name != planner and (system.communicate_dense or name not in _NEEDS_DENSE)
     }
     return Plan(
         planner=planner,

@@ -1,18 +1,17 @@
 """The exact fusion planner for costs of any form, compressed groups, others, or both: Pareto fronts over prefixes."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan.curve import Affine, Curve
 from .fusion import FoundFusion, FusionProblem, Group, Strategy
 from .fusion_baselines import best_bucketed, best_evenly_split, best_of, hipress, layer_wise, one_group
 from .fusion_bound import Climb, Floats, GroupCosts, single_ways
-from .fusion_exact import ROUNDING, search
 
 Indices = NDArray[np.intp]
+# A strategy is better than another when it is by more than the rounding of its sums.
+_ROUNDING = 1e-12
 # Weights of the deadline, in bounds on how much communication is left when decoding has to be done.
 _DEADLINES = np.array([0.0, 1.0, 4.0])
 _FIRST_WIDTH = 16
@@ -139,7 +138,7 @@ class _FrontSearch:
 
     @property
     def _limit_s(self) -> float:
-        return self._best_s * (1 - ROUNDING)
+        return self._best_s * (1 - _ROUNDING)
 
     def _met(self, branch: _Branch) -> float:
         """Look at the strategies that a new branch brings; return what it took to make it."""
@@ -177,7 +176,7 @@ class _FrontSearch:
                     dropped_s = min(dropped_s, float(least_s[keep[most]]))
                     keep = keep[:most]
                 if most > branch.width:
-                    keep = keep[np.sort(_front(self._felt(new[:, keep], end), self._limit_s * ROUNDING))]
+                    keep = keep[np.sort(_front(self._felt(new[:, keep], end), self._limit_s * _ROUNDING))]
             labels.append(new[:, keep])
             firsts = counts.cumsum() - counts
             trail.append((kinds[group[keep]], starts[group[keep]], keep - firsts[group[keep]]))
@@ -253,20 +252,4 @@ def _candidates(problem: FusionProblem, kinds: Sequence[bool]) -> list[Strategy]
     """Return strategies to begin with: the better they are, the sooner others are left out."""
     plans = (one_group, layer_wise, best_bucketed, best_evenly_split)
     found = [plan(problem, compressed=compressed) for plan in plans for compressed in kinds]
-    if len(kinds) > 1:
-        return [*found, hipress(problem)]
-    if not kinds[0]:
-        return found
-    system = problem.system
-    h, g, d = (
-        _straight(cost, problem.size_bytes[-1]) for cost in (system.compress, system.communicate, system.decompress)
-    )
-    straight = FusionProblem(problem.tensors, replace(system, compress=h, communicate=g, decompress=d))
-    return [*found, search(straight)[0]]
-
-
-def _straight(curve: Curve, size_bytes: float) -> Affine:
-    """Return the line through the ends of a curve."""
-    alpha_s = curve(0.0)
-    slope = (curve(size_bytes) - alpha_s) / size_bytes if size_bytes else 0.0
-    return Affine(alpha_s=alpha_s, beta_s_per_byte=max(0.0, slope))
+    return [*found, hipress(problem)] if len(kinds) > 1 else found

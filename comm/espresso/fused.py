@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cupcake.fusion import FusionProblem, Strategy, groups_of
+from ..cupcake.fusion import FusionProblem, Strategy
 from ..cupcake.fusion_baselines import all_bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
@@ -18,7 +18,6 @@ from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, FEW_GROUPS, Plan
 from ..plan.system import System
 from ..plan.tree import Option, all_options
 from .espresso import espresso_plan
-from .fusion_search import Fusions
 
 _Groups = tuple[tuple[Tensor, ...], ...]
 
@@ -38,11 +37,6 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     allowed = all_options() if options is None else options
     fusions = _fusions(model, cluster)
     plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
-    every = Fusions(model, cluster, allowed)
-    ends = every.search(min(plan.iteration_s for plan in plans) - cluster.forward_s)
-    if ends is not None:
-        fusions.append(_grouped(model, groups_of(ends)))
-        plans.append(_plan(model, fusions[-1], cluster, allowed))
     best = _if_it_pays(plans, _simpler(model, fusions, cluster, allowed))
     planning_s = time.perf_counter() - begin_s
     unfused = espresso_plan(model, cluster, options=options)
@@ -50,7 +44,7 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
         best,
         planner="espresso-fused",
         planning_s=planning_s,
-        bound_s=min(cluster.forward_s + every.bound_s, *(plan.iteration_s for plan in plans), best.iteration_s),
+        bound_s=min(best.iteration_s, *(plan.bound_s for plan in plans)),
         baselines_s={"espresso": unfused.iteration_s, **unfused.baselines_s},
         reason=f"{len(best.groups)} groups of {len(model.tensors)} tensors; {best.reason}",
     )
@@ -65,14 +59,13 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     alone = espresso_plan(model, cluster, options=options)
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
-    best = _if_it_pays([alone], _simpler(model, _fusions(model, cluster), cluster, allowed))
-    without = [option for option in allowed if uncompressed(option)]
-    without_s = [cluster.forward_s + Fusions(model, cluster, without).bound_s] if without else []
+    simpler = _simpler(model, _fusions(model, cluster), cluster, allowed)
+    best = _if_it_pays([alone], simpler)
     return replace(
         best,
         planner=alone.planner,
         planning_s=alone.planning_s + time.perf_counter() - begin_s,
-        bound_s=min(alone.bound_s, *without_s, best.iteration_s),
+        bound_s=min(best.iteration_s, alone.bound_s, *(plan.bound_s for plan in simpler)),
         baselines_s=alone.baselines_s,
     )
 

@@ -1,5 +1,1 @@
-"""Measures and limits: how long schemes take, what they must move, and how sparse gradients are."""
-
-from .timing import RecordingTransport, measure
-
-__all__ = ["RecordingTransport", "measure"]
+"""Measures: how long schemes take, what links and compressors cost, and how sparse gradients are."""

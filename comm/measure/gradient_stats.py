@@ -10,7 +10,6 @@ from .. import sparsity
 from ..zen.partition import Balanced
 from ..zen.plan import Rows, ZenPlan, decide
 from ..zen.sparse import row_width
-from .formulas import RECEIVED_BYTES, Sparsity, scheme_free_bytes
 
 _ROWS = (16, 64, 256)
 
@@ -30,8 +29,7 @@ class GradientStats:
         skewness: Mean over ranks, over `servers` parts.
         push_imbalance: Of Zen; of sparse parameter servers it is `skewness`.
         pull_imbalance: Of Zen.
-        received_bytes: Scheme → bytes that a rank receives in a step (fp32), by its formula; "scheme-free": what no
-            scheme can avoid.
+        dense_bytes: What a rank receives in an all-reduce (fp32).
         plan: What Zen would do.
     """
 
@@ -45,7 +43,7 @@ class GradientStats:
     skewness: float
     push_imbalance: float
     pull_imbalance: float
-    received_bytes: dict[str, float]
+    dense_bytes: float
     plan: ZenPlan
 
 
@@ -65,9 +63,6 @@ def gradient_stats(gradients: Sequence[Tensor], *, servers: int | None = None) -
     pairs = [sparsity.overlap_ratio(one, other) for one, other in pairwise(gradients)]
     density = sum(indices.numel() for indices in index_sets) / max(1, ranks * elements)
     skew = sum(sparsity.skewness(gradient, parts) for gradient in gradients) / ranks
-    found = Sparsity(dense_bytes=4.0 * elements, densities=[density, *together[1:]], skew=skew)
-    received = {name: received(found) for name, received in RECEIVED_BYTES.items()}
-    received["scheme-free"] = scheme_free_bytes(found)
     per_row = elements // first.shape[0] if first.dim() > 1 and first.shape[0] else 1
     return GradientStats(
         elements=elements,
@@ -80,7 +75,7 @@ def gradient_stats(gradients: Sequence[Tensor], *, servers: int | None = None) -
         skewness=skew,
         push_imbalance=sparsity.push_imbalance(index_sets, parts, cut.servers_of),
         pull_imbalance=sparsity.pull_imbalance(index_sets, parts, cut.servers_of),
-        received_bytes=received,
+        dense_bytes=2 * (ranks - 1) / ranks * 4.0 * elements,
         plan=decide(_profile(gradients), ranks=ranks, numel=elements, item_bytes=4),
     )
 

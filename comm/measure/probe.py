@@ -169,9 +169,9 @@ def _mean_s(
 
     def batch_s(count: int) -> float:
         if transport is not None:
-            _gather(transport, 0.0)
+            _greatest_s(transport, 0.0)
         seconds = _seconds(lambda: [work() for _ in range(count)], device)
-        return seconds if transport is None else max(_gather(transport, seconds))
+        return seconds if transport is None else _greatest_s(transport, seconds)
 
     once_s = min(batch_s(1), batch_s(1))  # the first one allocates, and compiles kernels
     count = max(1, min(_GREATEST_BATCH, round(_BATCH_S / once_s)))
@@ -196,7 +196,5 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gather(transport: Transport, seconds: float) -> list[float]:
-    own = torch.tensor([seconds], dtype=torch.float64, device=transport.device).view(torch.uint8)
-    gathered = transport.send_to_all(own, sizes_bytes=[own.numel()] * transport.size)
-    return [float(message.view(torch.float64)[0]) for message in gathered]
+def _greatest_s(transport: Transport, seconds: float) -> float:
+    return float(transport.gather_numbers(torch.tensor([seconds], dtype=torch.float64)).max())

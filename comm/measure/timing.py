@@ -1,20 +1,17 @@
-"""How long a scheme takes on one gradient, and how long its messages alone would."""
+"""How long a scheme takes on one gradient."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ..baselines.powersgd import PowerSGD
+from ..compress.powersgd import PowerSGD
 from ..compress.quantized import TwoStep
-from ..net.entries import kept_of
+from ..net.entries import kept_count
 from ..net.scheme import Dense, Scheme
-from ..net.transport import Transport, Turn
+from ..net.transport import Transport
 from ..ops.coo import coo_decode
 from ..ops.topk import topk
 from ..schemes import named
@@ -22,7 +19,6 @@ from ..spardl.sparse_scheme import SparseScheme
 
 _SHARED, _OWN = 0.5, 1.0
 _KEY = "gradient"
-_GREATEST_BATCH = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,111 +27,15 @@ class Measurement:
 
     Attributes:
         step_s: Seconds of each step, computing included; of the slowest rank.
-        messages_s: Seconds of the last step's messages when nothing is computed between them; of the slowest rank.
         received_bytes: In the last step; of the rank that received most.
         header_bytes: Sizes announced in the last step; likewise.
         rounds: Exchanges in the last step that had to follow each other; likewise.
     """
 
     step_s: list[float]
-    messages_s: list[float]
     received_bytes: int
     header_bytes: int
     rounds: int
-
-
-class RecordingTransport(Transport):
-    """A transport that can repeat the messages of its last step, with other bytes of the same sizes.
-
-    Ranks that share processors wait for each other's computing; a repetition shows what the network takes.
-    """
-
-    def __init__(self, group: ProcessGroup, device: torch.device | str = "cpu") -> None:
-        super().__init__(group, device)
-        self._calls: list[Callable[[], object]] = []
-        self._recording = True
-
-    def forget(self) -> None:
-        """Begin a new step."""
-        self._calls.clear()
-
-    def repeat(self, times: int = 1) -> None:
-        """Make the calls of the last step again."""
-        with self.paused():
-            for _ in range(times):
-                for call in self._calls:
-                    call()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not record inside."""
-        self._recording = False
-        try:
-            yield
-        finally:
-            self._recording = True
-
-    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
-        """As of `Transport`."""
-        sources = list(senders)
-        if self._recording:
-            again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
-            self._calls.append(lambda: self.announce(again, sources))
-        return super().announce(outgoing, sources)
-
-    def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Iterable[int],
-        *,
-        sizes_bytes: Mapping[int, int] | None = None,
-    ) -> dict[int, Tensor]:
-        """As of `Transport`."""
-        senders = list(sources)
-        # What is announced is a call of its own.
-        received = super().exchange(outgoing, senders, sizes_bytes=sizes_bytes)
-        if self._recording:
-            again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
-            known = {rank: message.numel() for rank, message in received.items()}
-            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=known))
-        return received
-
-    def relay(self, turns: Sequence[Turn]) -> None:
-        """As of `Transport`."""
-        if not self._recording:
-            super().relay(turns)
-            return
-        made: dict[int, Tensor] = {}
-
-        def make(index: int) -> Tensor:
-            message = turns[index].message()
-            made[index] = torch.empty_like(message)
-            return message
-
-        super().relay([replace(turn, message=partial(make, index)) for index, turn in enumerate(turns)])
-        again = [replace(turn, message=partial(made.__getitem__, index), take=id) for index, turn in enumerate(turns)]
-        self._calls.append(lambda: self.relay(again))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """As of `Transport`."""
-        if self._recording:
-            again = torch.zeros_like(tensor)
-            self._calls.append(lambda: self.all_reduce(again))
-        super().all_reduce(tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """As of `Transport`."""
-        if self._recording:
-            again = torch.zeros_like(tensor)
-            self._calls.append(lambda: self.reduce_scatter(again))
-        return super().reduce_scatter(tensor)
-
-    def all_gather_dense(self, share: Tensor) -> Tensor:
-        """As of `Transport`."""
-        if self._recording:
-            again = torch.zeros_like(share)
-            self._calls.append(lambda: self.all_gather_dense(again))
-        return super().all_gather_dense(share)
 
 
 def example_gradient(numel: int, rank: int, step: int) -> Tensor:
@@ -163,20 +63,11 @@ def inputs_for(scheme: Scheme, gradients: Sequence[Tensor], density: float) -> I
     """
     dense = isinstance(scheme, SparseScheme | TwoStep | PowerSGD | Dense)
     first = gradients[0]
-    sparse = first if dense else coo_decode(*topk(first, kept_of(first.numel(), density)), first.numel())
+    sparse = first if dense else coo_decode(*topk(first, kept_count(first.numel(), density)), first.numel())
     return (gradient.clone() if dense else sparse.clone() for gradient in gradients)
 
 
-def measure(
-    scheme: Scheme,
-    transport: RecordingTransport,
-    gradients: Iterable[Tensor],
-    *,
-    repeats: int,
-    warm_up: int = 1,
-    sample_s: float = 0.1,
-    at_most_s: float = 10.0,
-) -> Measurement:
+def measure(scheme: Scheme, transport: Transport, gradients: Iterable[Tensor], *, warm_up: int = 1) -> Measurement:
     """Reduce gradients, one in each step, and return what that took; all ranks call it and get the same.
 
     Args:
@@ -184,48 +75,41 @@ def measure(
         transport: The ranks.
         gradients: At least one.
         warm_up: First steps that are not measured where others follow, because they allocate memory or plan.
-        repeats: Samples of the messages' time, at least 1. Each is the mean of a batch.
-        sample_s: Length of a batch, about; long enough that what the network's buffers take in at once does not count.
-        at_most_s: For all samples together, about; one is taken anyway.
     """
     step_s: list[float] = []
     for gradient in gradients:
-        transport.forget()
         transport.traffic.reset()
-        step_s.append(_timed(transport, lambda gradient=gradient: scheme.reduce(_KEY, gradient)))  # type: ignore[misc]
-    traffic = replace(transport.traffic)
-    step_s = _greatest(transport, step_s)
-    numbers = _greatest(transport, [traffic.received_bytes, traffic.header_bytes, traffic.rounds])
-    once_s = _greatest(transport, [_timed(transport, transport.repeat)])[0]
-    batch = max(1, min(_GREATEST_BATCH, round(sample_s / max(once_s, sample_s / _GREATEST_BATCH))))
-    samples = max(1, min(repeats, round(at_most_s / (batch * once_s))))
-    messages_s = [
-        _greatest(transport, [_timed(transport, lambda: transport.repeat(batch)) / batch])[0] for _ in range(samples)
-    ]
+        began_s = started_together(transport)
+        scheme.reduce(_KEY, gradient)
+        step_s.append(seconds_since(began_s, transport))
+    traffic = transport.traffic
+    received_bytes, header_bytes, rounds = greatest(
+        transport, [traffic.received_bytes, traffic.header_bytes, traffic.rounds]
+    )
+    step_s = greatest(transport, step_s)
     return Measurement(
         step_s=step_s[warm_up:] or step_s,
-        messages_s=messages_s,
-        received_bytes=round(numbers[0]),
-        header_bytes=round(numbers[1]),
-        rounds=round(numbers[2]),
+        received_bytes=round(received_bytes),
+        header_bytes=round(header_bytes),
+        rounds=round(rounds),
     )
 
 
-def _timed(transport: RecordingTransport, work: Callable[[], object]) -> float:
-    _greatest(transport, [0.0])  # all begin together
-    began_s = time.monotonic()
-    work()
+def started_together(transport: Transport) -> float:
+    """Return the time at which all ranks have come here."""
+    greatest(transport, [0.0])
+    return time.monotonic()
+
+
+def seconds_since(began_s: float, transport: Transport) -> float:
+    """Return how long ago that was, once this rank's GPU has done its work."""
     if transport.device.type == "cuda":
         torch.cuda.synchronize(transport.device)
     return time.monotonic() - began_s
 
 
-def _greatest(transport: RecordingTransport, numbers: list[float]) -> list[float]:
-    """Return the greatest of each number over all ranks, without a trace in what was counted or recorded."""
-    traffic = replace(transport.traffic)
-    with transport.paused():
-        own = torch.tensor(numbers, dtype=torch.float64, device=transport.device)
-        sizes = [own.nbytes] * transport.size
-        gathered = transport.send_to_all(own.view(torch.uint8), sizes_bytes=sizes)
-    transport.traffic = traffic
-    return torch.stack([message.view(torch.float64) for message in gathered]).amax(0).tolist()
+def greatest(transport: Transport, numbers: Sequence[float]) -> list[float]:
+    """Return the greatest of each number over all ranks, which is not counted as traffic."""
+    with transport.uncounted():
+        found: list[float] = transport.gather_numbers(torch.tensor(numbers, dtype=torch.float64)).amax(0).tolist()
+    return found

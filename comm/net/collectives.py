@@ -29,7 +29,7 @@ def relay_gather(transport: Transport, message: Tensor, *, sizes_bytes: Sequence
         announced = transport.announce(dict.fromkeys(others, message), others)
         sizes_bytes = [announced.get(rank, message.numel()) for rank in range(transport.size)]
     held: list[Tensor] = [message] * transport.size
-    _carry_out(transport, Routine.ALL_GATHER, held, sizes_bytes)
+    _run_turns(transport, Routine.ALL_GATHER, held, sizes_bytes)
     return held
 
 
@@ -38,7 +38,7 @@ def gather_shares(transport: Transport, share: Tensor) -> Tensor:
     if _is_left_to_library(transport):
         return transport.all_gather_dense(share)
     held = [share] * transport.size
-    _carry_out(transport, Routine.ALL_GATHER, held, [share.numel()] * transport.size)
+    _run_turns(transport, Routine.ALL_GATHER, held, [share.numel()] * transport.size)
     return torch.cat(held)
 
 
@@ -50,7 +50,7 @@ def reduce_scatter(transport: Transport, tensor: Tensor) -> Tensor:
     if _is_left_to_library(transport):
         return transport.reduce_scatter(tensor)
     held = list(tensor.contiguous().view(transport.size, -1).unbind())
-    _carry_out(transport, Routine.REDUCE_SCATTER, held, [share.numel() for share in held])
+    _run_turns(transport, Routine.REDUCE_SCATTER, held, [share.numel() for share in held])
     return held[transport.rank]
 
 
@@ -58,7 +58,7 @@ def reduce_to(root: int, tensor: Tensor, transport: Transport) -> Tensor | None:
     """Return on `root` the sum of the ranks' 1-D tensors, which are overwritten; None on the others."""
     dense = tensor.contiguous()
     numels = _cut(Routine.REDUCE, dense.numel(), transport.size, item_bytes=dense.itemsize)
-    _carry_out(transport, Routine.REDUCE, list(torch.split(dense, numels)), numels, root=root)
+    _run_turns(transport, Routine.REDUCE, list(torch.split(dense, numels)), numels, root=root)
     return dense if transport.rank == root else None
 
 
@@ -68,12 +68,12 @@ def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, s
         size_bytes = transport.announce({}, [root])[root] if size_bytes is None else size_bytes
         numels = _cut(Routine.BROADCAST, size_bytes, transport.size)
         held = [torch.empty(0, dtype=torch.uint8, device=transport.device)] * len(numels)
-        _carry_out(transport, Routine.BROADCAST, held, numels, root=root)
+        _run_turns(transport, Routine.BROADCAST, held, numels, root=root)
         return torch.cat(held)
     if size_bytes is None:
         transport.announce({rank: message for rank in range(transport.size) if rank != root}, [])
     numels = _cut(Routine.BROADCAST, message.numel(), transport.size)
-    _carry_out(transport, Routine.BROADCAST, list(torch.split(message, numels)), numels, root=root)
+    _run_turns(transport, Routine.BROADCAST, list(torch.split(message, numels)), numels, root=root)
     return message
 
 
@@ -113,7 +113,7 @@ def _cut(routine: Routine, numel: int, ranks: int, *, item_bytes: int = 1) -> li
     return [numel * (block + 1) // count - numel * block // count for block in range(count)]
 
 
-def _carry_out(
+def _run_turns(
     transport: Transport, routine: Routine, held: list[Tensor], numels: Sequence[int], *, root: int = 0
 ) -> None:
     """Send and receive blocks of `numels` elements, which are replaced in `held`, or added to what is there."""

@@ -1,13 +1,12 @@
 """Some elements of a flat gradient as (index, value) pairs, and what is left of the gradient without them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
+from ..ops.coo import Coo
 from ..ops.kernels import checked_together, fitting
 from ..ops.op import Finding
 from ..ops.scatter import coo_add, scatter_add
@@ -17,47 +16,33 @@ from .transport import from_bytes, to_bytes
 _INDEX = torch.int32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entries:
-    """Elements of a flat gradient.
+def to_message(entries: Coo) -> Tensor:
+    """Return elements as bytes; `size_bytes` of them."""
+    wide_first = entries.values.itemsize > _INDEX.itemsize
+    return to_bytes(*(reversed(entries) if wide_first else entries))
 
-    Attributes:
-        indices: int32, ascending, none twice.
-        values: Of the same length.
+
+def from_message(message: Tensor, dtype: torch.dtype, *, end: int, start: int = 0) -> Coo:
+    """Return the elements that `to_message` wrote, with values of `dtype` and indices in [start, end).
+
+    Raises:
+        MessageError: The message has a size that no number of elements has, or another index (see `fitting`).
     """
+    indices, values = unchecked(message, dtype)
+    return Coo(within(indices, end, start=start), values)
 
-    indices: Tensor
-    values: Tensor
 
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return self.indices.numel()
+def unchecked(message: Tensor, dtype: torch.dtype) -> Coo:
+    """Return the same with whatever indices came, for what checks them itself.
 
-    def to_message(self) -> Tensor:
-        """Return them as bytes; `size_bytes` of them."""
-        parts = (self.indices, self.values)
-        return to_bytes(*(parts if self.values.itemsize <= _INDEX.itemsize else reversed(parts)))
-
-    @classmethod
-    def from_message(cls, message: Tensor, dtype: torch.dtype, *, end: int, start: int = 0) -> Self:
-        """Return the elements that `to_message` wrote, with values of `dtype` and indices in [start, end).
-
-        Raises:
-            MessageError: The message has a size that no number of elements has, or another index (see `fitting`).
-        """
-        count, rest = divmod(message.numel(), size_bytes(1, dtype))
-        if rest:
-            raise MessageError(
-                f"a message of {message.numel()} bytes is no list of int32 indices with {dtype} values; "
-                f"run the same version with the same options on all ranks"
-            )
-        if dtype.itemsize <= _INDEX.itemsize:
-            indices, values = from_bytes(message, (_INDEX, count), (dtype, count))
-        else:
-            values, indices = from_bytes(message, (dtype, count), (_INDEX, count))
-
-        return cls(indices=within(indices, end, start=start), values=values)
+    Raises:
+        MessageError: The message has a size that no number of elements has.
+    """
+    count = message.numel() // size_bytes(1, dtype)
+    if dtype.itemsize <= _INDEX.itemsize:
+        return Coo(*from_bytes(message, (_INDEX, count), (dtype, count)))
+    values, indices = from_bytes(message, (dtype, count), (_INDEX, count))
+    return Coo(indices, values)
 
 
 def within(indices: Tensor, end: int, *, start: int = 0) -> Tensor:
@@ -67,14 +52,14 @@ def within(indices: Tensor, end: int, *, start: int = 0) -> Tensor:
         MessageError: One is not.
     """
 
-    def judge(low: int, high: int) -> None:
+    def verify(low: int, high: int) -> None:
         if low < start or high >= end:
             raise MessageError(
                 f"a message came with indices from {low} to {high}, where {start} to {end - 1} were expected; "
                 f"run the same version with the same options on all ranks"
             )
 
-    return fitting(indices, start, end, judge)
+    return fitting(indices, start, end, verify)
 
 
 def size_bytes(count: int, dtype: torch.dtype) -> int:
@@ -82,11 +67,36 @@ def size_bytes(count: int, dtype: torch.dtype) -> int:
     return count * (_INDEX.itemsize + dtype.itemsize)
 
 
-def kept_of(numel: int, density: float) -> int:
+def kept_count(numel: int, density: float) -> int:
     """Return k: how many of `numel` elements are kept at this density, at least one."""
     if numel > torch.iinfo(_INDEX).max:
         raise CommError(f"a gradient of {numel} elements has no int32 indices; split it into smaller tensors")
     return min(numel, max(1, round(density * numel)))
+
+
+def check_density(density: float) -> float:
+    """Return the share of elements that is sent.
+
+    Raises:
+        CommError: It is not in (0, 1].
+    """
+    if not 0 < density <= 1:
+        raise CommError(f"density {density} is not in (0, 1]; 0.01 sends one element of 100")
+    return density
+
+
+def check_residual(key: str, residual: Tensor, like: Tensor) -> Tensor:
+    """Return what is to be added to `like`, the gradient of `key`.
+
+    Raises:
+        CommError: It is of another shape or type.
+    """
+    if residual.shape == like.shape and residual.dtype == like.dtype:
+        return residual
+    raise CommError(
+        f"{key} is {tuple(like.shape)} of {like.dtype}, its residual {tuple(residual.shape)} of {residual.dtype}; load "
+        f"the state of the same model"
+    )
 
 
 def top_k(values: Tensor, count: int) -> Tensor:
@@ -110,38 +120,38 @@ def all_finite(values: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(values)).isfinite().all()
 
 
-def take(work: Tensor, chosen: Tensor, dtype: torch.dtype) -> Entries:
+def take(work: Tensor, chosen: Tensor, dtype: torch.dtype) -> Coo:
     """Move the elements at the indices `chosen` out of the flat `work`, which keeps what rounding to `dtype` leaves."""
     exact = work[chosen]
     values = rounded(exact, dtype)
     work[chosen] = exact - values
-    return Entries(indices=chosen, values=values)
+    return Coo(indices=chosen, values=values)
 
 
-def add_to(dense: Tensor, *lists: Entries) -> None:
+def add_to(dense: Tensor, *lists: Coo) -> None:
     """Add the elements to the flat `dense`, in its precision, list by list."""
     with checked_together():
         for entries in lists:
             scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
 
 
-def added(lists: Sequence[Entries], exact: torch.dtype) -> Finding[Entries]:
+def added(lists: Sequence[Coo], exact: torch.dtype) -> Finding[Coo]:
     """Return the sum of at least one list as one, in the precision of `exact`; added in the order given."""
     indices, values = lists[0].indices, lists[0].values.to(exact)
     for entries in lists[1:]:
         indices, values = yield from coo_add.finding(indices, values, entries.indices, entries.values.to(exact))
-    return Entries(indices=indices, values=values)
+    return Coo(indices=indices, values=values)
 
 
-def joined(lists: Sequence[Entries]) -> Entries:
+def joined(lists: Sequence[Coo]) -> Coo:
     """Return lists of different parts of a gradient, one after the other, as one."""
-    return Entries(
+    return Coo(
         indices=torch.cat([entries.indices for entries in lists]),
         values=torch.cat([entries.values for entries in lists]),
     )
 
 
-def write_dense(entries: Entries, dense: Tensor) -> None:
+def write_dense(entries: Coo, dense: Tensor) -> None:
     """Give the flat `dense`, of the dtype of the values, these elements and zeros elsewhere."""
     add_to(dense.zero_(), entries)
 
@@ -150,11 +160,3 @@ def copied(exact: Tensor, room: Tensor) -> Tensor:
     """Return a copy of `exact`: in `room`, a tensor of its shape, if that has its dtype."""
     # Memory that is new costs a page fault for each page, on a CPU more than the copy itself.
     return room.copy_(exact) if room.dtype == exact.dtype else exact.clone()
-
-
-def settle(accumulated: Tensor, work: Tensor, sent: Entries, final: Entries) -> None:
-    """Take out of `accumulated` what was sent and is in the final sum; what rounding left of it in `work` stays."""
-    arrived = torch.zeros_like(accumulated, dtype=torch.bool)
-    arrived[final.indices] = True
-    gone = sent.indices[arrived[sent.indices]]
-    accumulated[gone] = work[gone]

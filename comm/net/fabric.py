@@ -7,7 +7,7 @@ import torch
 
 from ..errors import CommError
 from ..plan.tree import Phase
-from .transport import Transport, from_bytes, to_bytes
+from .transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
         CommError: As `agreed`.
     """
     flat = Transport.among(ranks, device)
-    agreed([given for (given,) in tell_all(flat, [as_told(ranks_per_host)])])
+    agreed(flat.gather_numbers(torch.tensor([as_number(ranks_per_host)])).view(-1).tolist())
     host, place = divmod(flat.rank, ranks_per_host)
     return Fabric(
         flat=flat,
@@ -56,34 +56,27 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     )
 
 
-UNTOLD = -1
+NOT_GIVEN = -1
 """Stands, among the numbers of ranks per host that ranks tell each other, for none."""
 
 
-def as_told(ranks_per_host: int | None) -> int:
+def as_number(ranks_per_host: int | None) -> int:
     """Return the number that tells others what this rank is given; 0 for what cannot be one."""
     if ranks_per_host is None:
-        return UNTOLD
+        return NOT_GIVEN
     return ranks_per_host if type(ranks_per_host) is int and 0 < ranks_per_host < 1 << 31 else 0
 
 
-def agreed(told: Sequence[int]) -> int:
+def agreed(numbers: Sequence[int]) -> int:
     """Return the number of ranks per host that all ranks tell, which divides theirs.
 
     Raises:
         CommError: There is none; on all ranks alike.
     """
-    first = told[0]
-    if any(number != first for number in told):
-        given = ", ".join("none" if number == UNTOLD else str(number) for number in told)
-        raise CommError(f"the ranks are given {given} ranks per host: give all the same divisor of {len(told)}")
-    if first < 1 or len(told) % first:
-        raise CommError(f"{len(told)} ranks are no multiple of {first} per host; give a divisor")
+    first = numbers[0]
+    if any(number != first for number in numbers):
+        given = ", ".join("none" if number == NOT_GIVEN else str(number) for number in numbers)
+        raise CommError(f"the ranks are given {given} ranks per host: give all the same divisor of {len(numbers)}")
+    if first < 1 or len(numbers) % first:
+        raise CommError(f"{len(numbers)} ranks are no multiple of {first} per host; give a divisor")
     return first
-
-
-def tell_all(flat: Transport, numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of every rank, as many of each."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=flat.device)
-    messages = flat.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * flat.size)
-    return [from_bytes(message, (own.dtype, len(numbers)))[0].tolist() for message in messages]

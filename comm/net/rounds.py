@@ -14,7 +14,7 @@ from ..errors import MessageError
 from ..ops.kernels import checked_together, read_together
 from .collectives import relay_gather
 from .scheme import Scheme
-from .transport import Transport, brought, to_bytes
+from .transport import Transport, copied_to_device, to_bytes
 
 T = TypeVar("T")
 _ALIGNED_BYTES = 8
@@ -163,14 +163,14 @@ def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int,
     received = _pass(
         transport,
         Messages(
-            outgoing=_joined(outgoing, told=sizes is None),
+            outgoing=_joined(outgoing, with_sizes=sizes is None),
             sources=list(senders),
             sizes_bytes=None if sizes is None else {source: sum(map(_room, each)) for source, each in sizes.items()},
             by_all=any(each.by_all for each in asked),
         ),
     )
     if sizes is None:
-        sizes = _told_sizes(received, {source: len(indices) for source, indices in senders.items()})
+        sizes = _announced_sizes(received, {source: len(indices) for source, indices in senders.items()})
     found: list[dict[int, Tensor]] = [{} for _ in asked]
     for source, indices in senders.items():
         for index, part in zip(indices, _parts(received[source], sizes[source]), strict=True):
@@ -189,11 +189,11 @@ def _gather(transport: Transport, asked: Sequence[Gathering]) -> list[Mapping[in
     are_known = None not in known
     held = relay_gather(
         transport,
-        _joined({transport.rank: [each.message for each in asked]}, told=not are_known)[transport.rank],
+        _joined({transport.rank: [each.message for each in asked]}, with_sizes=not are_known)[transport.rank],
         sizes_bytes=[sum(map(_room, each)) for each in sizes.values()] if are_known else None,
     )
     if not are_known:
-        sizes = _told_sizes(dict(enumerate(held)), dict.fromkeys(range(transport.size), len(asked)))
+        sizes = _announced_sizes(dict(enumerate(held)), dict.fromkeys(range(transport.size), len(asked)))
     parts = {rank: _parts(message, sizes[rank]) for rank, message in enumerate(held)}
     return [{rank: parts[rank][index] for rank in parts} for index in range(len(asked))]
 
@@ -224,7 +224,7 @@ def _room(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, told: bool) -> dict[int, Tensor]:
+def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, with_sizes: bool) -> dict[int, Tensor]:
     """Return for each rank with messages these as one; where sizes are told, they come first."""
     distinct = {tuple(map(id, parts)): parts for parts in outgoing.values() if parts}
     if not distinct:
@@ -235,8 +235,8 @@ def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, told: bool) -> dict[int
         key: [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
         for key, parts in distinct.items()
     }
-    if told:
-        sizes = brought([part.numel() for parts in distinct.values() for part in parts], device)
+    if with_sizes:
+        sizes = copied_to_device([part.numel() for parts in distinct.values() for part in parts], device)
         for key, own in zip(distinct, torch.split(sizes, [len(parts) for parts in distinct.values()]), strict=True):
             filled[key].insert(0, own)
     made = {key: to_bytes(*each) for key, each in filled.items()}
@@ -249,7 +249,7 @@ def _parts(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
     return [joined[begin : begin + size_bytes] for begin, size_bytes in zip(ends, sizes_bytes, strict=False)]
 
 
-def _told_sizes(messages: Mapping[int, Tensor], counts: Mapping[int, int]) -> dict[int, list[int]]:
+def _announced_sizes(messages: Mapping[int, Tensor], counts: Mapping[int, int]) -> dict[int, list[int]]:
     """Return source → sizes of the messages that it has joined, as many as are given.
 
     Raises:

@@ -33,7 +33,7 @@ class Network:
                 raise CommError(f"{name} is {seconds!r}; give seconds, 0 or more")
 
     @classmethod
-    def told(cls, alpha_s: float | None, beta_s: float | None) -> Self | None:
+    def given(cls, alpha_s: float | None, beta_s: float | None) -> Self | None:
         """Return the network, None where neither is given.
 
         Raises:
@@ -72,7 +72,7 @@ class Reduction(ABC):
         """Yield what the next stage reads."""
 
 
-class Whole(Reduction):
+class Unstaged(Reduction):
     """A sum that has no stages.
 
     Args:
@@ -117,7 +117,7 @@ class Scheme(ABC):
     """Ranks that it asks about each gradient besides those over which it sums."""
 
     beside: Transport | None = None
-    """Ranks that sum other shares of the same gradients, each with ranks of its own: `fuses` is the same on them."""
+    """Ranks that sum other shares of the same gradients, each with own ranks; `is_all_reduced` is the same there."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -143,9 +143,9 @@ class Scheme(ABC):
 
     def begin(self, key: str, gradient: Tensor) -> Reduction:
         """Do what needs no other rank yet, and return the rest of `reduce`; all of it, unless a scheme has stages."""
-        return Whole(partial(self.reduce, key), gradient)
+        return Unstaged(partial(self.reduce, key), gradient)
 
-    def fuses(self, key: str) -> bool:
+    def is_all_reduced(self, key: str) -> bool:
         """Tell whether this gradient is only all-reduced from now on, so that it may be so together with others."""
         return False
 
@@ -181,6 +181,6 @@ class Dense(Scheme):
         self.transport.all_reduce(contiguous)
         return contiguous.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else contiguous
 
-    def fuses(self, key: str) -> bool:
+    def is_all_reduced(self, key: str) -> bool:
         """Return whether a gradient may be all-reduced together with others."""
         return True

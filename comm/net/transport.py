@@ -139,10 +139,9 @@ class Transport:
         swap_s(_PROBE_BYTES)  # makes connections, and takes what a link lets pass at once after a pause
         # Not by turns: a rank that is still in a long swap would make a short one of the others look long.
         seconds = [[swap_s(size_bytes) for _ in range(_PROBES)] for size_bytes in (_PROBE_BYTES, 1)]
-        own = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        told = self.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * self.size)
+        measured = self.gather_numbers(torch.tensor(seconds, dtype=torch.float64).view(-1))
         # One that stands still for a moment makes one swap of two others long, or its own short.
-        usual = torch.stack([message.view(own.dtype).view(own.shape) for message in told]).median(dim=0).values
+        usual = measured.median(dim=0).values.view(len(seconds), -1)
         probe_s, startup_s = float(usual[0].median()), float(usual[1].min())
         return startup_s, max(0.0, probe_s - startup_s) / _PROBE_BYTES
 
@@ -269,7 +268,7 @@ class Transport:
         """
         sources = list(senders)
         # All sizes in one tensor each way: the CPU waits for a GPU whenever it reads one.
-        sizes = brought([message.numel() for message in outgoing.values()], self.device).view(-1, 1)
+        sizes = copied_to_device([message.numel() for message in outgoing.values()], self.device).view(-1, 1)
         heard = torch.empty(len(sources), 1, dtype=torch.int64, device=self.device)
         self._pass(
             dict(zip(outgoing, sizes.view(torch.uint8), strict=True)),
@@ -312,6 +311,17 @@ class Transport:
     def send_to_all(self, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `message` to all and return what each rank sent, in the order of ranks; own by reference."""
         return self.all_to_all([message] * self.size, sizes_bytes=sizes_bytes)
+
+    def gather_numbers(self, numbers: Tensor) -> Tensor:
+        """Return the numbers of all ranks, a row for each; 1-D, of one length and type on all."""
+        own = numbers.to(self.device)
+        messages = self.send_to_all(to_bytes(own), sizes_bytes=[own.nbytes] * self.size)
+        return torch.stack([from_bytes(message, (own.dtype, own.numel()))[0] for message in messages])
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, in their order; of any length, but at least one."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        return [bytes(message.cpu().numpy()) for message in self.send_to_all(own)]
 
     def swap(self, message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Tensor:
         """Send `message` to rank `to` while receiving one from rank `source`."""
@@ -462,7 +472,7 @@ def _timeout() -> timedelta | None:
     return timeout
 
 
-def brought(numbers: Sequence[int], device: torch.device) -> Tensor:
+def copied_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return the numbers as int64 on `device`, which is not waited for if it is a GPU."""
     is_gpu = device.type == "cuda"
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=is_gpu).to(device, non_blocking=is_gpu)

@@ -47,9 +47,9 @@ class TwoLevel(Scheme):
         wholes = {key: cut.whole(gather_shares(self.within, sums[key].reshape(-1))) for key, cut in cuts.items()}
         return [wholes.get(key, gradient) for key, gradient in gradients]
 
-    def fuses(self, key: str) -> bool:
+    def is_all_reduced(self, key: str) -> bool:
         """Return what the scheme between hosts does."""
-        return self.between.fuses(key)
+        return self.between.is_all_reduced(key)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scheme between hosts."""

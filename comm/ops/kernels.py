@@ -65,34 +65,34 @@ def check_list(name: str, indices: Tensor, values: Tensor | None = None) -> None
 def check_range(name: str, indices: Tensor, numel: int) -> None:
     """Raise OpError when an index is not in [0, numel): what came from elsewhere is never written past a tensor."""
 
-    def judge(low: int, high: int) -> None:
+    def verify(low: int, high: int) -> None:
         if low < 0 or high >= numel:
             raise OpError(
                 f"{name}: indices from {low} to {high} do not fit {numel} elements; pass the tensor they were made from"
             )
 
-    _judge_bounds(indices, 0, numel, judge)
+    _verify_bounds(indices, 0, numel, verify)
 
 
-def fitting(indices: Tensor, start: int, end: int, judge: Callable[[int, int], None]) -> Tensor:
-    """Return int32 `indices` that are in [start, end), after a call of `judge` with the least and the greatest.
+def fitting(indices: Tensor, start: int, end: int, verify: Callable[[int, int], None]) -> Tensor:
+    """Return int32 `indices` that are in [start, end), after a call of `verify` with the least and the greatest.
 
     On a GPU the call comes when `checked_together` ends, if that is open. Until then those that do not fit are replaced
     by some that do, so that whatever is done with them stays within memory.
     """
-    _judge_bounds(indices, start, end, judge)
+    _verify_bounds(indices, start, end, verify)
     return indices if is_on_host(indices) or start == end else indices.clamp(start, end - 1)
 
 
-def _judge_bounds(indices: Tensor, start: int, end: int, judge: Callable[[int, int], None]) -> None:
+def _verify_bounds(indices: Tensor, start: int, end: int, verify: Callable[[int, int], None]) -> None:
     if not indices.numel():
         return
     if start == end:
-        judge(start, end)
+        verify(start, end)
     if is_on_host(indices):
-        judge(*_bounds(host(indices)))
+        verify(*_bounds(host(indices)))
     else:
-        check_numbers(torch.stack(torch.aminmax(indices)), judge)
+        check_numbers(torch.stack(torch.aminmax(indices)), verify)
 
 
 _Check = tuple[Tensor, Callable[..., None]]
@@ -134,7 +134,9 @@ def checked_together(translate: Callable[[OpError], Exception] | None = None) ->
             raise
         raise translate(error) from error
     if around is not None:
-        around += [(numbers, partial(_judge, judge, translate)) for numbers, judge in checks] if translate else checks
+        around += (
+            [(numbers, partial(_verify, verify, translate)) for numbers, verify in checks] if translate else checks
+        )
 
 
 def read_together(tensors: Iterable[Tensor]) -> list[list[int]]:
@@ -146,24 +148,24 @@ def read_together(tensors: Iterable[Tensor]) -> list[list[int]]:
 
 def _read(checks: Sequence[_Check]) -> None:
     numbers = read_together(each for each, _ in checks)
-    for own, (_, judge) in zip(numbers, checks, strict=True):
-        judge(*own)
+    for own, (_, verify) in zip(numbers, checks, strict=True):
+        verify(*own)
 
 
-def _judge(judge: Callable[..., None], translate: Callable[[OpError], Exception], *numbers: int) -> None:
+def _verify(verify: Callable[..., None], translate: Callable[[OpError], Exception], *numbers: int) -> None:
     try:
-        judge(*numbers)
+        verify(*numbers)
     except OpError as error:
         raise translate(error) from error
 
 
-def check_numbers(numbers: Tensor, judge: Callable[..., None]) -> None:
-    """Call `judge` with the integers of a 1-D tensor on a GPU; at the end of `checked_together`, if that is open."""
+def check_numbers(numbers: Tensor, verify: Callable[..., None]) -> None:
+    """Call `verify` with the integers of a 1-D tensor on a GPU; at the end of `checked_together`, if that is open."""
     if _waiting.checks is None:
-        judge(*numbers.tolist())
+        verify(*numbers.tolist())
     else:
         # A copy, as these may be the end of something large.
-        _waiting.checks.append((numbers.to(torch.int64, copy=True), judge))
+        _waiting.checks.append((numbers.to(torch.int64, copy=True), verify))
 
 
 def is_on_host(tensor: Tensor) -> bool:

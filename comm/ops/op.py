@@ -39,10 +39,10 @@ class Reading(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return the result."""
-        return alone(self.finding(*args, **kwargs))
+        return run_alone(self.finding(*args, **kwargs))
 
 
-def alone(finding: Finding[_R]) -> _R:
+def run_alone(finding: Finding[_R]) -> _R:
     """Return the result, and read whenever it is asked for."""
     try:
         numbers = next(finding)

@@ -1,11 +1,11 @@
 """Which part (server) owns each index of a tensor: equal shares for any pattern of non-zeros, without tables.
 
 This is h0 of Zen's hierarchical hash and the index sets I_i of its hash bitmap (thesis sections 3.3.3 and 3.3.4).
-Units (elements, or chunks of them) are taken in stripes of as many consecutive units as there are parts. Each part gets
-one unit of each stripe: the stripe, rotated by a hash of its number. So
+Elements are taken in stripes of as many consecutive ones as there are parts. Each part gets one element of each stripe:
+the stripe, rotated by a hash of its number. So
 
 - each pattern of non-zeros is spread at least as evenly as by a universal hash function: a part's load is a sum over
-  stripes, independent of each other, and units of one stripe never meet;
+  stripes, independent of each other, and elements of one stripe never meet;
 - dense regions are spread exactly;
 - an index is computed from part and position, and back, so the sets need no memory, and order is kept within parts.
 """
@@ -53,32 +53,29 @@ def murmur(numbers: Tensor, seed: int) -> Tensor:
 
 @cpu_kernel
 def count_owners(
-    indices: NDArray[np.int32], parts: int, seed: int, chunk: int, owners: NDArray[np.int32], counts: NDArray[np.int64]
+    indices: NDArray[np.int32], parts: int, seed: int, owners: NDArray[np.int32], counts: NDArray[np.int64]
 ) -> None:
     """Write the part of each index to `owners` and add how many each part has to `counts`."""
     # Division in float64 is exact for 31 bits, as the half keeps quotients off whole numbers; unlike that of integers
     # it is done for several at once. Counting is not, so it has a loop of its own.
-    per_chunk, per_part = 1.0 / chunk, 1.0 / parts
+    per_part = 1.0 / parts
     for i in range(indices.size):
-        unit = np.int64(indices[i]) if chunk == 1 else np.int64((indices[i] + 0.5) * per_chunk)
-        stripe = np.int64((unit + 0.5) * per_part)
-        owner = unit - stripe * parts + ((murmur_cpu(stripe, seed) * parts) >> 32)
+        index = np.int64(indices[i])
+        stripe = np.int64((index + 0.5) * per_part)
+        owner = index - stripe * parts + ((murmur_cpu(stripe, seed) * parts) >> 32)
         owners[i] = owner - (parts if owner >= parts else 0)
     for i in range(owners.size):
         counts[owners[i]] += 1
 
 
 @cpu_kernel
-def write_indices(
-    positions: NDArray[np.int32], part: int, parts: int, seed: int, chunk: int, indices: NDArray[np.int32]
-) -> None:
+def write_indices(positions: NDArray[np.int32], part: int, parts: int, seed: int, indices: NDArray[np.int32]) -> None:
     """Write the index at each position of `part` to `indices`, which may be `positions`."""
-    per_chunk = 1.0 / chunk
     for i in range(positions.size):
-        stripe = np.int64(positions[i]) if chunk == 1 else np.int64((positions[i] + 0.5) * per_chunk)
+        stripe = np.int64(positions[i])
         turn = part - ((murmur_cpu(stripe, seed) * parts) >> 32)
         turn += parts if turn < 0 else 0
-        indices[i] = (stripe * parts + turn) * chunk + (positions[i] - stripe * chunk)
+        indices[i] = stripe * parts + turn
 
 
 @cpu_kernel
@@ -89,23 +86,22 @@ def write_samples(seed: int, numel: int, samples: NDArray[np.int32]) -> None:
 
 
 @cuda_function
-def owner_cuda(index: Any, parts: int, seed: int, chunk: int) -> Any:
+def owner_cuda(index: Any, parts: int, seed: int) -> Any:
     """Return the part that owns `index`."""
     # Division of 32 bits is several times faster than of 64.
-    unit = np.uint32(index) // np.uint32(chunk)
-    stripe = np.int64(unit // np.uint32(parts))
-    owner = np.int64(unit) - stripe * parts + ((murmur_cuda(stripe, seed) * parts) >> 32)
+    stripe = np.int64(np.uint32(index) // np.uint32(parts))
+    owner = np.int64(index) - stripe * parts + ((murmur_cuda(stripe, seed) * parts) >> 32)
     return owner - parts if owner >= parts else owner
 
 
 @cuda_function
-def index_cuda(position: Any, part: int, parts: int, seed: int, chunk: int) -> Any:
+def index_cuda(position: Any, part: int, parts: int, seed: int) -> Any:
     """Return the index at `position` of `part`."""
-    stripe = np.int64(np.uint32(position) // np.uint32(chunk))
+    stripe = np.int64(position)
     turn = part - ((murmur_cuda(stripe, seed) * parts) >> 32)
     if turn < 0:
         turn += parts
-    return (stripe * parts + turn) * chunk + (np.int64(position) - stripe * chunk)
+    return stripe * parts + turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,52 +112,36 @@ class Spread:
         numel: Elements of the tensor.
         parts: Number of parts (servers).
         seed: In [0, 2^32): which of the functions.
-        chunk: Consecutive elements that stay together: 1, or a multiple of a row for embeddings.
     """
 
     numel: int
     parts: int
     seed: int = 0
-    chunk: int = 1
 
     def __post_init__(self) -> None:
         check_numel("spread", self.numel)
-        for name, value, low, high in (
-            ("parts", self.parts, 1, MAX_NUMEL),
-            ("seed", self.seed, 0, _MASK),
-            ("chunk", self.chunk, 1, MAX_NUMEL),
-        ):
+        for name, value, low, high in (("parts", self.parts, 1, MAX_NUMEL), ("seed", self.seed, 0, _MASK)):
             if not low <= value <= high:
                 raise OpError(f"spread: {name} is {value}; give one between {low} and {high}")
 
     def size(self, part: int) -> int:
         """Return how many elements `part` owns."""
-        units = -(-self.numel // self.chunk)
-        stripes, rest = divmod(units, self.parts)
-        missing = units * self.chunk - self.numel
-        turn = (part - self._rotation(stripes)) % self.parts
-        if rest == 0:
-            # The last unit, which may be short, is the last of the last whole stripe.
-            last = (part - self._rotation(stripes - 1)) % self.parts == self.parts - 1 if stripes else False
-            return stripes * self.chunk - (missing if last else 0)
-        return (stripes + (turn < rest)) * self.chunk - (missing if turn == rest - 1 else 0)
+        stripes, rest = divmod(self.numel, self.parts)
+        return stripes + ((part - self._rotation(stripes)) % self.parts < rest)
 
     def owners(self, indices: Tensor) -> Tensor:
         """Return the part of each index, int64: the specification of the kernels."""
-        stripes = (indices.long() // self.chunk) // self.parts
-        turns = (indices.long() // self.chunk) % self.parts
-        return (turns + self._rotations(stripes)) % self.parts
+        wide = indices.long()
+        return (wide % self.parts + self._rotations(wide // self.parts)) % self.parts
 
     def positions(self, indices: Tensor) -> Tensor:
         """Return where each index stands among those of its part, int32; ascending with the index."""
-        wide = indices.long()
-        return (wide // (self.chunk * self.parts) * self.chunk + wide % self.chunk).int()
+        return (indices.long() // self.parts).int()
 
     def indices(self, positions: Tensor, part: int) -> Tensor:
         """Return the int32 indices at `positions` of `part`: the inverse of `owners` and `positions`."""
-        stripes, offsets = positions.long() // self.chunk, positions.long() % self.chunk
-        units = stripes * self.parts + (part - self._rotations(stripes)) % self.parts
-        return (units * self.chunk + offsets).int()
+        stripes = positions.long()
+        return (stripes * self.parts + (part - self._rotations(stripes)) % self.parts).int()
 
     def check_part(self, part: int) -> None:
         """Raise OpError unless there is such a part."""

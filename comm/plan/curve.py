@@ -56,11 +56,6 @@ class Table:
         beyond = np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
         return np.asarray(inside + self._beyond() * beyond, dtype=np.float64)
 
-    def rising(self) -> "Table":
-        """Return the largest points that never fall and are nowhere above these."""
-        seconds = np.minimum.accumulate(self.seconds[::-1])[::-1]
-        return Table(sizes_bytes=self.sizes_bytes, seconds=tuple(seconds.tolist()))
-
     def _slope(self, upper: int) -> float:
         """Return the seconds for each further byte below a point."""
         seconds = self.seconds[upper] - self.seconds[upper - 1]

@@ -72,7 +72,7 @@ class BucketSum:
 
     def is_large(self, name: str, gradient: Tensor) -> bool:
         """Tell whether a gradient goes to the scheme."""
-        return gradient.numel() >= self._least_elements and not self.scheme.fuses(name)
+        return gradient.numel() >= self._least_elements and not self.scheme.is_all_reduced(name)
 
 
 def check_pool(pool: Transport | None, sizes: Mapping[str, int], least_elements: int) -> None:
@@ -85,8 +85,7 @@ def check_pool(pool: Transport | None, sizes: Mapping[str, int], least_elements:
     """
     if pool is None:
         return
-    own = torch.frombuffer(bytearray(json.dumps(sizes).encode()), dtype=torch.uint8)
-    parts = [json.loads(bytes(each.cpu().numpy())) for each in pool.send_to_all(own.to(pool.device))]
+    parts = [json.loads(each) for each in pool.gather_bytes(json.dumps(sizes).encode())]
     for name in {name: None for part in parts for name in part}:
         found = [part.get(name, 0) for part in parts]
         if min(found) < least_elements <= max(found):

@@ -20,7 +20,7 @@ from ..compress.feedback import ErrorFeedback
 from ..errors import CommError
 from ..net.scheme import Scheme
 from ..net.transport import Transport
-from ..schemes import SCHEMES, class_named, named
+from ..schemes import SCHEMES, class_named, named, unknown
 
 Choice = str | Callable[[Transport], Scheme]
 """A name of `schemes.SCHEMES` or else of `compressors.NAMES`, or what makes a scheme for these ranks."""
@@ -61,8 +61,7 @@ def check_choice(choice: Choice, options: Mapping[str, Any]) -> None:
             raise CommError(f"{', '.join(sorted(options))}: give options to what makes the scheme")
         return
     if choice not in SCHEMES and choice not in NAMES:
-        known = ", ".join(sorted({*SCHEMES, *NAMES}))
-        raise CommError(f"there is no scheme and no compressor {choice!r}; known are {known}")
+        raise unknown(choice, {*SCHEMES, *NAMES}, "scheme and no compressor")
     parameters = dict(signature(class_named(choice) if choice in SCHEMES else compressor_named).parameters)
     if choice not in SCHEMES and not hasattr(compressor_named(choice), "density"):
         parameters.clear()
@@ -117,31 +116,27 @@ def check_alike(ranks: Transport, /, **given: object) -> None:
         ranks: All that sum together.
         given: Name → value.
     """
-    own = json.dumps(dict(told for name, value in given.items() for told in _told(name, value)), sort_keys=True)
+    own = json.dumps(
+        dict(described for name, value in given.items() for described in _described(name, value)), sort_keys=True
+    )
     with ranks.uncounted():
-        if len(set(_tell(ranks, sha256(own.encode()).digest()))) == 1:
+        if len(set(ranks.gather_bytes(sha256(own.encode()).digest()))) == 1:
             return
-        told = [json.loads(each) for each in _tell(ranks, own.encode())]
-    for rank, other in enumerate(told):
-        for name in told[0] | other:
-            first, its = (each.get(name, "not given") for each in (told[0], other))
+        described = [json.loads(each) for each in ranks.gather_bytes(own.encode())]
+    for rank, other in enumerate(described):
+        for name in described[0] | other:
+            first, its = (each.get(name, "not given") for each in (described[0], other))
             if first != its:
                 raise CommError(f"{name} is {first} on rank 0 and {its} on rank {rank}; give all ranks the same")
 
 
-def _tell(ranks: Transport, text: bytes) -> list[bytes]:
-    """Return what each rank tells."""
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(ranks.device)
-    return [bytes(each.cpu().numpy()) for each in ranks.send_to_all(message)]
-
-
-def _told(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+def _described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the parts of a value, by name, as texts that are equal where ranks do the same."""
     text, parts = _text_and_parts(value)
     yield name, text
     if depth < _DEEPEST:
         for part, each in parts.items():
-            yield from _told(f"{name}{part}", each, depth + 1)
+            yield from _described(f"{name}{part}", each, depth + 1)
 
 
 def _text_and_parts(value: object) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ from ..compress.feedback import Memory
 from ..errors import CommError
 from ..net.collectives import broadcast_from, gather_shares, reduce_scatter, reduce_to
 from ..net.fabric import Fabric
-from ..net.scheme import Reduction, Scheme, Whole
+from ..net.scheme import Reduction, Scheme, Unstaged
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..plan.plan import COMPRESSED, DENSE, FLAT
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
@@ -56,7 +56,7 @@ class OptionScheme(Scheme):
         if any(Device.CPU in option.devices for option in self._options.values()):
             self.stages = ("prepare", "communicate", "settle")
 
-    def fuses(self, key: str) -> bool:
+    def is_all_reduced(self, key: str) -> bool:
         """Tell whether the gradient of `key` is only all-reduced."""
         return key not in self._options
 
@@ -66,7 +66,7 @@ class OptionScheme(Scheme):
         if option is None:
             return _AllReduce(self.transport, gradient)
         if gradient.numel() == 0:
-            return Whole(lambda empty: empty, gradient)
+            return Unstaged(lambda empty: empty, gradient)
         return _Run(self._fabric, self.memory, key, option.steps, gradient)
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import MessageError
 from ..net.collectives import gather_to, relay_gather
-from ..net.transport import Transport, brought, to_bytes
+from ..net.transport import Transport, copied_to_device, to_bytes
 
 _NUMBER_BYTES = torch.int64.itemsize
 
@@ -51,7 +51,7 @@ def pack(held: Sequence[Pieces]) -> list[Tensor]:
         head = [each.numel, len(each.pieces), *(len(piece) for piece in each.pieces)]
         head += [number for message in messages for number in (message.data.numel(), message.seed)]
         heads.append([len(head), *head])
-    numbers = brought([number for head in heads for number in head], every[0][0].data.device)
+    numbers = copied_to_device([number for head in heads for number in head], every[0][0].data.device)
     return [
         to_bytes(head, *(message.data for message in messages))
         for head, messages in zip(torch.split(numbers, [len(head) for head in heads]), every, strict=True)

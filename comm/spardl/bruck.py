@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import MessageError
 from ..net.rounds import Rounds, swap
-from ..net.transport import brought, to_bytes
+from ..net.transport import copied_to_device, to_bytes
 
 
 def bruck_gather(
@@ -43,7 +43,7 @@ def bruck_gather(
 
 
 def _with_sizes(messages: list[Tensor]) -> Tensor:
-    sizes = brought([message.numel() for message in messages], messages[0].device)
+    sizes = copied_to_device([message.numel() for message in messages], messages[0].device)
     return to_bytes(sizes, *messages)
 
 

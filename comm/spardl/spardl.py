@@ -2,16 +2,17 @@
 
 import logging
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import CommError, MessageError
-from ..net.entries import Entries, copied, joined, kept_of, size_bytes, write_dense
+from ..net.entries import copied, from_message, joined, kept_count, size_bytes, to_message, write_dense
 from ..net.rounds import Rounds
 from ..net.scheme import Network
 from ..net.transport import Transport
+from ..ops.coo import Coo
 from . import bruck
 from .cost import choose_teams
 from .sparse_scheme import SparseScheme, Synchronized
@@ -20,17 +21,9 @@ from .teams import Gather, Teams, Width, default_gather, gather_bruck, gather_re
 
 log = logging.getLogger(__name__)
 
-Residuals = Literal["global", "partial", "local"]
-"""What a rank keeps of the discarded (Section 3.2).
-
-global: all of it: its own part of what is in no rank's result, and whatever it discarded itself of what is.
-partial: its own part of what it did not send itself or is in no rank's result; what others discard of a sum is lost.
-local: its own part of what it did not send itself.
-"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
+class _TeamSetup:
     """How the ranks sum a gradient, the same on all of them.
 
     Attributes:
@@ -44,7 +37,7 @@ class _Way:
     gather: Gather
 
     @classmethod
-    def of(cls, memory: dict[str, Any] | None) -> "_Way | None":
+    def of(cls, memory: dict[str, Any] | None) -> "_TeamSetup | None":
         """Return the way that a gradient was summed before; None if its memory says nothing of it."""
         if memory is None or "teams" not in memory:
             return None
@@ -71,7 +64,6 @@ class SparDL(SparseScheme):
         teams: d, a divisor of n; None for what costs least on the network that `alpha_s` and `beta_s` describe, and
             without them for 2, or 1 where n is odd.
         gather: How teams agree; None for "recursive" if d is a power of two and "bruck" otherwise.
-        residuals: What is kept of the discarded.
         alpha_s: Latency of one message, seconds; None not to let the cost model choose.
         beta_s: Time of one word of 4 bytes on a link, seconds; given together with `alpha_s`.
 
@@ -88,7 +80,6 @@ class SparDL(SparseScheme):
         density: float = 0.01,
         teams: int | None = None,
         gather: Gather | None = None,
-        residuals: Residuals = "global",
         alpha_s: float | None = None,
         beta_s: float | None = None,
     ) -> None:
@@ -99,14 +90,11 @@ class SparDL(SparseScheme):
                 raise CommError(f'recursive doubling needs a power of two of teams, not {teams}; gather with "bruck"')
         if gather is not None and gather not in get_args(Gather):
             raise CommError(f"teams cannot gather {gather!r}; choose one of {get_args(Gather)}")
-        if residuals not in get_args(Residuals):
-            raise CommError(f"residuals {residuals!r} are not known; choose one of {get_args(Residuals)}")
         self._teams = teams
         self._gather = gather
-        self._residual_kind = residuals
-        self._network = Network.told(alpha_s, beta_s)
-        self._ways: dict[str, _Way] = {}
-        self._told = False
+        self._network = Network.given(alpha_s, beta_s)
+        self._setups: dict[str, _TeamSetup] = {}
+        self._has_warned = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` returned on this rank, with the teams that it names; all ranks do so.
@@ -115,13 +103,13 @@ class SparDL(SparseScheme):
             CommError: It is not of this scheme.
         """
         super().load_state_dict(state)
-        self._ways.clear()
-        self._told = False
+        self._setups.clear()
+        self._has_warned = False
 
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         numel, dtype = accumulated.numel(), total.dtype
-        kept = kept_of(numel, self.density)
-        known = self._ways.get(key)
+        kept = kept_count(numel, self.density)
+        known = self._setups.get(key)
         way = known or self._decided(key, kept)
         rank = self.transport.rank
         teams = Teams.of(rank, ranks=way.ranks, count=way.teams)
@@ -133,7 +121,7 @@ class SparDL(SparseScheme):
         sent = quota if width is None else min(quota, round(width.h))
         if known is None:
             self._check_agreed(key, kept, way, sent)
-            self._ways[key] = way
+            self._setups[key] = way
 
         work = copied(accumulated, total)  # what this rank has of each element: at last, what it discarded
         selected = yield from spar_reduce_scatter(rank, members, work, blocks, dtype)
@@ -151,33 +139,32 @@ class SparDL(SparseScheme):
         memory = asdict(way) | {"width": None if width is None else asdict(width)}
         return Synchronized(values=final.values, residual=residual, memory=memory)
 
-    def _decided(self, key: str, kept: int) -> _Way:
+    def _decided(self, key: str, kept: int) -> _TeamSetup:
         """Return how to sum a gradient of which `kept` elements are kept."""
-        before, way = _Way.of(self._memories.get(key)), self._given_or_chosen(kept)
+        before, way = _TeamSetup.of(self._memories.get(key)), self._given_or_chosen(kept)
         if before is None or before == way:
             return way
         keeps = self._teams is None and before.ranks == way.ranks and self._gather in (None, before.gather)
-        if not self._told:
+        if not self._has_warned:
             said = "keeps them, though it would begin with" if keeps else "goes on with"
             log.warning("%s, for one, had %s among %d ranks and %s %s", key, before, before.ranks, said, way)
-            self._told = True
+            self._has_warned = True
         return before if keeps else way
 
-    def _given_or_chosen(self, kept: int) -> _Way:
+    def _given_or_chosen(self, kept: int) -> _TeamSetup:
         ranks, teams = self.transport.size, self._teams
         if teams is None and self._network is not None:
             alpha_s, beta_s = self._network.alpha_s, self._network.beta_s
             choice = choose_teams(ranks, kept, alpha_s=alpha_s, beta_s=beta_s, gather=self._gather)
-            return _Way(ranks=ranks, teams=choice.teams, gather=choice.gather)
+            return _TeamSetup(ranks=ranks, teams=choice.teams, gather=choice.gather)
         teams = teams or (1 if ranks % 2 else 2)
-        return _Way(ranks=ranks, teams=teams, gather=self._gather or default_gather(teams))
+        return _TeamSetup(ranks=ranks, teams=teams, gather=self._gather or default_gather(teams))
 
-    def _check_agreed(self, key: str, kept: int, way: _Way, sent: int) -> None:
+    def _check_agreed(self, key: str, kept: int, way: _TeamSetup, sent: int) -> None:
         """Raise CommError on all ranks unless their messages fit: of one way, and of one length between peers."""
         gathers = get_args(Gather)
-        own = torch.tensor([sent, kept, way.teams, gathers.index(way.gather)], device=self.transport.device)
-        messages = self.transport.send_to_all(own.view(torch.uint8), sizes_bytes=[own.nbytes] * way.ranks)
-        said = torch.stack(messages).view(torch.int64).tolist()
+        own = torch.tensor([sent, kept, way.teams, gathers.index(way.gather)])
+        said: list[list[int]] = self.transport.gather_numbers(own).tolist()
         for rank, (_, _, teams, gather) in enumerate(said):
             if teams < 1 or way.ranks % teams or not 0 <= gather < len(gathers):
                 raise MessageError(
@@ -196,38 +183,32 @@ class SparDL(SparseScheme):
                     f"{key}: {'; '.join(both)}: give all ranks the same arguments and restore all from one checkpoint"
                 )
 
-    def _width(self, key: str, way: _Way, quota: int) -> Width:
+    def _width(self, key: str, way: _TeamSetup, quota: int) -> Width:
         memory = self._memories.get(key)
-        if memory is not None and _Way.of(memory) == way:
+        if memory is not None and _TeamSetup.of(memory) == way:
             return Width(**memory["width"])
         return Width.first(quota, way.teams)
 
     def _gather_blocks(
-        self, mine: Entries, blocks: TeamBlocks, members: range, gather: Gather, dtype: torch.dtype
-    ) -> Rounds[Entries]:
+        self, mine: Coo, blocks: TeamBlocks, members: range, gather: Gather, dtype: torch.dtype
+    ) -> Rounds[Coo]:
         """Return the elements of all blocks; after B-SAG only their owners know how many a block has."""
         sizes = None
         if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
-        messages = yield from bruck.bruck_gather(self.transport.rank, members, mine.to_message(), sizes_bytes=sizes)
+        messages = yield from bruck.bruck_gather(self.transport.rank, members, to_message(mine), sizes_bytes=sizes)
         spans = map(blocks.span, range(blocks.count))
         return joined(
             [
-                Entries.from_message(message, dtype, start=start, end=end)
+                from_message(message, dtype, start=start, end=end)
                 for message, (start, end) in zip(messages, spans, strict=True)
             ]
         )
 
-    def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Entries], final: Entries) -> Tensor:
-        """Return what is kept for the next step, in place of `accumulated`."""
-        if self._residual_kind == "global":
-            accumulated[final.indices] = work[final.indices]
-            return accumulated
-        gone = torch.zeros_like(accumulated, dtype=torch.bool)
-        for entries in selected:
-            gone[entries.indices] = True
-        if self._residual_kind == "partial":
-            present = torch.zeros_like(gone)
-            present[final.indices] = True
-            gone &= present
-        return accumulated.masked_fill_(gone, 0)
+    def _residual(self, accumulated: Tensor, work: Tensor, selected: list[Coo], final: Coo) -> Tensor:
+        """Return what is kept for the next step, in place of `accumulated`: all that was discarded (Section 3.2).
+
+        Of what is in no rank's result that is this rank's own part, and of what is, whatever it discarded itself.
+        """
+        accumulated[final.indices] = work[final.indices]
+        return accumulated

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CommError
-from ..net.entries import all_finite
+from ..net.entries import all_finite, check_density, check_residual
 from ..net.rounds import Rounds, carry_out
 from ..net.scheme import Scheme
 from ..net.transport import Transport
@@ -47,9 +46,7 @@ class SparseScheme(Scheme):
 
     def __init__(self, transport: Transport, *, density: float = 0.01) -> None:
         super().__init__(transport)
-        if not 0 < density <= 1:
-            raise CommError(f"density {density} is not in (0, 1]; 0.01 sends one element of 100")
-        self.density = density
+        self.density = check_density(density)
         self._residuals: dict[str, Tensor] = {}
         self._memories: dict[str, Any] = {}
 
@@ -85,12 +82,8 @@ class SparseScheme(Scheme):
         residual = self._residuals.get(key)
         if residual is None:
             return flat.to(exact, copy=True)
-        if residual.numel() == flat.numel() and residual.dtype == exact:
-            return flat + residual
-        raise CommError(
-            f"{self.name}: {key} has {flat.numel()} elements of {exact}, its residual {residual.numel()} of "
-            f"{residual.dtype}; load the state of the same model"
-        )
+        wide = flat.to(exact)
+        return wide + check_residual(key, residual, wide)
 
     @abstractmethod
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:

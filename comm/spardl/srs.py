@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..net.entries import Entries, add_to, joined, size_bytes, take, top_k
+from ..net.entries import add_to, from_message, joined, size_bytes, take, to_message, top_k
 from ..net.rounds import Rounds, swap
+from ..ops.coo import Coo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class TeamBlocks:
         share = (block + 1) * self.kept // self.count - block * self.kept // self.count
         return min(end - start, max(1, share))
 
-    def take(self, work: Tensor, block: int, dtype: torch.dtype, *, count: int | None = None) -> Entries:
+    def take(self, work: Tensor, block: int, dtype: torch.dtype, *, count: int | None = None) -> Coo:
         """Move the greatest `count` (default: the quota) elements of a block out of `work`, rounded to `dtype`."""
         start, end = self.span(block)
         chosen = top_k(work[start:end], self.quota(block) if count is None else count)
@@ -57,7 +58,7 @@ def sending_bags(own: int, count: int) -> list[list[int]]:
 
 def spar_reduce_scatter(
     rank: int, members: Sequence[int], work: Tensor, blocks: TeamBlocks, dtype: torch.dtype
-) -> Rounds[list[Entries]]:
+) -> Rounds[list[Coo]]:
     """Sum `work` over the members so that each gets, of the block of its place, what was not discarded on the way.
 
     A block is sparsified once, by the rank that sends it next, with all that it has received by then (the optimized
@@ -74,7 +75,7 @@ def spar_reduce_scatter(
         What this rank sent.
     """
     count, own = len(members), members.index(rank)
-    sent: list[Entries] = []
+    sent: list[Coo] = []
     for bag in sending_bags(own, count):
         distance = (bag[0] - own) % count
         to, source = members[(own + distance) % count], members[(own - distance) % count]
@@ -83,7 +84,7 @@ def spar_reduce_scatter(
         # The source's bag begins with the own block and ends before what is held (Theorem 3.1).
         expected = sum(blocks.quota((block - distance) % count) for block in bag)
         expected_bytes = size_bytes(expected, dtype)
-        message = yield from swap(outgoing.to_message(), to=to, source=source, size_bytes=expected_bytes)
-        add_to(work, Entries.from_message(message, dtype, end=blocks.numel))
+        message = yield from swap(to_message(outgoing), to=to, source=source, size_bytes=expected_bytes)
+        add_to(work, from_message(message, dtype, end=blocks.numel))
         sent.append(outgoing)
     return sent

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import Entries, add_to, added, rounded, size_bytes, top_k
+from ..net.entries import add_to, added, from_message, rounded, size_bytes, to_message, top_k
 from ..net.rounds import Rounds, swap
+from ..ops.coo import Coo
 from . import bruck
 
 Gather = Literal["recursive", "bruck"]
@@ -88,7 +89,7 @@ class Width:
         )
 
 
-def gather_recursive(rank: int, peers: Sequence[int], mine: Entries, quota: int, work: Tensor) -> Rounds[Entries]:
+def gather_recursive(rank: int, peers: Sequence[int], mine: Coo, quota: int, work: Tensor) -> Rounds[Coo]:
     """R-SAG: add up the lists of all peers by recursive doubling, keeping `quota` elements after each round.
 
     log2 d rounds, in which each rank receives 2·(d·k/P)·log2 d words. After round t all 2^(t+1) ranks that took part
@@ -110,17 +111,15 @@ def gather_recursive(rank: int, peers: Sequence[int], mine: Entries, quota: int,
     while distance < len(peers):
         partner = peers[own ^ distance]
         quota_bytes = size_bytes(quota, dtype)
-        message = yield from swap(mine.to_message(), to=partner, source=partner, size_bytes=quota_bytes)
+        message = yield from swap(to_message(mine), to=partner, source=partner, size_bytes=quota_bytes)
         distance *= 2
-        received = Entries.from_message(message, dtype, end=work.numel())
+        received = from_message(message, dtype, end=work.numel())
         both = yield from added([mine, received], work.dtype)
         mine = _keep(both, quota, dtype, work, share=1 / distance)
     return mine
 
 
-def gather_bruck(
-    rank: int, peers: Sequence[int], mine: Entries, quota: int, work: Tensor
-) -> Rounds[tuple[Entries, int]]:
+def gather_bruck(rank: int, peers: Sequence[int], mine: Coo, quota: int, work: Tensor) -> Rounds[tuple[Coo, int]]:
     """B-SAG: gather the lists of all peers, add them up in the order of peers and keep `quota` elements.
 
     ⌈log2 d⌉ rounds, in which each rank receives 2·h·(d-1) words. What is discarded at the end is not in the result, so
@@ -137,18 +136,18 @@ def gather_bruck(
         The elements kept, the same on all peers, and how many the lists have together, each index counted once.
     """
     dtype = mine.values.dtype
-    sizes = [mine.to_message().numel()] * len(peers)
-    messages = yield from bruck.bruck_gather(rank, peers, mine.to_message(), sizes_bytes=sizes)
-    lists = [Entries.from_message(message, dtype, end=work.numel()) for message in messages]
+    sizes = [to_message(mine).numel()] * len(peers)
+    messages = yield from bruck.bruck_gather(rank, peers, to_message(mine), sizes_bytes=sizes)
+    lists = [from_message(message, dtype, end=work.numel()) for message in messages]
     union = yield from added(lists, work.dtype)
-    return _keep(union, quota, dtype, work, share=1 / len(peers)), union.count
+    return _keep(union, quota, dtype, work, share=1 / len(peers)), union.indices.numel()
 
 
-def _keep(entries: Entries, quota: int, dtype: torch.dtype, work: Tensor, *, share: float) -> Entries:
+def _keep(entries: Coo, quota: int, dtype: torch.dtype, work: Tensor, *, share: float) -> Coo:
     """Return the greatest `quota` entries rounded to `dtype`; `share` of all that this loses goes to `work`."""
     chosen = top_k(entries.values, quota)
     values = rounded(entries.values[chosen], dtype)
     lost = entries.values.clone()
     lost[chosen] -= values
-    add_to(work, Entries(indices=entries.indices, values=share * lost))
-    return Entries(indices=entries.indices[chosen], values=values)
+    add_to(work, Coo(indices=entries.indices, values=share * lost))
+    return Coo(indices=entries.indices[chosen], values=values)

@@ -1,1 +1,1 @@
-"""A trial of ways to sum gradients in a user's own job, and the advice that follows."""
+"""A trial of methods to sum gradients in a user's own job, and the advice that follows."""

@@ -1,4 +1,4 @@
-"""What to say of a trial: which way of summing gradients pays, how much, and what to write for it."""
+"""What to say of a trial: which method of summing gradients pays, how much, and what to write for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ _IMPORT: Final = "from resilient_run.comm.hook import register"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """A way of summing gradients.
+class Method:
+    """A method of summing gradients.
 
     Attributes:
         name: What the report calls it.
@@ -34,15 +34,15 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def ways(ranks_per_host: int | None) -> list[Way]:
-    """Return the ways that are tried besides all-reduce, those that lose nothing first; the number as of `register`."""
+def methods(ranks_per_host: int | None) -> list[Method]:
+    """Return the methods tried besides all-reduce, those that lose nothing first; the number as of `register`."""
     hosts = "" if ranks_per_host is None else f", ranks_per_host={ranks_per_host}"
 
-    def ours(scheme: str, *, exact: bool = False, **options: Any) -> Way:
+    def ours(scheme: str, *, exact: bool = False, **options: Any) -> Method:
         given = "".join(f", {name}={value!r}" for name, value in options.items())
         label = scheme + (f" {100 * options['density']:g} %" if options else "")
         write = f'hook = register(model, "{scheme}"{given}{hosts})'
-        return Way(name=label, write=write, exact=exact, scheme=scheme, options=options)
+        return Method(name=label, write=write, exact=exact, scheme=scheme, options=options)
 
     return [
         ours("zen", exact=True),
@@ -76,13 +76,13 @@ class Turns:
 
 
 def recommended(taken: Mapping[str, Sequence[float]], exact: frozenset[str]) -> str | None:
-    """Return the way that pays, None where nothing does.
+    """Return the method that pays, None where nothing does.
 
-    A way pays if its turns lie below all-reduce's, outside of both spreads, and by 3 % at least. The fastest is
+    A method pays if its turns lie below all-reduce's, outside of both spreads, and by 3 % at least. The fastest is
     taken; one that trains the same is preferred if it is no slower than that one beyond the spread.
 
     Args:
-        taken: Name of a way → seconds of a step in each turn.
+        taken: Name of a method → seconds of a step in each turn.
         exact: Ways with which training is the same.
     """
     seen = {name: Turns.of(each) for name, each in taken.items()}
@@ -101,7 +101,7 @@ def recommended(taken: Mapping[str, Sequence[float]], exact: frozenset[str]) -> 
     return min(same, key=lambda name: pays[name].median_s, default=fastest)
 
 
-def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Way]) -> str:
+def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method]) -> str:
     """Return what to do, in a paragraph."""
     seen = {name: Turns.of(each) for name, each in taken.items()}
     base_name = OWN if OWN in seen else BASE
@@ -111,7 +111,7 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Way]) -> st
         f"A step takes {base} with {base_name}, and {least} if gradients are not summed at all, "
         f"so the sums cost {100 * share:.0f} % of it."
     )
-    exact = frozenset(name for name, way in known.items() if way.exact)
+    exact = frozenset(name for name, method in known.items() if method.exact)
     name = recommended(taken, exact)
     if name is None:
         kept = "Leave them to DDP." if base_name == BASE else "Leave the script as it is."
@@ -119,15 +119,15 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Way]) -> st
     if name == BASE:
         return f"Plain all-reduce pays. {now} With DDP's all-reduce it takes {seen[BASE]}: leave the hook out."
     gain = base.median_s / seen[name].median_s
-    way = known[name]
+    method = known[name]
     said = [f"{name} pays: {gain:.2f} times as many steps. {now} With {name} it takes {seen[name]}."]
-    if way.exact:
+    if method.exact:
         said.append("It loses nothing: training stays the same, apart from rounding.")
     else:
         said.append("It changes what is trained: compare the losses of a longer run with those of all-reduce.")
         same = [other for other in exact & seen.keys() if other not in (base_name, NOTHING, BASE)]
         said += [f"{other}, which loses nothing, takes {seen[other]}." for other in same]
-    write = "\n".join(f"    {line}" for line in (_IMPORT, way.write))
+    write = "\n".join(f"    {line}" for line in (_IMPORT, method.write))
     return " ".join(said) + f" Write, after DistributedDataParallel(...) is made:\n\n{write}"
 
 

@@ -1,8 +1,8 @@
-"""What a job's own steps take with one way after the other of summing its gradients.
+"""What a job's own steps take with one method after the other of summing its gradients.
 
-The job runs as it is. Its DDP modules get a communication hook that hands each bucket to the way whose turn it is. A
+The job runs as it is. Its DDP modules get a communication hook that hands each bucket to the method whose turn it is. A
 turn lasts some steps. Round after round changes the order, so that a slow minute of the machine hits all of them. One
-"way" sums nothing: what its steps take is what no scheme can beat. What is trained meanwhile is of no use.
+"method" sums nothing: what its steps take is what no scheme can beat. What is trained meanwhile is of no use.
 
 All ranks decide alike, because they decide by the same numbers: of each turn the time of the slowest rank.
 """
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..hook import GradientHook, make_hook, synchronize
 from ..runtime.bucket import LEAST_ELEMENTS
 from ..sparsity import density
-from .advice import BASE, LEAST_TURNS, NOTHING, OWN, Way, recommended, ways
+from .advice import BASE, LEAST_TURNS, NOTHING, OWN, Method, methods, recommended
 
 _FIRST_STEPS: Final = 6
 _WARM_UP: Final = 2
@@ -40,7 +40,7 @@ Sum = Callable[[GradBucket], Future[Tensor]]
 
 
 class Trial:
-    """Tries ways in the modules that the job makes while `watching`.
+    """Tries methods in the modules that the job makes while `watching`.
 
     Args:
         seconds: How long to measure, about; some rounds are always measured.
@@ -49,32 +49,32 @@ class Trial:
 
     def __init__(self, *, seconds: float, ranks_per_host: int | None) -> None:
         self.taken: dict[str, list[float]] = {}
-        """Name of a way → seconds of a step in each of its turns."""
+        """Name of a method → seconds of a step in each of its turns."""
         self.left_out: dict[str, str] = {}
-        """Name of a way that was not measured to the end → why."""
+        """Name of a method that was not measured to the end → why."""
         self._seconds = seconds
         self._ranks_per_host = ranks_per_host
-        self._ways = {way.name: way for way in ways(ranks_per_host)}
+        self._methods = {method.name: method for method in methods(ranks_per_host)}
         self._modules: list[_Module] = []
         self._turns: Iterator[tuple[str, int, int]] = iter(())
-        self._way = BASE
+        self._method = BASE
         self._warm_up = self._steps = self._passed = 0
         self._began_s = self._ended_s = 0.0
         self._sparse_elements = self._elements = 0
 
     @property
     def finished(self) -> bool:
-        """Whether each way that is not left out was measured often enough."""
+        """Whether each method that is not left out was measured often enough."""
         return bool(self.taken) and all(len(turns) >= LEAST_TURNS for turns in self.taken.values())
 
     @property
     def exact(self) -> frozenset[str]:
-        """Names of the ways with which training is the same."""
-        return frozenset(name for name in self.taken if self.way(name).exact)
+        """Names of the methods with which training is the same."""
+        return frozenset(name for name in self.taken if self.method(name).exact)
 
-    def way(self, name: str) -> Way:
-        """Return what is known of a way that was tried."""
-        return self._ways.get(name, Way(name=name, write="", exact=True))
+    def method(self, name: str) -> Method:
+        """Return what is known of a method that was tried."""
+        return self._methods.get(name, Method(name=name, write="", exact=True))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -106,9 +106,9 @@ class Trial:
                 module.close()
 
     def _hook_on(self, module: DistributedDataParallel) -> None:
-        made = _Module(module, self._ways.values(), self._ranks_per_host)
+        made = _Module(module, self._methods.values(), self._ranks_per_host)
         module.register_comm_hook(None, lambda _, bucket: self._sum(made, bucket))
-        # torch refuses a second hook; the script's is one of the ways instead.
+        # torch refuses a second hook; the script's is one of the methods instead.
         module.register_comm_hook = made.take_own  # type: ignore[method-assign]
         self._modules.append(made)
         if len(self._modules) == 1:
@@ -119,7 +119,7 @@ class Trial:
             self._look_at(bucket)
         if module is self._modules[0] and bucket.is_last():
             self._pass()
-        return module.sum(self._way, bucket)
+        return module.sum(self._method, bucket)
 
     @property
     def _measures_density(self) -> bool:
@@ -158,19 +158,19 @@ class Trial:
         turn = next(self._turns, None)
         if turn is None:
             raise Enough
-        if not self.way(self._way).exact:
+        if not self.method(self._method).exact:
             for module in self._modules:
-                module.forget(self._way)
-        self._way, self._warm_up, self._steps = turn
+                module.forget(self._method)
+        self._method, self._warm_up, self._steps = turn
         self._passed = 0
 
     def _schedule(self) -> Iterator[tuple[str, int, int]]:
-        """Yield turns: a way, steps that do not count, steps that do; hear after each how long it took."""
+        """Yield turns: a method, steps that do not count, steps that do; hear after each how long it took."""
         started_s = time.monotonic()
         base = OWN if self._modules[0].has_own else BASE
         yield base, _FIRST_STEPS - 2, 2
         step_s, sparse = self._agree((self._ended_s - self._began_s) / 2, float(self._is_sparse))
-        active = [base, *([BASE] if base == OWN else []), NOTHING, *self._ways]
+        active = [base, *([BASE] if base == OWN else []), NOTHING, *self._methods]
         if not sparse:
             active.remove("zen")
             self.left_out["zen"] = "no large gradient has fewer than a quarter of its elements"
@@ -181,7 +181,7 @@ class Trial:
             yield from self._round(active if number % 2 == 0 else active[::-1], steps, first=number == 0)
             if number == 0:
                 limit_s = _HOPELESS * self.taken[base][0]
-                for name in [name for name in active if name in self._ways and self.taken[name][0] > limit_s]:
+                for name in [name for name in active if name in self._methods and self.taken[name][0] > limit_s]:
                     active.remove(name)
                     self.left_out[name] = f"its steps took {self.taken.pop(name)[0]:.3g} s in the first round"
             (elapsed_s,) = self._agree(time.monotonic() - started_s)
@@ -216,19 +216,19 @@ class Enough(BaseException):
 
 
 class _Module:
-    """One DDP module, and each way made for it."""
+    """One DDP module, and each method made for it."""
 
-    def __init__(self, module: DistributedDataParallel, tried: Iterable[Way], ranks_per_host: int | None) -> None:
+    def __init__(self, module: DistributedDataParallel, tried: Iterable[Method], ranks_per_host: int | None) -> None:
         self.device = next(module.module.parameters()).device
         self.group = module.process_group
         self._own: tuple[Any, Callable[[Any, GradBucket], Future[Tensor]]] | None = None
         self._hooks: dict[str, GradientHook] = {}
         self._fresh: dict[str, Any] = {}
-        for way in tried:
-            if way.scheme:
-                hook = make_hook(module, way.scheme, ranks_per_host=ranks_per_host, **way.options)
-                self._hooks[way.name] = hook
-                self._fresh[way.name] = hook.state_dict()
+        for method in tried:
+            if method.scheme:
+                hook = make_hook(module, method.scheme, ranks_per_host=ranks_per_host, **method.options)
+                self._hooks[method.name] = hook
+                self._fresh[method.name] = hook.state_dict()
 
     @property
     def has_own(self) -> bool:
@@ -238,22 +238,22 @@ class _Module:
         """Be `register_comm_hook` for the script."""
         self._own = (state, hook)
 
-    def sum(self, way: str, bucket: GradBucket) -> Future[Tensor]:
-        if way == NOTHING:
+    def sum(self, method: str, bucket: GradBucket) -> Future[Tensor]:
+        if method == NOTHING:
             done: Future[Tensor] = Future()
             done.set_result(bucket.buffer())
             return done
-        if way == OWN and self._own is not None:
+        if method == OWN and self._own is not None:
             state, hook = self._own
             return hook(state, bucket)
-        if way in self._hooks:
-            return synchronize(self._hooks[way], bucket)
+        if method in self._hooks:
+            return synchronize(self._hooks[method], bucket)
         return default_hooks.allreduce_hook(self.group, bucket)
 
-    def forget(self, way: str) -> None:
-        """Free what a way remembers of gradients, which is as large as they are."""
-        if way in self._hooks:
-            self._hooks[way].load_state_dict(self._fresh[way])
+    def forget(self, method: str) -> None:
+        """Free what a method remembers of gradients, which is as large as they are."""
+        if method in self._hooks:
+            self._hooks[method].load_state_dict(self._fresh[method])
 
     def close(self) -> None:
         for hook in self._hooks.values():

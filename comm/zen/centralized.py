@@ -1,59 +1,13 @@
-"""Schemes that keep a gradient in one piece: gathered by all ranks, or summed along a hypercube."""
+"""Sums of a gradient in one piece: gathered by all ranks, or made along a hypercube."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..net.rounds import Messages, Rounds, RoundScheme, all_to_all, idle, swap
-from ..net.transport import Transport
+from ..net.rounds import Messages, Rounds, all_to_all, idle, swap
 from ..ops.op import Finding
 from .formats import ALL, Format, decode, encode
-from .sparse import Sparse, compress, expand, merge, row_width
-
-
-class RowScheme(RoundScheme):
-    """A scheme of the thesis' comparison that sends the rows which have a non-zero.
-
-    Args:
-        transport: The ranks.
-        row: Greatest number of consecutive elements that are sent under one index.
-        formats: What messages may be written in; as published these schemes have COO only.
-    """
-
-    def __init__(self, transport: Transport, *, row: int = 1, formats: Sequence[Format] = (Format.COO,)) -> None:
-        super().__init__(transport)
-        self._row = row
-        self._formats = tuple(formats)
-
-    def _rows(self, gradient: Tensor) -> Finding[Sparse]:
-        return compress.finding(gradient, row_width(gradient.shape, self._row))
-
-
-class AGsparse(RowScheme):
-    """Every rank gathers the coordinates of all others and adds them up (one-shot, centralization; thesis 3.2.5)."""
-
-    name = "agsparse"
-
-    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
-        """Sum over all ranks, in the order of ranks."""
-        own = yield from self._rows(gradient)
-        total = yield from sum_by_gathering(self.transport.rank, self.transport.size, own, formats=self._formats)
-        return expand(total, gradient)
-
-
-class RecursiveDoubling(RowScheme):
-    """Partners at distance 1, 2, 4, … swap what they have summed so far: SSAR of SparCML, Hierarchical Centralization.
-
-    With n ranks, n no power of two, the last n - 2^⌊log2 n⌋ first give theirs to a partner and get the sum from it.
-    """
-
-    name = "sparcml"
-
-    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
-        """Sum over all ranks."""
-        own = yield from self._rows(gradient)
-        total, _ = yield from sum_by_doubling(self.transport.rank, self.transport.size, own, formats=self._formats)
-        return expand(total, gradient)
+from .sparse import Sparse, merge
 
 
 def sum_by_gathering(rank: int, ranks: int, own: Sparse, *, formats: Sequence[Format] = ALL) -> Rounds[Sparse]:

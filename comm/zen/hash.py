@@ -9,17 +9,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from numba import cuda
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
 from ..ops.compaction import mark, marked
-from ..ops.kernels import MAX_NUMEL, CudaKernel, check_list, check_range, cpu_kernel, flat, host
+from ..ops.kernels import MAX_NUMEL, CudaKernel, check_list, check_range, flat
 from ..ops.op import Op
-from ..ops.spread import Spread, murmur, murmur_cpu, murmur_cuda, owner_cuda
+from ..ops.spread import Spread, murmur, murmur_cuda, owner_cuda
 from .histogram import Parts
 
 
@@ -81,7 +79,7 @@ def _hash_reference(dense: Tensor, indices: Tensor, spread: Spread, memory: Hash
     Raises:
         OpError: An index does not fit, or memory for all indices would have more than 2^31-1 slots.
     """
-    elements = _checked(dense, indices, spread)
+    elements = checked(dense, indices, spread)
     owners = spread.owners(indices)
     while True:
         slots, spilled, overflowed = _fill_reference(indices.long(), owners, spread, memory)
@@ -94,7 +92,12 @@ def _hash_reference(dense: Tensor, indices: Tensor, spread: Spread, memory: Hash
     return Hashed(Parts(found.int(), elements[found], counts), spilled, memory)
 
 
-def _checked(dense: Tensor, indices: Tensor, spread: Spread) -> Tensor:
+def checked(dense: Tensor, indices: Tensor, spread: Spread) -> Tensor:
+    """Return the elements of `dense`, of which these are indices.
+
+    Raises:
+        OpError: They are not.
+    """
     elements = flat("hierarchical_hash", dense)
     check_list("hierarchical_hash", indices)
     if elements.numel() != spread.numel:
@@ -103,24 +106,30 @@ def _checked(dense: Tensor, indices: Tensor, spread: Spread) -> Tensor:
     return elements
 
 
-def _check_memory(spread: Spread, memory: HashMemory) -> int:
+def check_memory(spread: Spread, memory: HashMemory) -> int:
+    """Return how many slots the memory has.
+
+    Raises:
+        OpError: More than int32 numbers.
+    """
     slots = spread.parts * (memory.slots + memory.serial)
     if slots > MAX_NUMEL:
         raise OpError(f"hierarchical_hash: {slots} slots are more than {MAX_NUMEL}; use `partition`, which needs none")
     return slots
 
 
-def _seeds(spread: Spread, memory: HashMemory) -> list[int]:
+def seeds_of(spread: Spread, memory: HashMemory) -> list[int]:
+    """Return the seeds of h1 to hk."""
     hashes: list[int] = murmur(torch.arange(1, memory.rounds + 1), spread.seed).tolist()
     return hashes
 
 
 def _fill_reference(indices: Tensor, owners: Tensor, spread: Spread, memory: HashMemory) -> tuple[Tensor, int, int]:
-    _check_memory(spread, memory)
+    check_memory(spread, memory)
     width = memory.slots + memory.serial
     slots = torch.zeros(spread.parts * width, dtype=torch.int64, device=indices.device)
     left = torch.arange(indices.numel(), device=indices.device)
-    for seed in _seeds(spread, memory):
+    for seed in seeds_of(spread, memory):
         wanted = owners[left] * width + ((murmur(indices[left], seed) * memory.slots) >> 32)
         free = slots[wanted] == 0
         # Of those that want the same free slot, any one gets it; what is written last decides.
@@ -135,75 +144,11 @@ def _fill_reference(indices: Tensor, owners: Tensor, spread: Spread, memory: Has
     return slots.view(spread.parts, width), left.numel(), int((~fits).sum())
 
 
-@cpu_kernel
-def _fill(
-    indices: NDArray[np.int32],
-    parts: int,
-    seed: int,
-    chunk: int,
-    seeds: NDArray[np.int64],
-    first: int,
-    serial: int,
-    slots: NDArray[np.int32],
-    spilled: NDArray[np.int64],
-) -> None:
-    for i in range(indices.size):
-        index = indices[i]
-        unit = index if chunk == 1 else index // chunk
-        stripe = unit // parts
-        part = unit - stripe * parts + ((murmur_cpu(stripe, seed) * parts) >> 32)
-        if part >= parts:
-            part -= parts
-        base = part * (first + serial)
-        placed = False
-        for j in range(seeds.size):
-            slot = base + ((murmur_cpu(index, seeds[j]) * first) >> 32)
-            if slots[slot] == 0:
-                slots[slot] = index + 1
-                placed = True
-                break
-        if not placed:
-            rank = spilled[part]
-            spilled[part] = rank + 1
-            if rank < serial:
-                slots[base + first + rank] = index + 1
-
-
-@cpu_kernel
-def _extract(slots: NDArray[np.int32], width: int, indices: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
-    place = 0
-    for part in range(counts.size):
-        before = place
-        for slot in range(part * width, (part + 1) * width):
-            indices[place] = slots[slot] - 1
-            place += slots[slot] != 0
-        counts[part] = place - before
-
-
-def _hash_cpu(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
-    elements = _checked(dense, indices, spread)
-    while True:
-        slots = np.zeros(_check_memory(spread, memory), np.int32)
-        spilled = np.zeros(spread.parts, np.int64)
-        seeds = np.array(_seeds(spread, memory), np.int64)
-        sizes = (spread.parts, spread.seed, spread.chunk, seeds, memory.slots, memory.serial)
-        _fill(host(indices), *sizes, slots, spilled)
-        if spilled.max() <= memory.serial:
-            break
-        memory = memory.doubled()
-    found = torch.empty(indices.numel() + 1, dtype=torch.int32)
-    counts = np.zeros(spread.parts, np.int64)
-    _extract(slots, memory.slots + memory.serial, host(found), counts)
-    found = found[:-1]
-    return Hashed(Parts(found, elements[found], counts.tolist()), int(spilled.sum()), memory)
-
-
 @CudaKernel
 def _fill_kernel(
     indices: Any,
     parts: int,
     seed: int,
-    chunk: int,
     seeds: Any,
     first: int,
     serial: int,
@@ -214,7 +159,7 @@ def _fill_kernel(
     if i >= indices.size:
         return
     index = indices[i]
-    part = owner_cuda(index, parts, seed, chunk)
+    part = owner_cuda(index, parts, seed)
     base = part * (first + serial)
     for j in range(seeds.size):
         slot = base + ((murmur_cuda(index, seeds[j]) * first) >> 32)
@@ -226,13 +171,13 @@ def _fill_kernel(
 
 
 def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
-    elements = _checked(dense, indices, spread)
+    elements = checked(dense, indices, spread)
     indices = indices.contiguous()
-    seeds = torch.tensor(_seeds(spread, memory), device=indices.device)
+    seeds = torch.tensor(seeds_of(spread, memory), device=indices.device)
     while True:
-        slots = torch.zeros(_check_memory(spread, memory), dtype=torch.int32, device=indices.device)
+        slots = torch.zeros(check_memory(spread, memory), dtype=torch.int32, device=indices.device)
         spilled = torch.zeros(spread.parts, dtype=torch.int32, device=indices.device)
-        sizes = (spread.parts, spread.seed, spread.chunk, seeds, memory.slots, memory.serial)
+        sizes = (spread.parts, spread.seed, seeds, memory.slots, memory.serial)
         _fill_kernel.launch(indices.numel(), indices, *sizes, slots, spilled)
         if int(spilled.max()) <= memory.serial:
             break
@@ -243,4 +188,4 @@ def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemor
     return Hashed(Parts(found, elements.index_select(0, found), counts), int(spilled.sum()), memory)
 
 
-hierarchical_hash = Op(name="hierarchical_hash", reference=_hash_reference, cpu=_hash_cpu, cuda=_hash_cuda)
+hierarchical_hash = Op(name="hierarchical_hash", reference=_hash_reference, cpu=_hash_reference, cuda=_hash_cuda)

@@ -54,7 +54,7 @@ def _encode_cpu(indices: Tensor, spread: Spread, part: int) -> Tensor:
     own = positions.cpu(indices, spread)
     if spread.parts > 1:
         owners, counts = np.empty(own.numel(), np.int32), np.zeros(spread.parts, np.int64)
-        count_owners(host(indices), spread.parts, spread.seed, spread.chunk, owners, counts)
+        count_owners(host(indices), spread.parts, spread.seed, owners, counts)
         if counts[part] != own.numel():
             raise _not_owned(part)
     bitmap = torch.zeros(bitmap_bytes(spread.size(part)), dtype=torch.uint8)
@@ -67,14 +67,14 @@ def _encode_cuda(indices: Tensor, spread: Spread, part: int) -> Tensor:
     own = positions.cuda(indices, spread)
     size = spread.size(part)
 
-    def judge(others: int) -> None:
+    def verify(others: int) -> None:
         if others:
             raise _not_owned(part)
 
     if own.numel() and spread.parts > 1:
         # The position of another part's index may lie behind this part's end.
         others = (own >= size) | (indices_of(own, spread, part) != indices)
-        check_numbers(others.any().view(1), judge)
+        check_numbers(others.any().view(1), verify)
     # Bits of one byte would have to be set one after the other; bytes of their own need no order.
     present = torch.zeros(size, dtype=torch.int8, device=indices.device)
     _set_kernel.launch(own.numel(), own, present)

@@ -69,7 +69,7 @@ def _partition_cpu(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     _check("partition", indices, values, spread)
     array, elements = host(indices), host_bits(values)
     owners, counts = np.empty(array.size, np.int32), np.zeros(spread.parts, np.int64)
-    count_owners(array, spread.parts, spread.seed, spread.chunk, owners, counts)
+    count_owners(array, spread.parts, spread.seed, owners, counts)
     sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(values)
     places = np.cumsum(counts) - counts
     _distribute(array, elements, owners, places, host(sorted_indices), host_bits(sorted_values))
@@ -77,11 +77,11 @@ def _partition_cpu(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
 
 
 @CudaKernel
-def _count_kernel(indices: Any, run: int, threads: int, parts: int, seed: int, chunk: int, counts: Any) -> None:
+def _count_kernel(indices: Any, run: int, threads: int, parts: int, seed: int, counts: Any) -> None:
     thread = cuda.grid(1)
     if thread < threads:
         for i in range(thread * run, min((thread + 1) * run, indices.size)):
-            counts[owner_cuda(indices[i], parts, seed, chunk) * threads + thread] += 1
+            counts[owner_cuda(indices[i], parts, seed) * threads + thread] += 1
 
 
 @CudaKernel
@@ -92,7 +92,6 @@ def _distribute_kernel(
     threads: int,
     parts: int,
     seed: int,
-    chunk: int,
     places: Any,
     sorted_indices: Any,
     sorted_values: Any,
@@ -100,7 +99,7 @@ def _distribute_kernel(
     thread = cuda.grid(1)
     if thread < threads:
         for i in range(thread * run, min((thread + 1) * run, indices.size)):
-            counter = owner_cuda(indices[i], parts, seed, chunk) * threads + thread
+            counter = owner_cuda(indices[i], parts, seed) * threads + thread
             place = places[counter]
             places[counter] = place + 1
             sorted_indices[place] = indices[i]
@@ -115,7 +114,7 @@ def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Finding[
     run = max(_MIN_RUN, 4 * spread.parts)
     threads = -(-indices.numel() // run)
     counts = torch.zeros(spread.parts, threads, dtype=torch.int32, device=indices.device)
-    sizes = (run, threads, spread.parts, spread.seed, spread.chunk)
+    sizes = (run, threads, spread.parts, spread.seed)
     _count_kernel.launch(threads, indices, *sizes, counts.view(-1))
     places = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
     sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
@@ -136,36 +135,32 @@ def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
 
 
 @cpu_kernel
-def _write_positions(indices: NDArray[np.int32], parts: int, chunk: int, positions: NDArray[np.int32]) -> None:
+def _write_positions(indices: NDArray[np.int32], parts: int, positions: NDArray[np.int32]) -> None:
     # As in `count_owners`.
-    per_chunk, per_part = 1.0 / chunk, 1.0 / parts
+    per_part = 1.0 / parts
     for i in range(indices.size):
-        unit = np.int64((indices[i] + 0.5) * per_chunk)
-        stripe = np.int64((unit + 0.5) * per_part)
-        positions[i] = stripe * chunk + (indices[i] - unit * chunk)
+        positions[i] = np.int64((indices[i] + 0.5) * per_part)
 
 
 def _positions_cpu(indices: Tensor, spread: Spread) -> Tensor:
     _check("positions", indices, None, spread)
     positions = torch.empty_like(indices)
-    _write_positions(host(indices), spread.parts, spread.chunk, host(positions))
+    _write_positions(host(indices), spread.parts, host(positions))
     return positions
 
 
 @CudaKernel
-def _positions_kernel(indices: Any, parts: int, chunk: int, positions: Any) -> None:
+def _positions_kernel(indices: Any, parts: int, positions: Any) -> None:
     i = cuda.grid(1)
     if i < indices.size:
-        unit = np.uint32(indices[i]) // np.uint32(chunk)
-        offset = np.int64(indices[i]) - np.int64(unit) * chunk
-        positions[i] = np.int64(unit // np.uint32(parts)) * chunk + offset
+        positions[i] = np.uint32(indices[i]) // np.uint32(parts)
 
 
 def _positions_cuda(indices: Tensor, spread: Spread) -> Tensor:
     _check("positions", indices, None, spread)
     indices = indices.contiguous()
     positions = torch.empty_like(indices)
-    _positions_kernel.launch(indices.numel(), indices, spread.parts, spread.chunk, positions)
+    _positions_kernel.launch(indices.numel(), indices, spread.parts, positions)
     return positions
 
 
@@ -188,15 +183,15 @@ def _check_positions(positions: Tensor, spread: Spread, part: int) -> None:
 def _indices_cpu(positions: Tensor, spread: Spread, part: int) -> Tensor:
     _check_positions(positions, spread, part)
     indices = torch.empty_like(positions)
-    write_indices(host(positions), part, spread.parts, spread.seed, spread.chunk, host(indices))
+    write_indices(host(positions), part, spread.parts, spread.seed, host(indices))
     return indices
 
 
 @CudaKernel
-def _indices_kernel(positions: Any, part: int, parts: int, seed: int, chunk: int, indices: Any) -> None:
+def _indices_kernel(positions: Any, part: int, parts: int, seed: int, indices: Any) -> None:
     i = cuda.grid(1)
     if i < positions.size:
-        indices[i] = index_cuda(positions[i], part, parts, seed, chunk)
+        indices[i] = index_cuda(positions[i], part, parts, seed)
 
 
 def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
@@ -208,7 +203,7 @@ def indices_of(positions: Tensor, spread: Spread, part: int) -> Tensor:
     """Return what stands at positions on a GPU, which may lie behind the part's end."""
     positions = positions.contiguous()
     indices = torch.empty_like(positions)
-    _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, spread.chunk, indices)
+    _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, indices)
     return indices
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,61 +15,11 @@ from .histogram import Parts, indices_at, partition, positions
 from .sparse import Sparse
 
 
-class Partition(Protocol):
-    """Cuts matrices of one length among servers; the same on all ranks."""
-
-    def size(self, server: int) -> int:
-        """Return the rows of a server."""
-
-    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
-        """Return for each server its rows, counted from its first one."""
-
-    def indices(self, server: int, places: Tensor) -> Tensor:
-        """Return which rows of the whole stand at `places` of a server."""
-
-
-def join(cut: Partition, parts: Sequence[Sparse], length: int) -> Sparse:
+def join(cut: "Balanced", parts: Sequence[Sparse], length: int) -> Sparse:
     """Return the matrix that was split into `parts`; its indices are ascending only within those of a server."""
     with checked_together():
         indices = [cut.indices(server, part.indices) for server, part in enumerate(parts)]
     return Sparse(indices=torch.cat(indices), values=torch.cat([part.values for part in parts]), length=length)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Even:
-    """Each server has a range of consecutive rows: as unbalanced as the gradient is skewed.
-
-    Attributes:
-        length: Rows.
-        servers: How many.
-    """
-
-    length: int
-    servers: int
-
-    def size(self, server: int) -> int:
-        """Return the rows of a server."""
-        return self._start(server + 1) - self._start(server)
-
-    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
-        """Return for each server its rows, counted from its first one."""
-        servers = torch.arange(self.servers + 1, device=sparse.indices.device)
-        bounds = yield torch.searchsorted(sparse.indices, (servers * self.length // self.servers).int())
-        return [
-            Sparse(
-                indices=sparse.indices[bounds[server] : bounds[server + 1]] - self._start(server),
-                values=sparse.values[bounds[server] : bounds[server + 1]],
-                length=self.size(server),
-            )
-            for server in range(self.servers)
-        ]
-
-    def indices(self, server: int, places: Tensor) -> Tensor:
-        """Return which rows of the whole stand at `places` of a server."""
-        return places + self._start(server)
-
-    def _start(self, server: int) -> int:
-        return server * self.length // self.servers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,36 +80,38 @@ def decide(
     cost = partial(_Candidate.cost, network=network)
     dense_bytes = 2 * (ranks - 1) / ranks * numel * item_bytes
     dense = _Candidate(route="dense", width=1, received_bytes=dense_bytes, rounds=2 * (ranks - 1))
-    sparse = [way for rows in profile for way in _ways(rows, ranks, -(-numel // rows.width), rows.width * item_bytes)]
+    sparse = [
+        each for rows in profile for each in _candidates(rows, ranks, -(-numel // rows.width), rows.width * item_bytes)
+    ]
     sparse.sort(key=lambda each: (cost(each), each.received_bytes))
     best = sparse[0] if sparse and cost(sparse[0]) < _WORTH * cost(dense) else dense
     others: dict[Route, _Candidate] = {}
-    for way in (*sparse, dense):
-        if way.route != best.route:
-            others.setdefault(way.route, way)
+    for other in (*sparse, dense):
+        if other.route != best.route:
+            others.setdefault(other.route, other)
 
-    def told(way: _Candidate) -> str:
-        return f"{way.received_bytes / 1e6:.3f} MB" + ("" if network is None else f" in {1e3 * cost(way):.3f} ms")
+    def described(each: _Candidate) -> str:
+        return f"{each.received_bytes / 1e6:.3f} MB" + ("" if network is None else f" in {1e3 * cost(each):.3f} ms")
 
-    against = ", ".join(f"{told(way)} {route}" for route, way in others.items())
+    against = ", ".join(f"{described(other)} {route}" for route, other in others.items())
     return ZenPlan(
         route=best.route,
         width=best.width,
         received_bytes=round(best.received_bytes),
-        reason=f"{told(best)} per rank in rows of {best.width}" + (f", against {against}" if against else ""),
+        reason=f"{described(best)} per rank in rows of {best.width}" + (f", against {against}" if against else ""),
     )
 
 
-def _ways(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Candidate]:
+def _candidates(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Candidate]:
     """Yield the ways to sum `length` rows that are not all-reduce."""
 
-    def way(route: Route, received_bytes: float, exchanges: int) -> _Candidate:
+    def candidate(route: Route, received_bytes: float, exchanges: int) -> _Candidate:
         return _Candidate(
             route=route, width=rows.width, received_bytes=received_bytes, rounds=_EXCHANGE_ROUNDS * exchanges
         )
 
     own_bytes = _message_bytes(rows.own, length, row_bytes)
-    yield way("parallel", _parallel_bytes(rows, ranks, length, row_bytes), 2)
+    yield candidate("parallel", _parallel_bytes(rows, ranks, length, row_bytes), 2)
     if rows.sent:
         doubled = sum(_message_bytes(count, length, row_bytes) for count in rows.sent)
         exchanges = len(rows.sent)
@@ -117,8 +119,8 @@ def _ways(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Cand
         if ranks & (ranks - 1):
             doubled += own_bytes + _message_bytes(rows.summed, length, row_bytes)
             exchanges += 2
-        yield way("hierarchical", doubled, exchanges)
-    yield way("gather", (ranks - 1) * own_bytes, 1)
+        yield candidate("hierarchical", doubled, exchanges)
+    yield candidate("gather", (ranks - 1) * own_bytes, 1)
 
 
 def imbalance(rows: float, parts: int) -> float:

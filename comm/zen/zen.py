@@ -48,7 +48,7 @@ class Zen(RoundScheme):
         profile_steps: Steps to count before the choice, of those that are not empty. That in the middle decides: a pass
             that warms up may show gradients that are all but empty, or dense.
         replan_steps: Steps after which densities are counted and the choice is made anew, since they drift. Under the
-            DDP hook what is to be all-reduced stays so: it does not come here any more (`fuses`).
+            DDP hook what is to be all-reduced stays so: it does not come here any more (`is_all_reduced`).
         route: Choose this one without counting.
         partition: Find each rank's rows exactly, or by the hierarchical hash of the thesis; the result is the same.
         seed: Of the hash that shares rows among ranks; the same on all ranks.
@@ -86,7 +86,7 @@ class Zen(RoundScheme):
         for option, number in (("profile_steps", profile_steps), ("replan_steps", replan_steps), ("seed", seed)):
             if not isinstance(number, int) or not 0 <= number < 1 << 63:
                 raise CommError(f"{option} {number!r} is no whole number from 0 to 2**63 - 1")
-        self._network = Network.told(alpha_s, beta_s)
+        self._network = Network.given(alpha_s, beta_s)
         self._rows = tuple(rows)
         self._profile_steps = profile_steps
         self._replan_steps = replan_steps
@@ -132,7 +132,7 @@ class Zen(RoundScheme):
             total = yield from push_and_pull(rank, ranks, own, cut)
         return expand(total, gradient)
 
-    def fuses(self, key: str) -> bool:
+    def is_all_reduced(self, key: str) -> bool:
         """Tell whether the plan for this gradient is plain all-reduce."""
         plan = self.plans.get(key)
         return plan is not None and plan.route == "dense"

@@ -7,12 +7,26 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import MessageError
-from ..net.entries import Entries, copied, joined, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
-from ..net.rounds import Rounds, all_to_all
-from ..net.transport import Transport
-from ..spardl import bruck
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from resilient_run.comm.errors import MessageError
+from resilient_run.comm.net.entries import (
+    copied,
+    from_message,
+    joined,
+    kept_count,
+    rounded,
+    size_bytes,
+    take,
+    to_message,
+    top_k,
+    write_dense,
+)
+from resilient_run.comm.net.rounds import Rounds, all_to_all
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.ops.coo import Coo
+from resilient_run.comm.spardl import bruck
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
+
+from .settled import settle
 
 _THRESHOLD_PERIOD = 32
 _REGION_PERIOD = 64
@@ -50,15 +64,15 @@ class OkTopk(SparseScheme):
 
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
-        kept = kept_of(accumulated.numel(), self.density)
+        kept = kept_count(accumulated.numel(), self.density)
         work = copied(accumulated, total)
         estimate, chosen = self._select(key, accumulated, kept)
         mine = take(work, chosen, dtype)
         region = yield from self._reduce_regions(mine, estimate, accumulated.dtype)
         estimate, best = yield from self._select_sums(region, estimate, kept)
-        best_sums = Entries(indices=region.indices[best], values=rounded(region.values[best], dtype))
+        best_sums = Coo(indices=region.indices[best], values=rounded(region.values[best], dtype))
         final = yield from self._gather(best_sums, dtype, accumulated.numel())
-        if not kept / _TOLERANCE <= final.count <= kept * _TOLERANCE:
+        if not kept / _TOLERANCE <= final.indices.numel() <= kept * _TOLERANCE:
             estimate = replace(estimate, total=None)
 
         settle(accumulated, work, mine, final)
@@ -85,27 +99,27 @@ class OkTopk(SparseScheme):
             estimate = replace(estimate, ends=_balanced_ends(self.transport, chosen, accumulated.numel()))
         return estimate, chosen
 
-    def _reduce_regions(self, mine: Entries, estimate: Estimate, exact: torch.dtype) -> Rounds[Entries]:
+    def _reduce_regions(self, mine: Coo, estimate: Estimate, exact: torch.dtype) -> Rounds[Coo]:
         """Return the sums of all that any rank selected in this rank's region."""
         rank, dtype = self.transport.rank, mine.values.dtype
         inner = torch.tensor(estimate.ends[:-1], dtype=torch.int32, device=mine.indices.device)
         cuts = torch.searchsorted(mine.indices, inner).cpu()
         parts = zip(mine.indices.tensor_split(cuts), mine.values.tensor_split(cuts), strict=True)
         received = yield from all_to_all(
-            rank, [Entries(indices=indices, values=values).to_message() for indices, values in parts]
+            rank, [to_message(Coo(indices=indices, values=values)) for indices, values in parts]
         )
         start, end = (0, *estimate.ends)[rank], estimate.ends[rank]
         sums = torch.zeros(end - start, dtype=exact, device=mine.values.device)
         touched = torch.zeros(end - start, dtype=torch.bool, device=mine.values.device)
         for message in received:
-            entries = Entries.from_message(message, dtype, start=start, end=end)
+            entries = from_message(message, dtype, start=start, end=end)
             places = entries.indices.long() - start
             sums[places] += entries.values
             touched[places] = True
         places = touched.nonzero().view(-1)
-        return Entries(indices=(places + start).to(torch.int32), values=sums[places])
+        return Coo(indices=(places + start).to(torch.int32), values=sums[places])
 
-    def _select_sums(self, region: Entries, estimate: Estimate, kept: int) -> Rounds[tuple[Estimate, Tensor]]:
+    def _select_sums(self, region: Coo, estimate: Estimate, kept: int) -> Rounds[tuple[Estimate, Tensor]]:
         """Return which sums of `region` exceed the threshold of all ranks, evaluated again when it is time."""
         magnitudes = region.values.abs()
         total = estimate.total
@@ -117,14 +131,14 @@ class OkTopk(SparseScheme):
             total = float(every[top_k(every, kept)].min())
         return replace(estimate, total=total), (~(magnitudes < total)).nonzero().view(-1)
 
-    def _gather(self, mine: Entries, dtype: torch.dtype, numel: int) -> Rounds[Entries]:
+    def _gather(self, mine: Coo, dtype: torch.dtype, numel: int) -> Rounds[Coo]:
         """Return the kept sums of all regions, moved between ranks first if some have far more than the others."""
         ranks, rank = self.transport.size, self.transport.rank
-        count = torch.tensor([mine.count], device=mine.indices.device).view(torch.uint8)
+        count = torch.tensor([mine.indices.numel()], device=mine.indices.device).view(torch.uint8)
         sizes = [count.numel()] * ranks
         every = yield from bruck.bruck_gather(rank, range(ranks), count, sizes_bytes=sizes)
         counts: list[int] = torch.cat(every).view(torch.int64).tolist()
-        if not all(0 <= number <= numel for number in counts) or counts[rank] != mine.count:
+        if not all(0 <= number <= numel for number in counts) or counts[rank] != mine.indices.numel():
             raise MessageError(f"ranks say that they keep {counts} of {numel} sums; run the same version on all ranks")
         if max(counts) * ranks > _UNBALANCED * sum(counts):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
@@ -133,10 +147,10 @@ class OkTopk(SparseScheme):
         messages = yield from bruck.bruck_gather(
             rank,
             range(ranks),
-            mine.to_message(),
+            to_message(mine),
             sizes_bytes=[size_bytes(number, dtype) for number in counts],
         )
-        return joined([Entries.from_message(message, dtype, end=numel) for message in messages])
+        return joined([from_message(message, dtype, end=numel) for message in messages])
 
 
 def _balanced_ends(transport: Transport, chosen: Tensor, numel: int) -> list[int]:
@@ -152,8 +166,8 @@ def _balanced_ends(transport: Transport, chosen: Tensor, numel: int) -> list[int
 
 
 def _moved(
-    rank: int, mine: Entries, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype, numel: int
-) -> Rounds[Entries]:
+    rank: int, mine: Coo, had: Sequence[int], ends: Sequence[int], dtype: torch.dtype, numel: int
+) -> Rounds[Coo]:
     """Return this rank's part of all elements in the order of ranks, where `had` and `ends` are the parts' ends."""
     ranks = range(len(ends))
     began, begins = [0, *had[:-1]], [0, *ends[:-1]]
@@ -164,7 +178,7 @@ def _moved(
 
     def part(taker: int) -> Tensor:
         start, end = overlap(rank, taker)
-        return Entries(indices=mine.indices[start:end], values=mine.values[start:end]).to_message()
+        return to_message(Coo(indices=mine.indices[start:end], values=mine.values[start:end]))
 
     spans = [overlap(holder, rank) for holder in ranks]
     received = yield from all_to_all(
@@ -172,4 +186,4 @@ def _moved(
         [part(taker) for taker in ranks],
         sizes_bytes=[size_bytes(end - start, dtype) for start, end in spans],
     )
-    return joined([Entries.from_message(message, dtype, end=numel) for message in received])
+    return joined([from_message(message, dtype, end=numel) for message in received])

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from ..net.entries import Entries, kept_of, size_bytes, take, top_k
-from ..net.rounds import Rounds, all_to_all
-from ..spardl import bruck
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
-from ..spardl.srs import TeamBlocks
+from resilient_run.comm.net.entries import from_message, kept_count, size_bytes, take, to_message, top_k
+from resilient_run.comm.net.rounds import Rounds, all_to_all
+from resilient_run.comm.ops.coo import Coo
+from resilient_run.comm.spardl import bruck
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
+from resilient_run.comm.spardl.srs import TeamBlocks
 
 
 class TopkDSA(SparseScheme):
@@ -22,21 +23,21 @@ class TopkDSA(SparseScheme):
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
         rank, ranks = self.transport.rank, self.transport.size
-        blocks = TeamBlocks(numel=accumulated.numel(), count=ranks, kept=kept_of(accumulated.numel(), self.density))
+        blocks = TeamBlocks(numel=accumulated.numel(), count=ranks, kept=kept_count(accumulated.numel(), self.density))
         mine = take(accumulated, top_k(accumulated, blocks.kept), dtype)
         bounds = [blocks.span(block)[1] for block in range(ranks - 1)]
         inner = torch.tensor(bounds, dtype=torch.int32, device=mine.indices.device)
         cuts = torch.searchsorted(mine.indices, inner).cpu()
         parts = zip(mine.indices.tensor_split(cuts), mine.values.tensor_split(cuts), strict=True)
         received = yield from all_to_all(
-            rank, [Entries(indices=indices, values=values).to_message() for indices, values in parts]
+            rank, [to_message(Coo(indices=indices, values=values)) for indices, values in parts]
         )
 
         start, end = blocks.span(rank)
         block_sum = torch.zeros(end - start, dtype=accumulated.dtype, device=accumulated.device)
         touched = torch.zeros(end - start, dtype=torch.bool, device=accumulated.device)
         for message in received:
-            entries = Entries.from_message(message, dtype, start=start, end=end)
+            entries = from_message(message, dtype, start=start, end=end)
             places = entries.indices.long() - start
             block_sum[places] += entries.values
             touched[places] = True
@@ -51,7 +52,7 @@ class TopkDSA(SparseScheme):
         own = total[start:end]
         places = touched.nonzero().view(-1)
         if size_bytes(places.numel(), total.dtype) < own.nbytes:
-            message = Entries(indices=(places + start).to(torch.int32), values=own[places]).to_message()
+            message = to_message(Coo(indices=(places + start).to(torch.int32), values=own[places]))
         else:
             message = own.view(torch.uint8)
         messages = yield from bruck.bruck_gather(self.transport.rank, range(blocks.count), message)
@@ -60,5 +61,5 @@ class TopkDSA(SparseScheme):
             if received.numel() == (end - start) * total.itemsize:
                 total[start:end].view(torch.uint8).copy_(received)
             else:
-                entries = Entries.from_message(received, total.dtype, start=start, end=end)
+                entries = from_message(received, total.dtype, start=start, end=end)
                 total[entries.indices] = entries.values

@@ -2,11 +2,25 @@
 
 from torch import Tensor
 
-from ..errors import CommError
-from ..net.entries import Entries, added, copied, kept_of, rounded, settle, size_bytes, take, top_k, write_dense
-from ..net.rounds import Messages, Rounds
-from ..net.transport import Transport
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from resilient_run.comm.errors import CommError
+from resilient_run.comm.net.entries import (
+    added,
+    copied,
+    from_message,
+    kept_count,
+    rounded,
+    size_bytes,
+    take,
+    to_message,
+    top_k,
+    write_dense,
+)
+from resilient_run.comm.net.rounds import Messages, Rounds
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.ops.coo import Coo
+from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
+
+from .settled import settle
 
 
 class GTopk(SparseScheme):
@@ -32,7 +46,7 @@ class GTopk(SparseScheme):
 
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
-        kept = kept_of(accumulated.numel(), self.density)
+        kept = kept_count(accumulated.numel(), self.density)
         work = copied(accumulated, total)
         mine = take(work, top_k(work, kept), dtype)
         root = yield from self._reduce_tree(mine, kept, work)
@@ -41,7 +55,7 @@ class GTopk(SparseScheme):
         write_dense(final, total)
         return Synchronized(values=final.values, residual=accumulated)
 
-    def _reduce_tree(self, mine: Entries, kept: int, work: Tensor) -> Rounds[Entries]:
+    def _reduce_tree(self, mine: Coo, kept: int, work: Tensor) -> Rounds[Coo]:
         """Return the root's list on rank 0, and on others what they sent last."""
         dtype, rank = mine.values.dtype, self.transport.rank
         distance = 1
@@ -50,18 +64,18 @@ class GTopk(SparseScheme):
             if phase == 0:
                 source, size = rank + distance, size_bytes(kept, dtype)
                 received = yield Messages(outgoing={}, sources=[source], sizes_bytes={source: size})
-                other = Entries.from_message(received[source], dtype, end=work.numel())
+                other = from_message(received[source], dtype, end=work.numel())
                 summed = yield from added([mine, other], work.dtype)
                 best = top_k(summed.values, kept)
-                mine = Entries(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
+                mine = Coo(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
             else:
-                outgoing = {rank - distance: mine.to_message()} if phase == distance else {}
+                outgoing = {rank - distance: to_message(mine)} if phase == distance else {}
                 yield Messages(outgoing=outgoing, sources=[], sizes_bytes={})
             distance *= 2
         return mine
 
-    def _broadcast(self, mine: Entries, kept: int, work: Tensor) -> Rounds[Entries]:
-        rank, message, dtype = self.transport.rank, mine.to_message(), mine.values.dtype
+    def _broadcast(self, mine: Coo, kept: int, work: Tensor) -> Rounds[Coo]:
+        rank, message, dtype = self.transport.rank, to_message(mine), mine.values.dtype
         distance = self.transport.size // 2
         while distance:
             phase = rank % (2 * distance)
@@ -71,4 +85,4 @@ class GTopk(SparseScheme):
             received = yield Messages(outgoing=outgoing, sources=sources, sizes_bytes=known)
             message = next(iter(received.values()), message)
             distance //= 2
-        return Entries.from_message(message, dtype, end=work.numel())
+        return from_message(message, dtype, end=work.numel())

@@ -1,6 +1,6 @@
 """The alpha-beta cost of the sparse all-reduces that SparDL is compared with (SparDL, Table 1)."""
 
-from ..spardl.cost import Cost, log2_rounds
+from resilient_run.comm.spardl.cost import Cost, log2_rounds
 
 
 def topk_a_cost(ranks: int, kept: int) -> Cost:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..net.entries import Entries, add_to, kept_of, size_bytes, take, top_k
+from ..net.entries import add_to, from_message, kept_count, size_bytes, take, to_message, top_k
 from ..net.rounds import Rounds
-from ..spardl import bruck
-from ..spardl.sparse_scheme import SparseScheme, Synchronized
+from . import bruck
+from .sparse_scheme import SparseScheme, Synchronized
 
 
 class TopkA(SparseScheme):
@@ -19,13 +19,13 @@ class TopkA(SparseScheme):
 
     def _synchronize(self, key: str, accumulated: Tensor, total: Tensor) -> Rounds[Synchronized]:
         dtype = total.dtype
-        kept = kept_of(accumulated.numel(), self.density)
+        kept = kept_count(accumulated.numel(), self.density)
         mine = take(accumulated, top_k(accumulated, kept), dtype)
         ranks = range(self.transport.size)
         sizes = [size_bytes(kept, dtype)] * len(ranks)
-        messages = yield from bruck.bruck_gather(self.transport.rank, ranks, mine.to_message(), sizes_bytes=sizes)
+        messages = yield from bruck.bruck_gather(self.transport.rank, ranks, to_message(mine), sizes_bytes=sizes)
         sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
-        lists = [Entries.from_message(message, dtype, end=total.numel()) for message in messages]
+        lists = [from_message(message, dtype, end=total.numel()) for message in messages]
         add_to(sums, *lists)
         if sums is not total:
             total.copy_(sums)

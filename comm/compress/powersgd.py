@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite
+from ..net.entries import all_finite, check_residual
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 
@@ -109,14 +109,7 @@ class PowerSGD(Scheme):
 
     def _residual(self, key: str, matrix: Tensor) -> Tensor:
         residual = self._residuals.get(key)
-        if residual is None:
-            return torch.zeros_like(matrix)
-        if residual.shape != matrix.shape or residual.dtype != matrix.dtype:
-            raise CommError(
-                f"{self.name}: {key} is {tuple(matrix.shape)} of {matrix.dtype}, its residual "
-                f"{tuple(residual.shape)} of {residual.dtype}; load the state of the same model"
-            )
-        return residual
+        return torch.zeros_like(matrix) if residual is None else check_residual(key, residual, matrix)
 
     def _factor(self, key: str, matrix: Tensor) -> Tensor:
         """Return the last step's Q; at first numbers that are the same on all ranks and after a restart."""

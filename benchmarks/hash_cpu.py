@@ -1,0 +1,73 @@
+"""Zen's hierarchical hash compiled for a CPU, to be timed beside the partition, which the package uses there."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from resilient_run.comm.ops.kernels import cpu_kernel, host
+from resilient_run.comm.ops.spread import Spread, murmur_cpu
+from resilient_run.comm.zen.hash import Hashed, HashMemory, check_memory, checked, seeds_of
+from resilient_run.comm.zen.histogram import Parts
+
+
+@cpu_kernel
+def _fill(
+    indices: NDArray[np.int32],
+    parts: int,
+    seed: int,
+    seeds: NDArray[np.int64],
+    first: int,
+    serial: int,
+    slots: NDArray[np.int32],
+    spilled: NDArray[np.int64],
+) -> None:
+    for i in range(indices.size):
+        index = indices[i]
+        stripe = index // parts
+        part = index - stripe * parts + ((murmur_cpu(stripe, seed) * parts) >> 32)
+        if part >= parts:
+            part -= parts
+        base = part * (first + serial)
+        placed = False
+        for j in range(seeds.size):
+            slot = base + ((murmur_cpu(index, seeds[j]) * first) >> 32)
+            if slots[slot] == 0:
+                slots[slot] = index + 1
+                placed = True
+                break
+        if not placed:
+            rank = spilled[part]
+            spilled[part] = rank + 1
+            if rank < serial:
+                slots[base + first + rank] = index + 1
+
+
+@cpu_kernel
+def _extract(slots: NDArray[np.int32], width: int, indices: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+    place = 0
+    for part in range(counts.size):
+        before = place
+        for slot in range(part * width, (part + 1) * width):
+            indices[place] = slots[slot] - 1
+            place += slots[slot] != 0
+        counts[part] = place - before
+
+
+def hash_cpu(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+    """Do what `hierarchical_hash` does, compiled for one thread."""
+    elements = checked(dense, indices, spread)
+    while True:
+        slots = np.zeros(check_memory(spread, memory), np.int32)
+        spilled = np.zeros(spread.parts, np.int64)
+        seeds = np.array(seeds_of(spread, memory), np.int64)
+        sizes = (spread.parts, spread.seed, seeds, memory.slots, memory.serial)
+        _fill(host(indices), *sizes, slots, spilled)
+        if spilled.max() <= memory.serial:
+            break
+        memory = memory.doubled()
+    found = torch.empty(indices.numel() + 1, dtype=torch.int32)
+    counts = np.zeros(spread.parts, np.int64)
+    _extract(slots, memory.slots + memory.serial, host(found), counts)
+    found = found[:-1]
+    return Hashed(Parts(found, elements[found], counts.tolist()), int(spilled.sum()), memory)
