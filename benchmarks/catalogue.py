@@ -302,7 +302,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/etcd_scale.py",
         depends=("daemon", "launcher/etcd_server.py"),
-        results=(Result(name="etcd-scale", arguments="--steps 20", minutes=3),),
+        results=(Result(name="etcd-scale", minutes=4),),
     ),
     Benchmark(
         script="benchmarks/secure_rate.py",

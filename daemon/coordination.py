@@ -14,7 +14,8 @@ from .base.fields import Fields
 from .base.policy import Policy
 from .base.supervise import Supervisor
 from .comparison.digests import EqualLeaves, HostDigests
-from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdLeaseLost, EtcdUnavailable, Lease
+from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdUnavailable
+from .peers.tree import ReportTree
 from .root.election import Election
 from .root.operator import make_operator
 from .root.root import Root
@@ -24,6 +25,7 @@ from .run.leased import LeasedKeys
 from .run.mirror import Mirror, host_name
 from .run.observation import Observation
 from .run.records import Agreement, Introduction
+from .run.report import Said
 from .run.rounds import Round
 from .run.view import JobView
 from .slots.slots import JobSlots
@@ -31,7 +33,6 @@ from .tier.persist import Persister
 
 log = logging.getLogger(__name__)
 
-_LEASE_TTL_S = 5.0
 _RETRY_S = 0.5
 _GOODBYE_S = 1.0
 
@@ -52,14 +53,12 @@ class Coordinator:
         address: Where peers reach this host's daemon.
         view: Written from what etcd says.
         slots: What this host holds.
+        tree: Where reports of steps go, and what the root says comes from.
         on_agreement: Awaited with what the launchers agree on, before anything of that incarnation is seen.
         on_round: Awaited with each new round; it makes the round the current one.
         companions: Name → what runs with our connection to etcd beside our own tasks, until cancelled.
         persister: Writes committed pairs to the persistent tier, None without one.
         supervisor: Of the job's tasks.
-
-    Attributes:
-        discard: Set when this host gives its replicas up, so that etcd forgets them too at the end.
     """
 
     def __init__(
@@ -74,13 +73,13 @@ class Coordinator:
         address: tuple[str, int],
         view: JobView,
         slots: JobSlots,
+        tree: ReportTree,
         on_agreement: Callable[[Agreement], Awaitable[None]],
         on_round: Callable[[Round], Awaitable[None]],
         persister: Persister | None,
         supervisor: Supervisor,
         companions: Mapping[str, Callable[[Etcd], Coroutine[Any, Any, None]]],
     ) -> None:
-        self.discard = False
         self._run_id = run_id
         self._policy = policy
         self._digests = digests
@@ -91,20 +90,16 @@ class Coordinator:
         self._address = address
         self._view = view
         self._slots = slots
+        self._tree = tree
         self._on_agreement = on_agreement
         self._on_round = on_round
         self._companions = companions
         self._persister = persister
         self._supervisor = supervisor
-        self._reported: dict[str, Any] | None = None
-        self._reported_revision: int | None = None
         self._loaded = False
         self._known: set[str] = set()
         self._mirror = Mirror(
-            {
-                keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host"),
-                keys.PERSIST: lambda entry: entry,
-            },
+            {keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host")},
             {
                 keys.HOSTS: (host_name, lambda _, entry: Introduction.parse(entry.value)),
                 keys.EQUAL: (str, lambda name, entry: EqualLeaves.parse(keys.EQUAL(name), entry.value)),
@@ -126,11 +121,12 @@ class Coordinator:
                 tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
                     "follow etcd": partial(self._follow, etcd),
                     "follow rounds": self._rounds,
-                    "follow commits": self._commits,
-                    "register": partial(self._register, etcd),
-                    "report": partial(self._report, etcd),
+                    "follow commits": partial(self._commits, etcd),
+                    "introduce": self._introduce,
+                    "report what is restored": self._inventory,
                     "leased keys": partial(self._leased.run, etcd),
                     "election": election.run,
+                    "report": self._tree.run,
                     "lead": partial(self._lead, etcd, group),
                     **{name: partial(companion, etcd) for name, companion in self._companions.items()},
                 }
@@ -157,8 +153,6 @@ class Coordinator:
                 async with asyncio.timeout(_GOODBYE_S):
                     if self._leased.lease is not None:
                         await self._leased.lease.revoke()
-                    if self.discard:
-                        await etcd.delete(self._held_key)
         finally:
             await etcd.close()
 
@@ -166,7 +160,7 @@ class Coordinator:
         """Follow what concerns every host."""
         # What vanished while this did not run, or when it failed, counts as gone as well.
         gone: dict[str, Entry | None] = dict.fromkeys(self._known)
-        async with aclosing(etcd.changes(self._prefix, before=keys.TO_ROOT)) as states:
+        async with aclosing(etcd.changes(self._prefix, before=keys.STATE)) as states:
             async for changed in states:
                 changes = {**gone, **{key.removeprefix(self._prefix): entry for key, entry in changed.items()}}
                 gone = {}
@@ -226,15 +220,40 @@ class Coordinator:
                     await self._on_round(round_)
                 self._note_done()
 
-    async def _commits(self) -> None:
-        """Show what is committed, once what must be persisted is copied."""
-        async with aclosing(self._values(keys.WATERMARK, keys.NEXT, keys.PERSIST)) as states:
-            async for watermark, following, persist in states:
-                revision = self._mirror.revisions.get(keys.WATERMARK, 0)
-                if self._persister is not None:
-                    await self._persister.see(persist)
-                self._view.watermark, self._view.watermark_revision = watermark, revision
-                self._view.next = following
+    async def _commits(self, etcd: Etcd) -> None:
+        """Show what the root says is committed, once what must be persisted is copied: at first what etcd has."""
+        said = await self._committed(etcd)
+        while True:
+            if self._persister is not None:
+                await self._persister.see(said.persist)
+            self._view.watermark, self._view.watermark_revision = said.watermark, said.watermark_revision
+            self._view.next = said.next
+            await self._view.wait_for(lambda: self._tree.said not in (None, said))  # noqa: B023
+            said = self._tree.said or said
+
+    async def _committed(self, etcd: Etcd) -> Said:
+        """Return what etcd has of commits.
+
+        Raises:
+            DaemonError: It is damaged.
+        """
+        while True:
+            try:
+                # In one answer: with what is next, but without what was committed with it, a slot could be given up.
+                found = await etcd.list(self._prefix + keys.WATERMARK)
+                break
+            except EtcdUnavailable:
+                await asyncio.sleep(_RETRY_S)
+        said = {key.removeprefix(self._prefix): entry for key, entry in found.items()}
+        watermark, following, persist = said.get(keys.WATERMARK), said.get(keys.NEXT), said.get(keys.PERSIST)
+        return Said(
+            term=(0, 0),
+            number=0,
+            watermark=None if watermark is None else Fields(watermark.value, keys.WATERMARK).pair(),
+            watermark_revision=0 if watermark is None else watermark.revision,
+            next=None if following is None else Fields(following.value, keys.NEXT).pair(),
+            persist=None if persist is None else persist.value,
+        )
 
     async def _values(self, *names: str) -> AsyncGenerator[list[Any], None]:
         """Yield what keys say, None for one that is not there: now, and when one of them was written again.
@@ -257,73 +276,29 @@ class Coordinator:
                 raise DaemonError(damaged[0])
             yield (last := said())
 
-    async def _register(self, etcd: Etcd) -> None:
-        """Keep this host registered; a new lease also means that etcd may have forgotten our report."""
-        lease: Lease | None = None
+    async def _introduce(self) -> None:
+        """Let the others know of this host."""
+        view, (addr, port) = self._view, self._address
         while True:
-            try:
-                if lease is None or lease.lost.is_set():
-                    self._leased.lease = lease = await etcd.lease(_LEASE_TTL_S)
-                    self._reported = self._reported_revision = None
-                await self._introduce(etcd, lease)
-            except EtcdLeaseLost:
-                lease = None
-            except EtcdUnavailable:
-                await asyncio.sleep(_RETRY_S)
+            every, sign = view.every_here, view.sign_here
+            value = {"addr": addr, "port": port, "every": every, "sign": sign, "injection": view.injection}
+            self._leased.set(keys.HOSTS(view.host), value)
+            await view.wait_for(lambda: (view.every_here, view.sign_here) != (every, sign))  # noqa: B023
 
-    async def _introduce(self, etcd: Etcd, lease: Lease) -> None:
-        """Write what the others must know of this host, and return when that is another thing or the lease is lost."""
-        (addr, port), every, sign = self._address, self._view.every_here, self._view.sign_here
-        value = {"addr": addr, "port": port, "every": every, "sign": sign, "injection": self._view.injection}
-        await etcd.put(self._prefix + keys.HOSTS(self._view.host), value, lease=lease)
-        lost = asyncio.ensure_future(lease.lost.wait())
-        other = asyncio.ensure_future(
-            self._view.wait_for(lambda: (self._view.every_here, self._view.sign_here) != (every, sign))
-        )
-        try:
-            await asyncio.wait([lost, other], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
-            other.cancel()
-
-    async def _report(self, etcd: Etcd) -> None:
-        """Keep this host's report equal to what is held; at most one put is under way and the newest state wins."""
+    async def _inventory(self) -> None:
+        """Let the root know what this host holds of what the round restores, until something newer is committed."""
+        view = self._view
         await self._slots.adopt()
-        outage = False
+
+        def held() -> dict[str, Any] | None:
+            restore = None if view.round is None else view.round.restore
+            return None if restore is None or view.committed != restore else report_held(self._slots.held(), restore)
+
+        said: dict[str, Any] | None = None
         while True:
-            await self._view.wait_for(lambda: self._report_due() is not None)
-            try:
-                if (report := self._report_due()) is not None:
-                    await self._tell(etcd, report)
-            except EtcdUnavailable as error:
-                if not outage:
-                    log.warning("%s; commits pause until etcd is back", error)
-                outage = True
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if outage:
-                log.info("etcd is back; commits go on")
-            outage = False
-
-    async def _tell(self, etcd: Etcd, report: dict[str, Any]) -> None:
-        """Write what is held.
-
-        It replaces the report that was seen last and no other: an older one that got no answer may be on its way
-        still, and must not come after this one.
-        """
-        seen, self._reported, self._reported_revision = self._reported_revision, None, None
-        if seen is None:
-            seen = await etcd.revision(self._held_key)
-        written = await etcd.commit({self._held_key: seen}, {self._held_key: report})
-        if written:
-            self._reported, self._reported_revision = report, written
-
-    def _held(self) -> dict[str, Any]:
-        return report_held(self._slots.held(), self._digests.report())
-
-    def _report_due(self) -> dict[str, Any] | None:
-        report = self._held()
-        return None if report == self._reported else report
+            await view.wait_for(lambda: held() not in (None, said))  # noqa: B023
+            said = held()
+            self._leased.set(keys.HELD(view.host), said)
 
     async def _lead(self, etcd: Etcd, requests: asyncio.TaskGroup) -> None:
         """Be the root whenever this host is elected; `requests` runs what outlives that."""
@@ -333,7 +308,7 @@ class Coordinator:
                 self._run_id,
                 etcd,
                 view=self._view,
-                slots=self._slots,
+                tree=self._tree,
                 policy=self._policy.root,
                 corruption=self._policy.detect.corruption,
                 digests=self._digests,
@@ -347,7 +322,3 @@ class Coordinator:
                 task = group.create_task(agent.run())
                 await self._view.wait_for(lambda: not self._view.is_root)
                 task.cancel()
-
-    @property
-    def _held_key(self) -> str:
-        return self._prefix + keys.HELD(self._view.host)

@@ -23,6 +23,7 @@ from .observer import Observer
 from .peers.daemon_transport import Offer
 from .peers.pacing import Pacer
 from .peers.replication import Replicator
+from .peers.tree import ReportTree
 from .run import keys
 from .run.leased import LeasedKeys
 from .run.records import Agreement
@@ -34,6 +35,7 @@ from .tier.persist import Persister
 from .tier.tier import Tier, TierError, call
 from .trainers.sessions import Sessions
 from .trust.identity import Identity
+from .trust.secure import SecureSocket
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ class Job:
             observe=lambda found: self._observer.update("replicas", found),
         )
         self._digests = HostDigests(self.view, slots, self._replicator.peer)
+        self._tree = ReportTree(view=self.view, slots=slots, claims=self._digests.claims, dial=self._replicator.dial)
         self._protected_by: tuple[int, list[str]] = (0, [])
         self._commits = 0
         self._leased = leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
@@ -113,6 +116,7 @@ class Job:
             address=spec.address,
             view=self.view,
             slots=slots,
+            tree=self._tree,
             on_agreement=self._on_agreement,
             on_round=self._on_round,
             companions=({"inject": self._inject} if spec.injection else {})
@@ -127,7 +131,6 @@ class Job:
             replicator=self._replicator,
             pacer=self._pacer,
             failure=lambda: self.failure,
-            keys=leased,
             event=self._event,
             hang=self._observer.hang,
         )
@@ -149,6 +152,7 @@ class Job:
                 group.create_task(keep("observe", self._observer.run))
                 group.create_task(keep("follow pace", self._follow_pace))
         finally:
+            self._tree.close()
             await self._replicator.abort()
             await self._replicator.close()
 
@@ -157,10 +161,6 @@ class Job:
         self.failure = f"job {self.spec.run_id!r} failed on host {self.spec.host}: {_cause(error)}"
         self.sessions.end()
         self.view.notify()
-
-    def forget(self) -> None:
-        """Make etcd forget what this host holds when the job ends, because the slots go too."""
-        self._coordinator.discard = True
 
     def open(self, pid: int, notify: Callable[[dict[str, Any]], None]) -> None:
         """Let the launcher `pid` hold the job open and hear its events."""
@@ -195,6 +195,10 @@ class Job:
         committed = self.view.committed
         new = pair[0] == self.view.generation and (committed is None or pair > committed)
         return self._pacer if self._pacer.is_on and new and rank in self.view.own_ranks else None
+
+    async def reports(self, host: str, sock: SecureSocket) -> None:
+        """Hear the reports of `host` on its link, until that ends."""
+        await self._tree.serve(host, sock)
 
     # What the launcher asks.
 

@@ -173,7 +173,6 @@ class Jobs:
         return {slots.record.key for slots in found if slots.record.run_id not in alive and not slots.is_kept}
 
     async def _discard(self, job: Job) -> int:
-        job.forget()
         await self._stop(job)
         return await self._vault.remove(job.slots)
 

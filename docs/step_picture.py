@@ -40,11 +40,9 @@ def draw() -> str:
 def _etcd(picture: Picture) -> None:
     picture.box(400, 36, 480, 104, fill="#f0f4f8", stroke=MUTED)
     picture.text(640, 60, "etcd v3", size=15, bold=True, anchor="middle")
-    for x, width, key in ((414, 106, "to-root/held/a"), (530, 220, "ckpt/watermark"), (760, 106, "to-root/held/b")):
-        picture.box(x, 74, width, 54, radius=5)
-        picture.text(x + width / 2, 97, key, anchor="middle", bold=True)
-    for x, what in ((467, "what it holds"), (640, "committed, next to capture"), (813, "what it holds")):
-        picture.text(x, 115, what, size=11, color=MUTED, anchor="middle")
+    picture.box(530, 74, 220, 54, radius=5)
+    picture.text(640, 97, "state/watermark", anchor="middle", bold=True)
+    picture.text(640, 115, "committed, next to capture", size=11, color=MUTED, anchor="middle")
 
 
 def _host(picture: Picture, x: float, name: str, *, left: bool) -> None:
@@ -64,7 +62,7 @@ def _host(picture: Picture, x: float, name: str, *, left: bool) -> None:
     picture.box(daemon, 240, 160, 350, fill="#e8f1fb", stroke=CAPTURE)
     picture.text(daemon + 80, 264, "daemon", size=14, bold=True, anchor="middle")
     picture.text(daemon + 80, 282, "resilientd, an event loop", size=11, color=MUTED, anchor="middle")
-    for line, what in enumerate(("serves the ranks,", "moves replicas,", "reports to etcd")):
+    for line, what in enumerate(("serves the ranks,", "moves replicas,", "reports to the root")):
         picture.text(daemon + 80, 420 + 18 * line, what, color=MUTED, anchor="middle")
     inner = (ranks + 252, daemon) if left else (ranks, daemon + 160)
     picture.arrow((inner[0], 269), (inner[1], 269), color=LINE, weight=1.4)
@@ -133,15 +131,13 @@ def _replication(picture: Picture) -> None:
 
 def _commit(picture: Picture) -> None:
     """Draw 13 to 16: the reports, the watermark, and the news of it."""
-    for x in (462, 826):
-        picture.arrow((x, 240), (x, 128), color=COMMIT)
-        picture.numbered(x, 172, 13, "report", COMMIT)
+    picture.arrow((580, 530), (700, 530), color=COMMIT)
+    picture.numbered(622, 512, 13, "report", COMMIT)
     picture.arrow((712, 240), (712, 128), color=COMMIT)
     picture.number(712, 172, 14, COMMIT)
     picture.text(697, 176, "commit", color=COMMIT, anchor="end")
-    for x in (554, 740):
-        picture.arrow((x, 128), (x, 240), color=COMMIT, dashed=True)
-        picture.text(x + 8, 176, "watermark", size=11, color=COMMIT)
+    picture.arrow((700, 574), (580, 574), color=COMMIT, dashed=True)
+    picture.text(640, 566, "watermark", size=11, color=COMMIT, anchor="middle")
     picture.box(730, 296, 100, 24, fill=COMMIT, stroke=COMMIT, radius=12)
     picture.text(780, 312, "elected root", size=11.5, color="#ffffff", bold=True, anchor="middle")
     for daemon, rank in ((420, 286), (860, 994)):

@@ -35,7 +35,7 @@ from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.base.policy import Policy, RootPolicy
 from resilient_run.daemon.base.record import JobRecord
-from resilient_run.daemon.comparison.digests import EqualLeaves, parse_claims
+from resilient_run.daemon.comparison.digests import EqualLeaves
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.etcd.config import EtcdConfig
 from resilient_run.daemon.peers.daemon_transport import Offer
@@ -57,6 +57,7 @@ from resilient_run.daemon.run.records import (
     parse_decisions,
 )
 from resilient_run.daemon.run.recoveries import Recoveries
+from resilient_run.daemon.run.report import Report, Said
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, parse_published
@@ -117,7 +118,11 @@ def json_targets() -> list[Target]:
     job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t", key_proof="p", fingerprint=mark)
     member = Member(host="a", session="s", nproc=2, role="r", label="", addr="a", pid=1, ready=0)
     answer = PersistAnswer(pair=(1, 5), world_size=2, ranks={0: file, 1: file}, error=None)
-    claims = {"0": [[1, 5, "0" * 16, "1" * 16, "2" * 16]]}
+    term = {"term": 2, "election": 9}
+    claims = [[1, 5, "0" * 16, "1" * 16, "2" * 16, [[0, 1], [4, 4]]]]
+    report = {**term, "complete": [[1, 5]], "claims": claims, "absent": ["b"]}
+    report["missed"] = Missed(next=(1, 6), step=7, late=True).to_value()
+    said = {**term, "number": 3, "watermark_revision": 8, **agreed, "persist": {**pair, "unix_s": 1.0}}
     etcd_config = EtcdConfig(endpoints=("host:2379",), user="u", password="p")
     outcome = {"ok": True, "what": "w", "host": "a", "kind": "kill-rank", "unix_s": 1.0, **pair}
     return [
@@ -127,8 +132,9 @@ def json_targets() -> list[Target]:
         etcd("failure", failure.to_value(), lambda value: Failure.parse(1, value)),
         etcd("closed", {"reason": "over", "failed": False}, Closed.parse),
         etcd("quarantine", asdict(Quarantine(since_unix_s=1.0, until_unix_s=2.0, reason="r")), Quarantine.parse),
-        etcd("held", {"held": {"0": [[1, 4], [1, 5]], "1": []}, "digests": claims}, parse_held),
-        etcd("claims", {"held": {}, "digests": claims}, parse_claims),
+        etcd("held", {**pair, "ranks": [0, 2]}, parse_held),
+        etcd("report", report, Report.parse),
+        etcd("said", said, Said.parse),
         etcd(
             "equal",
             {"generation": 1, "count": 9, "leaves": base64.b64encode(b"\xff\x80").decode()},
@@ -189,7 +195,6 @@ def run_targets() -> list[Target]:
     round_ = Round(generation=2, seats=(seat, Seat(host="b", session="t", nproc=2)), restore=(1, 5))
     failure = Failure(generation=1, host="b", kind="worker_exit", rank=2, exitcode=-9, unix_s=1.0, message="m")
     hang = Failure(generation=2, host="b", kind="hang", rank=2, step=9, began_step=5, unix_s=1.0, message="m")
-    claims = {"0": [[1, 5, "0" * 16, "1" * 16, "2" * 16]]}
     sick = {"kind": "gpu", "severity": "fail", "rank": None, "generation": 2, "step": None, "value": 1.0}
     sick |= {"limit": 5.0, "message": "XID 79", "unix_s": 1.0}
     recovery = {"event": "recovery", "run_id": "run", "host": "a", "kind": "worker_exit", "cause": "m", "steps_lost": 1}
@@ -213,10 +218,9 @@ def run_targets() -> list[Target]:
         keys.REQUESTS: {"requests": [request.to_item(), {**request.to_item(), "host": "", "answer": "d"}]},
         keys.HISTORY: {"failures": [failure.to_item()] * 3},
         keys.HOSTS: {"a": host, "b": {**host, "sign": ""}},
-        keys.HELD: {"b": {"held": {"0": [[1, 4], [1, 5]], "1": [], "2": [[1, 5]]}, "digests": claims}},
+        keys.HELD: {"b": {"generation": 1, "step": 5, "ranks": [0, 2]}},
         keys.WATERMARK: {"generation": 1, "step": 5},
         keys.NEXT: {"generation": 2, "step": 6},
-        keys.MISSED: {"b": Missed(next=(2, 6), step=7, late=True).to_value()},
         keys.PERSISTED: {"pairs": [[1, 4]]},
         keys.OBSERVATIONS: {"a": {"observations": [sick]}, "b": {"observations": [{**sick, "kind": "hang"}]}},
         keys.OUTCOMES: {"7": {"ok": True, "what": "w", "host": "a", "kind": "kill-rank", "unix_s": 1.0}},
@@ -252,7 +256,7 @@ def run_targets() -> list[Target]:
         recoveries.describe(1.0)
         decision = decide(state.view, RootPolicy(), 1e9)
         json.dumps(transaction(state.view, decision, 1e9), allow_nan=False)
-        return decision, state.agreed, state.missed, state.committed, state.world_size
+        return decision, state.agreed, state.persist, state.committed, state.world_size
 
     def launcher(data: bytes) -> object:
         view = View.of(rendezvous_mirror().apply(entries(data)))

@@ -356,20 +356,20 @@ class Hosts:
 
         async def form(etcd: Etcd) -> tuple[int, int] | None:
             while True:
-                watermark = await etcd.get(f"{self.prefix}ckpt/watermark")
+                watermark = await etcd.get(f"{self.prefix}state/watermark")
                 value = {
                     "generation": generation,
                     "members": seats,
                     "restore": None if watermark is None else watermark.value,
                 }
-                guards = {f"{self.prefix}ckpt/watermark": 0 if watermark is None else watermark.revision}
+                guards = {f"{self.prefix}state/watermark": 0 if watermark is None else watermark.revision}
                 if await etcd.commit(guards, {f"{self.prefix}rdzv/round": value}):
                     return None if watermark is None else (watermark.value["generation"], watermark.value["step"])
 
         return self.etcd(form)
 
     def watermark(self) -> tuple[int, int] | None:
-        entry = self.etcd(lambda etcd: etcd.get(f"{self.prefix}ckpt/watermark"))
+        entry = self.etcd(lambda etcd: etcd.get(f"{self.prefix}state/watermark"))
         return None if entry is None else (entry.value["generation"], entry.value["step"])
 
     def run(

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seats import seats
+from seats import everywhere, seats
 from solo_daemon import SoloDaemon
 
 from resilient_run.ckpt.capture.slots import TwoSlots
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import Slot
-from resilient_run.daemon.run.commit import Agreed, Lead, Tally, advance
+from resilient_run.daemon.run.commit import Agreed, Lead, advance
 from resilient_run.daemon.run.rounds import Round
 
 RANKS = 3
@@ -36,7 +36,7 @@ class Run:
         self.step = 4
         self.agreed = Agreed.of(ROUND, ROUND.restore, None)
         self.lead = Lead()
-        self.tally = Tally(ROUND, 1, {})
+        self.held: dict[str, dict[int, set[Pair]]] = {}
         self.missed: set[tuple[int, bool]] = set()
         self.number = itertools.count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -101,11 +101,11 @@ class Run:
 
     def _root_hears(self, rank: int) -> None:
         held: dict[int, set[Pair]] = {rank: {slot.held for slot in self.pairs[rank].slots if slot.held}}
-        self.tally.see("abc"[rank], held)
+        self.held["abc"[rank]] = held
         self._decide()
 
     def _decide(self) -> None:
-        pair = advance(self.agreed, self.tally)
+        pair = advance(self.agreed, everywhere(ROUND, 1, self.held))
         found = {late for next_, late in self.missed if next_ == self.agreed.next[1]}
         if pair is None and not found:
             return

@@ -119,12 +119,12 @@ def test_what_others_write_does_not_end_the_watch() -> None:
         "/p/rdzv/round": {"generation": 2, "members": [{"host": "a", "nproc": 2}], "restore": None},
         "/p/rdzv/failure/one": {},
         "/p/rdzv/failure/1": {"kind": "hang"},
-        "/p/ckpt/watermark": {"generation": 2},
+        "/p/state/watermark": {"generation": 2},
         "/p/inject/outcomes/x": {"ok": "yes"},
         "/p/rdzv/recovered/a/b": {},
-        "/p/to-root/observations/a": {"observations": 3},
-        "/p/to-root/observations/b": {"observations": [disk]},
-        "/p/to-root/observations/c": {"observations": [{**disk, "kind": ["disk"]}]},
+        "/p/state/observations/a": {"observations": 3},
+        "/p/state/observations/b": {"observations": [disk]},
+        "/p/state/observations/c": {"observations": [{**disk, "kind": ["disk"]}]},
     }
     state = {key: Entry(value=value, revision=1) for key, value in entries.items()}
     for _ in range(2):

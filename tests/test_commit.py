@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from seats import seats
+from seats import everywhere, seats
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.fields import Fields
-from resilient_run.daemon.run.commit import Agreed, Lead, Missed, Tally, advance, is_dead, parse_held, report_held
+from resilient_run.daemon.run.commit import Agreed, Lead, Missed, advance, is_dead, parse_held, report_held
 from resilient_run.daemon.run.rounds import Round
 
 
@@ -68,39 +68,35 @@ def test_malformed_rounds_name_the_field(value: dict[str, Any], message: str) ->
 def test_watermark_needs_every_replica_of_every_rank() -> None:
     round_ = make_round()
     full = {host: {rank: {(1, 4), (1, 5)} for rank in round_.kept(host, 2)} for host in "abc"}
-    assert Tally(round_, 2, full).newest == (1, 5)
+    assert max(everywhere(round_, 2, full)) == (1, 5)
     for host in "abc":
         for rank in round_.kept(host, 2):
             less = {name: dict(held) for name, held in full.items()}
             less[host][rank] = {(1, 4)}
-            assert Tally(round_, 2, less).newest == (1, 4)
+            assert max(everywhere(round_, 2, less)) == (1, 4)
             del less[host][rank]
-            assert Tally(round_, 2, less).newest is None
+            assert not everywhere(round_, 2, less)
 
 
 def test_watermark_is_of_this_generation_or_what_it_restored() -> None:
     round_ = make_round("a", generation=3, restore=(2, 7))
-    assert Tally(round_, 2, {"a": {0: {(2, 7), (2, 8)}}}).newest == (2, 7)
-    assert Tally(round_, 2, {"a": {0: {(1, 9), (4, 1)}}}).newest is None
-    assert Tally(round_, 2, {"a": {0: {(2, 7), (3, 8)}}}).newest == (3, 8)
-    assert Tally(make_round("a"), 1, {}).newest is None
+    assert max(everywhere(round_, 2, {"a": {0: {(2, 7), (2, 8)}}})) == (2, 7)
+    assert not everywhere(round_, 2, {"a": {0: {(1, 9), (4, 1)}}})
+    assert max(everywhere(round_, 2, {"a": {0: {(2, 7), (3, 8)}}})) == (3, 8)
+    assert not everywhere(make_round("a"), 1, {})
 
 
 def test_more_replicas_than_hosts_are_one_on_each() -> None:
-    assert Tally(make_round("ab"), 5, {host: {0: {(1, 1)}, 1: {(1, 1)}} for host in "ab"}).newest == (1, 1)
+    assert max(everywhere(make_round("ab"), 5, {host: {0: {(1, 1)}, 1: {(1, 1)}} for host in "ab"})) == (1, 1)
 
 
 def test_watermark_needs_what_standbys_keep() -> None:
     reports = {"a": {0: {(1, 5)}, 1: {(1, 5)}}, "s": {0: {(1, 5)}, 1: {(1, 4)}}}
     alone = make_round("a", nproc=2)
-    assert Tally(alone, 2, reports).newest == (1, 5)
-    assert Tally(alone, 2, reports, spares="s").newest is None
-    tally = Tally(alone, 2, {}, spares="s")
-    for host, report in reports.items():
-        tally.see(host, report)
-    assert tally.newest is None
-    tally.see("s", {rank: {(1, 5)} for rank in (0, 1)})
-    assert tally.newest == (1, 5)
+    assert max(everywhere(alone, 2, reports)) == (1, 5)
+    assert not everywhere(alone, 2, reports, spares="s")
+    reports["s"] = {rank: {(1, 5)} for rank in (0, 1)}
+    assert max(everywhere(alone, 2, reports, spares="s")) == (1, 5)
 
 
 def agreed(committed: Pair | None, next_: Pair) -> Agreed:
@@ -108,11 +104,11 @@ def agreed(committed: Pair | None, next_: Pair) -> Agreed:
 
 
 def test_watermark_only_advances_to_what_was_captured_as_agreed() -> None:
-    tally = Tally(make_round("a"), 1, {"a": {0: {(1, 4), (1, 5)}}})
-    assert advance(agreed(None, (1, 1)), tally) == (1, 5)
-    assert advance(agreed((1, 4), (1, 5)), tally) == (1, 5)
-    assert advance(agreed((1, 5), (1, 6)), tally) is None
-    assert advance(agreed((1, 3), (1, 8)), tally) is None
+    complete = {(1, 4), (1, 5)}
+    assert advance(agreed(None, (1, 1)), complete) == (1, 5)
+    assert advance(agreed((1, 4), (1, 5)), complete) == (1, 5)
+    assert advance(agreed((1, 5), (1, 6)), complete) is None
+    assert advance(agreed((1, 3), (1, 8)), complete) is None
 
 
 def test_what_is_agreed_in_a_generation() -> None:
@@ -133,11 +129,11 @@ def test_what_is_agreed_in_a_generation() -> None:
     assert agreed(None, (1, 1)).or_later(agreed((1, 4), (1, 6))) == agreed((1, 4), (1, 6))
 
 
-def test_what_was_missed_survives_its_way_through_etcd() -> None:
+def test_what_was_missed_survives_its_way_to_the_root() -> None:
     missed = Missed(next=(1, 4), step=6, late=True)
     assert Missed.parse(missed.to_value()) == missed
     for wrong in ({"late": 1}, {"next": None}, {"step": -1}):
-        with pytest.raises(DaemonError, match="to-root/missed"):
+        with pytest.raises(DaemonError, match="missed"):
             Missed.parse({**missed.to_value(), **wrong})
 
 
@@ -161,15 +157,14 @@ def test_the_next_capture_is_as_far_ahead_as_ranks_need_to_hear_of_it() -> None:
     assert lead.after(0, every=1) == 1, "a commit within a step"
 
 
-def test_reports_survive_their_way_through_etcd() -> None:
-    held = {0: frozenset({(1, 4), (1, 5)}), 12: frozenset({(2, 1)})}
-    digests = {"0": [[1, 5, "0123", "", ""]]}
-    report = report_held(held, digests)
-    assert report == {"held": {"0": [[1, 4], [1, 5]], "12": [[2, 1]]}, "digests": digests}
-    assert parse_held(report) == held
-    odd = [{"held": {"0": [[number, 1]]}} for number in (float("inf"), 1.5, True, "7", -1, None)]
-    for value in ({}, {"held": []}, {"held": {"x": []}}, {"held": {"0": [[1]]}}, {"held": {"0": [["a", 1]]}}, *odd):
-        with pytest.raises(DaemonError, match="not a report"):
+def test_what_is_held_survives_its_way_through_etcd() -> None:
+    held = {0: frozenset({(1, 4), (1, 5)}), 7: frozenset({(1, 4)}), 12: frozenset({(1, 5)})}
+    report = report_held(held, (1, 5))
+    assert report == {"generation": 1, "step": 5, "ranks": [0, 12]}
+    assert parse_held(report) == ((1, 5), {0, 12})
+    odd = [{**report, "ranks": [number]} for number in (float("inf"), 1.5, True, "7", -1, None)]
+    for value in ({}, {**report, "ranks": {}}, {**report, "step": None}, *odd):
+        with pytest.raises(DaemonError, match="field"):
             parse_held(value)
 
 
@@ -295,7 +290,7 @@ class Protocol(RuleBasedStateMachine):
         reports, missed, writes = self.seen
         if writes != self.writes:
             return
-        pair = advance(self.agreed, Tally(self.round, self.replicas, reports))
+        pair = advance(self.agreed, everywhere(self.round, self.replicas, reports))
         if pair is not None:
             assert self.watermark is None or pair > self.watermark, "the watermark went back"
             self.watermark = pair

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
-from seats import seats
+from seats import everywhere, seats
 
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.daemon.run.commit import Agreed, Tally, advance, is_dead
+from resilient_run.daemon.run.commit import Agreed, advance, is_dead
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
@@ -183,7 +183,7 @@ def _etcd(game: Game, world: World, round_: Round, present: list[str]) -> Iterat
     for host, rank, pair in world.reports:
         seen.setdefault(host, {}).setdefault(rank, set()).add(pair)
     agreed = Agreed(committed=world.watermark, next=(world.generation, world.next))
-    pair = advance(agreed, Tally(round_, REPLICAS, seen))
+    pair = advance(agreed, everywhere(round_, REPLICAS, seen))
     missed = [step for _, following, step in world.missed if following == world.next]
     if pair is not None or missed:
         following = max([world.done[0], *([pair[1]] if pair else missed)]) + 1

@@ -1,7 +1,6 @@
-"""What hosts claim of their digests: counted report by report, and compared before anything is let through."""
+"""What hosts claim of their digests: added up on its way, and compared before anything is let through."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seats import seats
 
-from resilient_run.daemon.comparison.comparison import ClaimTally, Comparer
-from resilient_run.daemon.comparison.digests import DigestClaim, EqualLeaves, HostDigests, parse_claims
+from resilient_run.ckpt.format.pair import Pair
+from resilient_run.daemon.comparison.comparison import Comparer, agree, differing
+from resilient_run.daemon.comparison.digests import EqualLeaves, HostDigests
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.run.observation import Observation
+from resilient_run.daemon.run.report import Claims, DigestClaim, Report, Runs, added, joined
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.run.view import JobView
 
@@ -23,44 +24,34 @@ claims = st.dictionaries(
     st.sampled_from("st"),
     st.builds(DigestClaim, mask=st.sampled_from(["", "old", "new"]), digest=st.sampled_from("ab")),
 )
-pairs = st.tuples(st.just(1), st.integers(1, 3))
+PAIR = (1, 3)
+OWN = Report(term=(1, 1), complete={PAIR}, claims={})
 
 
-@given(reports=st.lists(st.tuples(st.integers(0, 2), st.dictionaries(pairs, st.lists(claims, min_size=2, max_size=2)))))
-def test_a_tally_is_what_the_newest_reports_say(
-    reports: list[tuple[int, dict[tuple[int, int], list[dict[str, DigestClaim]]]]],
-) -> None:
+def said_by(host: int, ranks: list[dict[str, DigestClaim]], absent: tuple[str, ...] = ()) -> Report:
+    found: dict[str, dict[DigestClaim, Any]] = {}
+    for number, structures in enumerate(ranks):
+        for structure, claim in structures.items():
+            known = found.setdefault(structure, {})
+            known[claim] = joined(*known.get(claim, ()), (2 * host + number, 2 * host + number))
+    return Report(term=(1, 1), complete={PAIR}, claims={PAIR: found}, absent=absent)
+
+
+@given(reports=st.lists(st.lists(claims, min_size=2, max_size=2), max_size=5))
+def test_claims_are_added_up(reports: list[list[dict[str, DigestClaim]]]) -> None:
     """Of the ranks of a structure: all have the same digest of the newest mask, or a pair is not agreed on."""
-    tally, newest = ClaimTally(), dict[int, dict[tuple[int, int], dict[int, dict[str, DigestClaim]]]]()
-    for host, report in reports:
-        newest[host] = {pair: {2 * host: rows[0], 2 * host + 1: rows[1]} for pair, rows in report.items()}
-        tally.see(f"host{host}", newest[host])
-    known: defaultdict[tuple[int, int], list[DigestClaim]] = defaultdict(list)
-    for found in newest.values():
-        for pair, rows in found.items():
-            known[pair] += [structures["s"] for structures in rows.values() if "s" in structures]
-    for pair, found in known.items():
-        one = len(set(found)) == 1 and found[0].mask == "new"
-        assert tally.agrees(pair, MASKS) is (one or len(found) < 2), (pair, found)
-        assert len(tally.ranks.get(pair, {}).get("s", {})) == len(found)
-    differing = [
-        (pair, "s")
-        for pair, found in sorted(known.items())
-        if len({claim.digest for claim in found if claim.mask == "new"}) > 1
-    ]
-    assert tally.differing(MASKS) == differing
-    assert tally.agrees((9, 9), MASKS)
-    for host in newest:
-        tally.see(f"host{host}", {})
-    assert not tally.ranks
-
-
-def test_what_a_host_reports_is_read_back() -> None:
-    rows = [[1, 4, "00ff", "aa", "bb"], [1, 4, "0100", "", ""]]
-    assert parse_claims({"held": {}, "digests": {"3": rows}}) == {
-        (1, 4): {3: {"00ff": DigestClaim(mask="aa", digest="bb"), "0100": DigestClaim(mask="", digest="")}}
+    hosts = {f"host{host}": Report.parse(said_by(host, ranks).message()) for host, ranks in enumerate(reports)}
+    total = added(OWN, hosts, hosts).claims
+    found = [structures["s"] for ranks in reports for structures in ranks if "s" in structures]
+    one = len(set(found)) == 1 and found[0].mask == "new"
+    assert agree(total[PAIR], MASKS) is (one or len(found) < 2)
+    differs = len({claim.digest for claim in found if claim.mask == "new"}) > 1
+    assert differing(total, MASKS) == ([(PAIR, "s")] if differs else [])
+    told = {
+        rank: claim for claim, runs in total[PAIR].get("s", {}).items() for a, b in runs for rank in range(a, b + 1)
     }
-    assert parse_claims({"held": {}}) == {}
+    assert [told[rank] for rank in sorted(told)] == found
+    assert agree({}, MASKS)
 
 
 @given(bits=st.lists(st.booleans(), max_size=70))
@@ -78,16 +69,18 @@ class Tables(HostDigests):
         self.view = view
         self.steps: dict[int, tuple[int, int]] = {}
 
-    def report(self) -> dict[str, Any]:
-        rows: dict[str, Any] = {"0": [], "1": []}
+    def all_claims(self) -> Claims:
+        found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
         for step, values in self.steps.items():
             for rank, value in enumerate(values):
                 known = self.equal.get("s")
                 name, digest = "", ""
                 if known is not None and known.generation == self.view.generation:
                     name, digest = known.name, str(value) if known.mask.any() else "of nothing"
-                rows[str(rank)].append([self.view.generation, step, "s", name, digest])
-        return rows
+                claims = found.setdefault((self.view.generation, step), {}).setdefault("s", {})
+                claim = DigestClaim(mask=name, digest=digest)
+                claims[claim] = joined(*claims.get(claim, ()), (rank, rank))
+        return found
 
     async def ask(self, rank: int, pair: tuple[int, int], structure: str, wanted: Any = ()) -> Any:
         return np.array([self.steps[pair[1]][rank]], dtype="<u8"), ["model.weight"][: len(wanted)]
@@ -117,7 +110,7 @@ def test_what_was_learned_holds_in_the_next_generation(etcd_config: EtcdConfig, 
             etcd,
             prefix,
             view=view,
-            tally=ClaimTally(),
+            claims=tables.all_claims,
             digests=tables,
             action="rollback",
             observe=lambda found: seen.extend(found.values()),
@@ -187,7 +180,7 @@ def test_what_must_be_equal_is_told_before_more_is_let_through(
             seen.update(found)
 
         comparer = Comparer(
-            etcd, prefix, view=view, tally=ClaimTally(), digests=tables, action="rollback", observe=observe
+            etcd, prefix, view=view, claims=tables.all_claims, digests=tables, action="rollback", observe=observe
         )
         running = asyncio.create_task(comparer.run())
 

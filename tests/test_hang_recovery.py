@@ -53,7 +53,7 @@ class Job:
 
     def hang(self) -> Observation | None:
         """Return the hang in etcd, if it is more than an excuse of ranks that give signs of life."""
-        entry = self.etcd(lambda etcd: etcd.get(self.key(f"to-root/observations/{self.host.name}")))
+        entry = self.etcd(lambda etcd: etcd.get(self.key(f"state/observations/{self.host.name}")))
         seen = () if entry is None else parse_observations(entry.value)
         return next((item for item in seen if item.kind == "hang" and item.severity != "info"), None)
 

@@ -126,7 +126,7 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
 
 def seen(hosts: Hosts, name: str) -> dict[str, str]:
     """Return kind → severity of what a host has in etcd."""
-    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}to-root/observations/{name}"))
+    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}state/observations/{name}"))
     return {} if entry is None else {item.kind: item.severity for item in parse_observations(entry.value)}
 
 

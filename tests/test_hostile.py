@@ -22,7 +22,7 @@ from resilient_run.ckpt.format import manifest, wire
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, chunk_count, plan_layout
 from resilient_run.ckpt.state.state import TrainingState
 from resilient_run.ckpt.state.tree import Flattener, unflatten
-from resilient_run.daemon.run.commit import parse_held
+from resilient_run.daemon.run.report import Report
 from resilient_run.daemon.run.rounds import Round
 
 pytestmark = pytest.mark.fast
@@ -174,11 +174,23 @@ def test_memory_is_not_taken_for_announced_bytes_that_do_not_come() -> None:
 
 
 @FUZZED
-@given(changed_json({"held": {"0": [[1, 2], [1, 3]], "1": []}}))
+@given(
+    changed_json(
+        {
+            "term": 1,
+            "election": 3,
+            "complete": [[1, 2], [1, 3]],
+            "missed": {"generation": 1, "next": 3, "step": 4, "late": False},
+            "claims": [[1, 2, "s", "m", "d", [[0, 3], [5, 5]]]],
+            "absent": ["b"],
+        }
+    ).filter(lambda value: isinstance(value, dict))
+)
 def test_reports_are_read_or_refused(value: Any) -> None:
     with contextlib.suppress(DaemonError):
-        held = parse_held(value)
-        assert all(type(number) is int for pairs in held.values() for pair in pairs for number in pair)
+        report = Report.parse(value)
+        assert all(type(number) is int for pair in report.complete for number in pair)
+        assert Report.parse(report.message()) == report
 
 
 @FUZZED

@@ -362,7 +362,7 @@ def test_run_that_etcd_knows_does_not_begin_anew(
 ) -> None:
     async def commit() -> None:
         etcd = await Etcd.connect(etcd_config)
-        await etcd.put(f"/resilient-run/{tmp_path.name}/ckpt/watermark", {"generation": 2, "step": 11})
+        await etcd.put(f"/resilient-run/{tmp_path.name}/state/watermark", {"generation": 2, "step": 11})
         await etcd.close()
 
     source, where = exported(tmp_path), ["--etcd-endpoint", etcd_config.endpoints[0]]

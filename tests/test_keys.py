@@ -58,10 +58,11 @@ def test_key_is_taken_apart_as_it_was_made() -> None:
 
 
 def test_daemons_follow_all_but_what_goes_to_the_root_in_one_range() -> None:
-    """`Etcd.changes(prefix, before=keys.TO_ROOT)` ends where these begin."""
-    others = [name for name in known() if not name.startswith(keys.TO_ROOT)]
-    assert max(others) < keys.TO_ROOT
-    root_alone = {keys.HELD(), keys.MISSED(), keys.OBSERVATIONS(), keys.PERSISTED, keys.ANSWERS()}
+    """`Etcd.changes(prefix, before=keys.STATE)` ends where these begin."""
+    others = [name for name in known() if not name.startswith(keys.STATE)]
+    assert max(others) < keys.STATE
+    root_alone = {keys.HELD(), keys.OBSERVATIONS(), keys.PERSISTED, keys.ANSWERS()}
+    root_alone |= {keys.WATERMARK, keys.NEXT, keys.PERSIST}
     assert root_alone == {*known()}.difference(others)
 
 

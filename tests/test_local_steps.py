@@ -424,7 +424,7 @@ def test_replicas_within_a_round_are_no_corruption(
 
     def over() -> bool:
         observations = [
-            parse_observations(entry.value) for entry in keys(etcd_endpoint, f"{run}/to-root/observations/").values()
+            parse_observations(entry.value) for entry in keys(etcd_endpoint, f"{run}/state/observations/").values()
         ]
         told.extend(each for several in observations for each in several if each.kind == "corruption")
         learned = keys(etcd_endpoint, f"{run}/ckpt/equal/")

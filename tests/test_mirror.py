@@ -90,6 +90,7 @@ def test_what_vanished_while_its_reader_failed_is_gone(etcd_config: EtcdConfig) 
             address=("x", 1),
             view=view,
             slots=unused,
+            tree=unused,
             on_agreement=nothing,
             on_round=nothing,
             persister=None,

@@ -51,7 +51,7 @@ def reach(hosts: Sequence[Host], step: int) -> None:
 
 def committed(cluster: LabCluster) -> int:
     """Return the newest committed step, 0 for none."""
-    return (cluster.get("ckpt/watermark") or {"step": 0})["step"]
+    return (cluster.get("state/watermark") or {"step": 0})["step"]
 
 
 def wait_for_etcd(condition: Callable[[], Any], *, what: str, host: Host) -> None:

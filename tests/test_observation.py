@@ -81,7 +81,7 @@ class Keys(LeasedKeys):
         self.values: list[Any] = []
 
     def set(self, name: str, value: Any) -> None:
-        assert name == "to-root/observations/a"
+        assert name == "state/observations/a"
         self.values.append(value)
 
 
@@ -120,7 +120,7 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: py
 
     async def until(etcd: Etcd, value: Any) -> None:
         async with asyncio.timeout(20):
-            while (entry := await etcd.get("/leased-test/to-root/observations/a")) is None or entry.value != value:
+            while (entry := await etcd.get("/leased-test/state/observations/a")) is None or entry.value != value:
                 if value is None and entry is None:
                     return
                 await asyncio.sleep(0.01)
@@ -137,23 +137,23 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: py
         keys = LeasedKeys("/leased-test/", view)
         task = asyncio.create_task(keys.run(etcd))
         try:
-            keys.set("to-root/observations/a", {"observations": [1]})
+            keys.set("state/observations/a", {"observations": [1]})
             await asyncio.sleep(0)
             keys.lease = lease = await etcd.lease(5)
             await until(etcd, {"observations": [1]})
-            keys.set("to-root/observations/a", {"observations": [2]})
+            keys.set("state/observations/a", {"observations": [2]})
             await until(etcd, {"observations": [2]})
             await lease.revoke()
             await until(etcd, None)
-            keys.set("to-root/observations/a", {"observations": [3]})
+            keys.set("state/observations/a", {"observations": [3]})
             keys.lease = lease = await etcd.lease(5)
             await until(etcd, {"observations": [3]})
-            keys.set("to-root/observations/a", None)
+            keys.set("state/observations/a", None)
             await until(etcd, None)
             monkeypatch.setattr(Etcd, "put", unanswered)
-            keys.set("to-root/observations/a", {"observations": [4]})
+            keys.set("state/observations/a", {"observations": [4]})
             await until(etcd, {"observations": [4]})
-            keys.set("to-root/observations/a", None)
+            keys.set("state/observations/a", None)
             await until(etcd, None)
         finally:
             task.cancel()

@@ -88,7 +88,7 @@ def wait_for_outage(hosts: Hosts) -> None:
 
 def published(hosts: Hosts) -> list[Pair]:
     """Return the pairs that etcd says are published."""
-    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}to-root/persisted"))
+    entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}state/persisted"))
     return [] if entry is None else [tuple(pair) for pair in entry.value["pairs"]]
 
 
@@ -117,8 +117,8 @@ def lose_everything(hosts: Hosts) -> list[list[int]]:
     assert first.launcher is not None
     pairs: list[list[int]] = first.launcher.request("persisted", run_id=hosts.run_id)["pairs"]
     watermark = {"generation": pairs[-1][0], "step": pairs[-1][1]}
-    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}ckpt/watermark", watermark))
-    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}to-root/persisted", {"pairs": pairs}))
+    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}state/watermark", watermark))
+    hosts.etcd(lambda etcd: etcd.put(f"{hosts.prefix}state/persisted", {"pairs": pairs}))
     return pairs
 
 

@@ -414,7 +414,7 @@ def test_etcd_without_its_data_ends_the_run_and_is_no_lost_host(cluster: Cluster
 
 def committed(endpoint: str, below: str) -> int:
     """Return the step of the watermark, 0 when there is none."""
-    return max((entry.value["step"] for entry in entries(endpoint, f"{below}ckpt/watermark").values()), default=0)
+    return max((entry.value["step"] for entry in entries(endpoint, f"{below}state/watermark").values()), default=0)
 
 
 def entries(endpoint: str, prefix: str) -> dict[str, Entry]:

@@ -499,7 +499,7 @@ def created(launchers: Launchers) -> dict[str, int]:
 
 
 def put_watermark(launchers: Launchers, generation: int, step: int) -> None:
-    key = f"{launchers.prefix}ckpt/watermark"
+    key = f"{launchers.prefix}state/watermark"
     launchers.ask(lambda etcd: etcd.put(key, {"generation": generation, "step": step}))
 
 
@@ -517,8 +517,8 @@ def test_round_restores_the_watermark(launchers: Launchers) -> None:
 
 def test_damaged_watermark_is_named(launchers: Launchers) -> None:
     launchers.make("a", (1, 1))
-    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}ckpt/watermark", {"step": "x"}))
-    with pytest.raises(RendezvousStateError, match=r"ckpt/watermark is damaged .*; delete it"):
+    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}state/watermark", {"step": "x"}))
+    with pytest.raises(RendezvousStateError, match=r"state/watermark is damaged .*; delete it"):
         launchers.handlers["a"].next_rendezvous()
 
 
@@ -531,7 +531,7 @@ def test_watermark_that_moves_while_a_round_is_formed(launchers: Launchers, monk
 
     async def get_then_move(self: Etcd, key: str) -> Entry | None:
         entry = await get(self, key)
-        if key.endswith("ckpt/watermark") and not moved:
+        if key.endswith("state/watermark") and not moved:
             moved.append(key)
             await self.put(key, {"generation": 1, "step": 42})
         return entry
@@ -645,7 +645,7 @@ def test_failure_ends_the_run_and_leaves_what_a_new_start_needs(launchers: Launc
         with pytest.raises(RendezvousClosedError, match="rank 1 failed"):
             end.result(WAIT_S)
     assert all(handler.shutdown() for handler in launchers.handlers.values())
-    assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "ckpt/watermark"}
+    assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "state/watermark"}
     for host in "ab":
         launchers.make(host, (2, 2))
     assert ranks(launchers.joined("ba")) == {"a": 0, "b": 1}
@@ -692,7 +692,7 @@ def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypat
         assert late.leave()
         assert late.ended is not None
         assert late.ended.reason == "rank 1 failed"
-        assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "ckpt/watermark"}
+        assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "state/watermark"}
     finally:
         proxy.release()
         launchers.close()
@@ -907,7 +907,7 @@ def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
         proxy.mend()
         with pytest.raises(RendezvousClosedError, match="ended it while"):
             waiting.result(WAIT_S)
-        assert set(launchers.keys()) >= {"rdzv/job", "rdzv/round", "ckpt/watermark"}
+        assert set(launchers.keys()) >= {"rdzv/job", "rdzv/round", "state/watermark"}
         again = launchers.make("a", (1, 1))
         launchers.joined("a")
         assert again.round is not None
@@ -950,7 +950,7 @@ def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launche
     launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/round", {**formed, "generation": 2}))
     put_watermark(launchers, 2, 99)
     assert late.leave()
-    assert launchers.keys()["ckpt/watermark"].value == {"generation": 2, "step": 99}
+    assert launchers.keys()["state/watermark"].value == {"generation": 2, "step": 99}
 
 
 def test_success_whose_last_launcher_was_killed_is_cleared_by_a_new_start(launchers: Launchers) -> None:
@@ -964,7 +964,7 @@ def test_success_whose_last_launcher_was_killed_is_cleared_by_a_new_start(launch
     launchers.handlers["a"].close("all ranks succeeded", failed=False)
     last.kill()
     assert launchers.handlers["a"].leave()
-    assert "ckpt/watermark" in set(launchers.keys())
+    assert "state/watermark" in set(launchers.keys())
     handler = launchers.make("a", (1, 1))
     launchers.joined("a")
     assert handler.round is not None
@@ -984,7 +984,7 @@ def test_launcher_ends_no_round_that_others_are_in_without_it(launchers: Launche
     assert "rdzv/closed" not in set(launchers.keys())
     assert replaced.leave()
     assert replaced.ended is None
-    assert {"rdzv/round", "ckpt/watermark"} <= set(launchers.keys())
+    assert {"rdzv/round", "state/watermark"} <= set(launchers.keys())
 
 
 def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:

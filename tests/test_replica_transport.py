@@ -406,21 +406,20 @@ def test_capture_that_changes_on_the_way_is_refused_and_comes_again(job: Job, tr
     assert job.bytes_of("b", 0, 1) == job.bytes_of("a", 0, 1)
 
 
-@pytest.mark.parametrize("lost", ["daemons", "owner", "nobody", "receiver"])
+@pytest.mark.parametrize("lost", ["owner", "nobody", "receiver"])
 def test_one_transport_brings_what_the_other_does_not(job: Job, lost: str) -> None:
-    """Daemons cannot reach each other, or a trainer sticks in the middle of a capture: it is committed all the same.
+    """A trainer sticks in the middle of a capture: it is committed all the same.
 
     The stuck owner does not even see that its receiver is gone, so its daemon must run out of patience.
     """
-    job.start("ab", "trainer", apart="ab" if lost == "daemons" else "")
-    trainers = job.train(() if lost == "daemons" else ("--stuck",))
+    job.start("ab", "trainer")
+    trainers = job.train(("--stuck",))
     for trainer in trainers:
         trainer.begin_step()
-    if lost != "daemons":
-        trainers[0].hear_of(stuck=True)
-        # Without it there is no step that could be committed.
-        trainers[1].hear_of(step=1, captured=True)
-        assert not job.hosts["b"].slot_paths(0, (1, 1))
+    trainers[0].hear_of(stuck=True)
+    # Without it there is no step that could be committed.
+    trainers[1].hear_of(step=1, captured=True)
+    assert not job.hosts["b"].slot_paths(0, (1, 1))
     survivors = [trainer for trainer, name in zip(trainers, ("owner", "receiver"), strict=True) if name != lost]
     for trainer in set(trainers).difference(survivors):
         trainer.popen.kill()

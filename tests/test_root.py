@@ -243,7 +243,7 @@ def test_outage_of_etcd_only_delays_commits(tmp_path: Path) -> None:
 def test_hang_breaks_the_generation_once(hosts: Hosts) -> None:
     hosts.run("ab")
     seen = {"kind": "hang", "severity": "fail", "rank": 1, "generation": 1, "value": 9.0, "limit": 5.0, "unix_s": 1.0}
-    put(hosts, "to-root/observations/x", {"observations": [{**seen, "message": "rank 1 made no step for 9 s"}]})
+    put(hosts, "state/observations/x", {"observations": [{**seen, "message": "rank 1 made no step for 9 s"}]})
     decided(hosts, "software failure")
     failure = keys(hosts, "rdzv/failure/")["rdzv/failure/1"].value
     assert (failure["kind"], failure["host"], failure["rank"]) == ("hang", "x", 1)
@@ -261,7 +261,7 @@ def test_lost_memory_falls_back_to_the_persistent_tier(hosts: Hosts) -> None:
     """Case 2: both hosts of a placement group are lost, so everybody goes back to what was published."""
     trainers = hosts.run("abcd")
     hosts.commit(trainers, [1, 2])
-    put(hosts, "to-root/persisted", {"pairs": [[1, 1]]})
+    put(hosts, "state/persisted", {"pairs": [[1, 1]]})
     for name in "cd":
         hosts[name].close()
     hosts.run("abef", generation=2)

@@ -1,7 +1,6 @@
 """The root's incremental state is what one who reads every key anew sees, after any changes in any portions."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,8 @@ from resilient_run.daemon.run.rounds import Round
 REPLICAS = 2
 
 
-def held(*pairs: Pair, ranks: str = "0123") -> dict[str, Any]:
-    return {"held": {rank: [list(pair) for pair in pairs] for rank in ranks}}
+def held(pair: Pair, *ranks: int) -> dict[str, Any]:
+    return {"generation": pair[0], "step": pair[1], "ranks": list(ranks)}
 
 
 def round_value(hosts: str, generation: int = 1, restore: Pair | None = None) -> dict[str, Any]:
@@ -31,6 +30,7 @@ def round_value(hosts: str, generation: int = 1, restore: Pair | None = None) ->
     return {"generation": generation, "members": [{"host": host, "nproc": 1} for host in hosts], "restore": restored}
 
 
+PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
 STEPS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), unique=True, max_size=3)
 OBSERVATION = {"kind": "gpu", "severity": "fail", "value": 1.0, "limit": 0.0, "message": "XID 79", "unix_s": 1.0}
 FAILURE = {"host": "a", "kind": "worker_exit", "rank": 0, "exitcode": 1, "message": "m", "unix_s": 1.0}
@@ -45,11 +45,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rdzv/store/1": st.just({}),
     "rdzv/failure/1": st.just(FAILURE),
     "rdzv/failure/2": st.just(FAILURE),
-    "ckpt/watermark": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 3)),
-    "ckpt/watermark/persist": st.just({}),
-    "ckpt/watermark/next": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 4)),
-    "to-root/persisted": st.builds(lambda pairs: {"pairs": [list(pair) for pair in pairs]}, STEPS),
-    "to-root/persisted/a": st.just({}),
+    "state/watermark": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 3)),
+    "state/watermark/persist": st.just({}),
+    "state/watermark/next": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 4)),
+    "state/persisted": st.builds(lambda pairs: {"pairs": [list(pair) for pair in pairs]}, STEPS),
+    "state/persisted/a": st.just({}),
     "root/leader": st.just({"host": "a"}),
     "root/decisions": st.just({"decisions": [{"kind": "replace"}]}),
     "root/failures": st.just({"failures": [{**FAILURE, "generation": 1}]}),
@@ -59,23 +59,20 @@ for name in "abcd":
         f"rdzv/members/{name}": st.builds(lambda ready: member_value("s", ready), st.integers(0, 2)),
         f"rdzv/quarantine/{name}": st.just({"since_unix_s": 1.0, "until_unix_s": 2.0, "reason": "r"}),
         f"ckpt/hosts/{name}": st.just({"addr": "x", "port": 1, "every": 1}),
-        f"to-root/held/{name}": st.builds(
-            lambda pairs, ranks: held(*pairs, ranks=ranks), STEPS, st.sampled_from(["0123", "0123", "01", "3"])
-        ),
-        f"to-root/missed/{name}": st.just({"generation": 1, "next": 2, "step": 3, "late": True}),
-        f"to-root/observations/{name}": st.builds(
+        f"state/held/{name}": st.builds(lambda pair, ranks: held(pair, *ranks), PAIR, st.sets(st.integers(0, 3))),
+        f"state/observations/{name}": st.builds(
             lambda kinds: {"observations": [{**OBSERVATION, "kind": kind} for kind in kinds]},
             st.lists(st.sampled_from(["gpu", "memory", "peer_unreachable"]), max_size=2),
         ),
     }
-VITAL = ("rdzv/round", "ckpt/watermark", "ckpt/watermark/next")
+VITAL = ("rdzv/round", "state/watermark", "state/watermark/next")
 MALFORMED = st.sampled_from([{}, {"ready": -1}, {"held": 3}, {"pairs": [[1]]}, {"observations": [{"kind": "gpu"}]}])
 
 
 @st.composite
 def changes(draw: Any) -> dict[str, dict[str, Any] | None]:
     """What one answer of etcd may bring, with more reports than anything else."""
-    reports = st.sampled_from([key for key in VALUES if key.startswith("to-root/held/")])
+    reports = st.sampled_from([key for key in VALUES if key.startswith("state/held/")])
     found: dict[str, dict[str, Any] | None] = {}
     for key in draw(st.lists(reports | st.sampled_from(list(VALUES)), max_size=6)):
         values = VALUES[key] | st.none()
@@ -99,28 +96,10 @@ def awaited_spare(view: RootView, round_: Round) -> list[str]:
     return [] if cut_off or "memory" in kinds[spare] else [spare]
 
 
-def newest_committable(
-    round_: Round, reports: Mapping[str, dict[int, frozenset[Pair]]], spares: list[str]
-) -> Pair | None:
-    """The definition: the newest pair, made in this generation or restored by it, of which no replica is missing."""
-    found = {pair for report in reports.values() for pairs in report.values() for pair in pairs}
-    whole = (
-        pair
-        for pair in found
-        if (pair[0] == round_.generation or pair == round_.restore)
-        and all(
-            pair in reports.get(holder, {}).get(rank, ())
-            for rank in range(round_.world_size)
-            for holder in (*round_.holders(rank, REPLICAS), *spares)
-        )
-    )
-    return max(whole, default=None)
-
-
 @settings(max_examples=300, deadline=None)
-@given(history=st.lists(changes(), max_size=12), own=STEPS, looks=st.booleans())
+@given(history=st.lists(changes(), max_size=12), looks=st.booleans())
 def test_state_is_that_of_one_who_reads_everything_anew(
-    history: list[dict[str, dict[str, Any] | None]], own: list[Pair], looks: bool
+    history: list[dict[str, dict[str, Any] | None]], looks: bool
 ) -> None:
     state, entries = RootState("a", REPLICAS), dict[str, Entry]()
     for revision, values in enumerate(history, 1):
@@ -129,31 +108,32 @@ def test_state_is_that_of_one_who_reads_everything_anew(
         }
         update(entries, changed)
         state.apply(changed)
-        mine = {rank: frozenset(own) for rank in range(4)}
-        if state.tally is not None:
-            state.tally.see("a", mine)
         if not looks and values is not history[-1]:
             continue
         anew = RootState("a", REPLICAS)
         anew.apply(entries)
         assert (lasting(state.view), state.ignored, state.watermark) == (anew.view, anew.ignored, anew.watermark)
         assert {key: state.revision(key) for key in VALUES} == {key: anew.revision(key) for key in VALUES}
-        assert (state.tally is None) == (anew.tally is None) == (state.view.round is None)
-        if state.tally is not None and anew.tally is not None and state.view.round is not None:
-            anew.tally.see("a", mine)
-            assert state.tally.newest == anew.tally.newest
-            spares = awaited_spare(state.view, state.view.round)
-            assert state.tally.newest == newest_committable(state.view.round, {**state.view.held, "a": mine}, spares)
+        round_ = state.view.round
+        assert (state.next, state.persist, state.spares) == (anew.next, anew.persist, anew.spares)
+        assert state.spares == frozenset(() if round_ is None else awaited_spare(state.view, round_))
+        reported = {
+            key.rpartition("/")[2]: entry.value for key, entry in entries.items() if key.startswith("state/held/")
+        }
+        for host, ranks in state.view.held.items():
+            assert round_ is not None
+            assert reported[host] == held(round_.restore or (0, 0), *reported[host]["ranks"])
+            assert ranks == set(reported[host]["ranks"])
 
 
 def test_view_stays_as_it_was() -> None:
     state = RootState("a", REPLICAS)
-    state.apply({"to-root/held/b": Entry(value=held((1, 1)), revision=1)})
+    state.apply({"rdzv/members/b": Entry(value=member_value("s"), revision=1)})
     before = state.view
     assert state.view is before
-    state.apply({"to-root/held/b": None, "root/leader": Entry(value={}, revision=2)})
-    assert (before.held.keys(), before.revisions) == ({"b"}, {"to-root/held/b": 1})
-    assert (state.view.held, state.view.revisions) == ({}, {"root/leader": 2})
+    state.apply({"rdzv/members/b": None, "root/leader": Entry(value={}, revision=2)})
+    assert (before.members.keys(), before.revisions) == ({"b"}, {"rdzv/members/b": 1})
+    assert (state.view.members, state.view.revisions) == ({}, {"root/leader": 2})
 
 
 def test_who_is_gone_is_settled_when_the_next_round_is_formed() -> None:
@@ -192,9 +172,10 @@ def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [f"host{index}" for index in range(100)]
     state = RootState("host0", REPLICAS)
     members = [{"host": host, "nproc": 1} for host in hosts]
-    state.apply({"rdzv/round": Entry(value={"generation": 1, "members": members}, revision=1)})
+    restore = {"generation": 1, "step": 1}
+    state.apply({"rdzv/round": Entry(value={"generation": 2, "members": members, "restore": restore}, revision=1)})
     for revision, host in enumerate(hosts, 2):
-        state.apply({f"to-root/held/{host}": Entry(value=held((1, 1)), revision=revision)})
+        state.apply({f"state/held/{host}": Entry(value=held((1, 1), 0), revision=revision)})
         assert state.view.held.keys() == set(hosts[: revision - 1])
     assert len(parsed) == len(hosts)
 
@@ -231,11 +212,11 @@ def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) 
                 await etcd.put(prefix + "rdzv/round", round_value("abc"))
                 for step in range(1, 6):
                     await asyncio.gather(
-                        *(etcd.put(f"{prefix}to-root/held/{host}", held((1, step), (1, step + 1))) for host in "abc")
+                        *(etcd.put(f"{prefix}state/held/{host}", held((1, step), 0)) for host in "abc")
                     )
-                    await etcd.put(prefix + "ckpt/watermark", {"generation": 1, "step": step})
-                await etcd.put(prefix + "to-root/observations/c", {"observations": [OBSERVATION]})
-                await etcd.delete(prefix + "to-root/held/c")
+                    await etcd.put(prefix + "state/watermark", {"generation": 1, "step": step})
+                await etcd.put(prefix + "state/observations/c", {"observations": [OBSERVATION]})
+                await etcd.delete(prefix + "state/held/c")
                 await etcd.put(prefix + "rdzv/closed", {"reason": "over"})
                 await following
                 await follow(late)

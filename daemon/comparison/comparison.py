@@ -2,15 +2,16 @@
 
 Runs on the root, beside its commits. What is equal at all is learned in each generation (`lesson.py`), beginning with
 the replicas that this root knows of the one before, and told to all hosts in etcd. A host reports one digest of those
-leaves of each structure with each capture that its ranks make, in the report of replicas that is written anyway.
+leaves of each structure with each capture that its ranks make, in its reports of what it holds.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import chain
 
 from resilient_run.ckpt.format.pair import Pair
 
@@ -18,8 +19,9 @@ from ..etcd.client import Etcd, EtcdUnavailable
 from ..peers.fetch import PeerError
 from ..run import keys
 from ..run.observation import Observation
+from ..run.report import Claims, DigestClaim, Runs, joined
 from ..run.view import JobView
-from .digests import Claims, DigestClaim, EqualLeaves, HostDigests, parse_claims
+from .digests import EqualLeaves, HostDigests
 from .lesson import NAMED, Lesson, RankDifference
 
 log = logging.getLogger(__name__)
@@ -34,59 +36,32 @@ class _NotYet(Exception):
     """Something is looked at again in a moment."""
 
 
-class ClaimTally:
-    """Counts which digests are claimed of each pair; a report costs time in what its host holds.
+def agree(claims: Mapping[str, Mapping[DigestClaim, Runs]], masks: Mapping[str, str]) -> bool:
+    """Tell whether all ranks of each structure claim the same digest of a pair, made with the newest mask.
 
-    Attributes:
-        ranks: Pair → structure → rank → what its host claims.
+    Args:
+        claims: Of one pair, by structure.
+        masks: Structure → name of its newest mask.
     """
-
-    def __init__(self) -> None:
-        self.ranks: defaultdict[Pair, defaultdict[str, dict[int, DigestClaim]]] = defaultdict(lambda: defaultdict(dict))
-        self._counts: defaultdict[Pair, defaultdict[str, Counter[tuple[str, str]]]] = defaultdict(
-            lambda: defaultdict(Counter)
-        )
-        self._claims: dict[str, Claims] = {}
-
-    def see(self, host: str, claims: Claims) -> None:
-        """Let `claims` be all that `host` claims."""
-        for pair, rank, structure, claim in _each(self._claims.pop(host, {})):
-            counts = self._counts[pair][structure]
-            counts[claim.mask, claim.digest] -= 1
-            counts += Counter()
-            self.ranks[pair][structure].pop(rank, None)
-            if not self.ranks[pair][structure]:
-                del self.ranks[pair][structure], self._counts[pair][structure]
-            if not self.ranks[pair]:
-                del self.ranks[pair], self._counts[pair]
-        self._claims[host] = claims
-        for pair, rank, structure, claim in _each(claims):
-            self._counts[pair][structure][claim.mask, claim.digest] += 1
-            self.ranks[pair][structure][rank] = claim
-
-    def agrees(self, pair: Pair, masks: Mapping[str, str]) -> bool:
-        """Tell whether all ranks of each structure claim the same digest of `pair`, made with the newest mask."""
-        for structure, counts in self._counts.get(pair, {}).items():
-            mask = masks.get(structure)
-            if mask is not None and counts.total() > 1 and (len(counts) > 1 or next(iter(counts))[0] != mask):
-                return False
-        return True
-
-    def differing(self, masks: Mapping[str, str]) -> list[tuple[Pair, str]]:
-        """Return the pairs and structures of which ranks claim different digests of the newest mask, oldest first."""
-        return sorted(
-            (pair, structure)
-            for pair, structures in self._counts.items()
-            for structure, counts in structures.items()
-            if sum(1 for mask, _ in counts if mask and mask == masks.get(structure)) > 1
-        )
+    for structure, found in claims.items():
+        mask = masks.get(structure)
+        if mask is not None and len(_ranks(found)) > 1 and (len(found) > 1 or next(iter(found)).mask != mask):
+            return False
+    return True
 
 
-def _each(claims: Claims) -> Iterator[tuple[Pair, int, str, DigestClaim]]:
-    for pair, ranks in claims.items():
-        for rank, structures in ranks.items():
-            for structure, claim in structures.items():
-                yield pair, rank, structure, claim
+def differing(claims: Claims, masks: Mapping[str, str]) -> list[tuple[Pair, str]]:
+    """Return the pairs and structures of which ranks claim different digests of the newest mask, oldest first."""
+    return sorted(
+        (pair, structure)
+        for pair, structures in claims.items()
+        for structure, found in structures.items()
+        if sum(1 for claim in found if claim.mask and claim.mask == masks.get(structure)) > 1
+    )
+
+
+def _ranks(found: Mapping[DigestClaim, Runs]) -> list[int]:
+    return [rank for first, last in joined(*chain(*found.values())) for rank in range(first, last + 1)]
 
 
 class Comparer:
@@ -96,7 +71,7 @@ class Comparer:
         etcd: The job's connection.
         prefix: Of the job's keys.
         view: What this host knows of the job.
-        tally: What hosts claim.
+        claims: Returns what hosts claim of what all of them hold.
         digests: Of this host, and access to those of others.
         action: What a difference leads to: "warn", "stop" or "rollback".
         observe: Takes what is wrong now.
@@ -108,7 +83,7 @@ class Comparer:
         prefix: str,
         *,
         view: JobView,
-        tally: ClaimTally,
+        claims: Callable[[], Claims],
         digests: HostDigests,
         action: str,
         observe: Callable[[Mapping[str, Observation]], None],
@@ -116,7 +91,7 @@ class Comparer:
         self._etcd = etcd
         self._prefix = prefix
         self._view = view
-        self._tally = tally
+        self._claims = claims
         self._digests = digests
         self._action = action
         self._severity = "warn" if action == "warn" else "fail"
@@ -148,14 +123,16 @@ class Comparer:
             # First `run` takes over what an earlier root of this generation has learned.
             self.wake()
             return False
-        self._see_own()
-        if (self._untold | self._carried.keys()) & self._tally.ranks.get(pair, {}).keys():
+        claims = self._claims().get(pair, {})
+        if (self._untold | self._carried.keys()) & claims.keys():
             # It is known what must be equal, and not told yet: claims say nothing of it so far.
             self.wake()
             return False
-        agrees = self._tally.agrees(pair, self._masks)
+        agrees = agree(claims, self._masks)
         if agrees:
             self._passed = max(self._passed, pair)
+        else:
+            self.wake()
         return agrees
 
     async def run(self) -> None:
@@ -205,14 +182,10 @@ class Comparer:
         self._judged: set[tuple[Pair, str]] = set()
         self._since_s: dict[tuple[Pair, str], float] = {}
 
-    def _see_own(self) -> None:
-        # What this host holds counts without its way through etcd, and so must what it claims.
-        self._tally.see(self._view.host, parse_claims({"digests": self._digests.report()}))
-
     async def _look(self) -> None:
-        self._see_own()
-        self._studied = {(pair, structure) for pair, structure in self._studied if pair in self._tally.ranks}
-        claimed = {structure for structures in self._tally.ranks.values() for structure in structures}
+        found = self._claims()
+        self._studied = {(pair, structure) for pair, structure in self._studied if pair in found}
+        claimed = {structure for structures in found.values() for structure in structures}
         for structure in self._lessons.keys() - claimed:
             # A state that grows has another structure in every step.
             del self._lessons[structure], self._looks[structure]
@@ -224,7 +197,7 @@ class Comparer:
             self._untold.add(structure)
         for structure in self._untold & self._lessons.keys():
             await self._publish(structure, self._lessons[structure])
-        for pair, structure in self._tally.differing(self._masks):
+        for pair, structure in differing(found, self._masks):
             # Before all ranks have captured it there may be no majority yet.
             if pair[0] == self._generation and pair <= self._complete:
                 await self._judge(pair, structure)
@@ -232,8 +205,8 @@ class Comparer:
         if committed is None or committed[0] != self._generation or committed == self._learned:
             return
         self._learned = committed
-        for structure, ranks in list(self._tally.ranks.get(committed, {}).items()):
-            if len(ranks) > 1:
+        for structure, claims in found.get(committed, {}).items():
+            if len(_ranks(claims)) > 1:
                 self._looks[structure] += 1
                 looks = self._looks[structure]
                 if looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
@@ -250,7 +223,7 @@ class Comparer:
         if time.monotonic() < self._since_s.setdefault((pair, structure), time.monotonic()) + _UNSEEN_S:
             raise _NotYet(f"no digests of step {pair[1]}, which is not committed before they are compared: {problem}")
         self._judged.add((pair, structure))
-        ranks = ", ".join(map(str, sorted(self._tally.ranks[pair][structure])[: 2 * NAMED]))
+        ranks = ", ".join(map(str, self._ranks_of(pair, structure)[: 2 * NAMED]))
         message = f"ranks {ranks} differ in what they had in common, and no digests say where: {problem}"
         self._say(pair, structure, message, rank=None, value=0, severity=self._severity)
 
@@ -263,8 +236,7 @@ class Comparer:
         """
         if (pair, structure) in self._studied:
             return True
-        claimed = self._tally.ranks.get(pair)
-        ranks = list(claimed[structure]) if claimed is not None and structure in claimed else []
+        ranks = self._ranks_of(pair, structure)
         answers = await asyncio.gather(*(self._digests.ask(rank, pair, structure) for rank in ranks))
         tables = {rank: answer[0] for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
         counts = {len(table) for table in tables.values()}
@@ -292,6 +264,9 @@ class Comparer:
                 lesson.drop(difference)
         await self._publish(structure, lesson)
         return True
+
+    def _ranks_of(self, pair: Pair, structure: str) -> list[int]:
+        return _ranks(self._claims().get(pair, {}).get(structure, {}))
 
     async def _publish(self, structure: str, lesson: Lesson) -> None:
         """Publish which leaves must be equal, when that is news."""

@@ -1,7 +1,7 @@
-"""What this host knows of its ranks' digests: what its report to the root says of them, and what peers may ask."""
+"""What this host knows of its ranks' digests: what its reports say of them, and what peers may ask."""
 
 import base64
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,51 +11,17 @@ import xxhash
 from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format import digests
 from resilient_run.ckpt.format.digests import MAX_DIGESTS, U64
-from resilient_run.ckpt.format.pair import Pair, natural, pair_of
+from resilient_run.ckpt.format.pair import Pair
 
 from ..base.fields import Fields
 from ..peers.fetch import Peer, PeerError
-from ..run import keys
+from ..run.report import Claims, DigestClaim, Runs, joined
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from .lesson import Mask
 
 _KEPT_PAIRS = 8
 """Of so many captures of a rank the digests are kept: the root asks for them a moment after they were reported."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DigestClaim:
-    """What a host reports of one structure in one capture of one of its ranks.
-
-    Attributes:
-        mask: Name of the mask that `digest` was made with, "" when the host knows of none for that structure.
-        digest: Of all leaves that must be equal, 16 hexadecimal digits.
-    """
-
-    mask: str
-    digest: str
-
-
-Claims = Mapping[Pair, Mapping[int, Mapping[str, DigestClaim]]]
-"""Pair → rank → structure → what is claimed; a capture has one structure for each registered object."""
-
-
-def parse_claims(value: Mapping[str, Any]) -> dict[Pair, dict[int, dict[str, DigestClaim]]]:
-    """Return what the `digests` in a host's report of its replicas say.
-
-    Raises:
-        DaemonError: They are malformed.
-    """
-    claims: dict[Pair, dict[int, dict[str, DigestClaim]]] = {}
-    try:
-        for rank, rows in value.get("digests", {}).items():
-            for generation, step, structure, mask, digest in rows:
-                found = claims.setdefault(pair_of((generation, step)), {}).setdefault(natural(int(rank)), {})
-                found[str(structure)] = DigestClaim(mask=str(mask), digest=str(digest))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise DaemonError(f"{keys.HELD}: field 'digests' is malformed: {error!r}") from error
-    return claims
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,15 +82,16 @@ class HostDigests:
         self._known: dict[int, dict[Pair, dict[str, U64]]] = {}
         self._names: dict[str, list[str]] = {}
 
-    def report(self) -> dict[str, Any]:
-        """Return the `digests` of this host's report: of what its ranks captured in this generation and it holds."""
-        held, rows = self._slots.held(), dict[str, Any]()
-        for rank in self._view.own_ranks:
-            pairs = sorted(pair for pair in held.get(rank, ()) if pair[0] == self._view.generation)
-            found = [row for pair in pairs for row in self._rows(rank, pair)]
-            if found:
-                rows[str(rank)] = found
-        return rows
+    def claims(self, pairs: Iterable[Pair]) -> Claims:
+        """Return what the ranks of this host claim of the digests of these pairs."""
+        found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
+        for pair in pairs:
+            known = found.setdefault(pair, {})
+            for rank in self._view.own_ranks:
+                for structure, claim in self._claims(rank, pair):
+                    claims = known.setdefault(structure, {})
+                    claims[claim] = joined(*claims.get(claim, ()), (rank, rank))
+        return found
 
     def find(self, rank: int, pair: Pair) -> Mapping[str, U64] | None:
         """Return the digests of the capture `pair` of the own `rank` by structure, None when they are gone."""
@@ -186,10 +153,10 @@ class HostDigests:
             raise PeerError(f"host {host} sent no digests: {error}") from error
         return values, [str(name) for name in answer.get("names", ())]
 
-    def _rows(self, rank: int, pair: Pair) -> Iterator[list[Any]]:
+    def _claims(self, rank: int, pair: Pair) -> Iterator[tuple[str, DigestClaim]]:
         for structure, values in (self.find(rank, pair) or {}).items():
             equal = (self.equal or {}).get(structure)
             if equal is None or equal.generation != self._view.generation or len(equal.mask) != len(values):
-                yield [*pair, structure, "", ""]
+                yield structure, DigestClaim(mask="", digest="")
             else:
-                yield [*pair, structure, equal.name, digests.combined(values, equal.mask)]
+                yield structure, DigestClaim(mask=equal.name, digest=digests.combined(values, equal.mask))

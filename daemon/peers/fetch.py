@@ -158,8 +158,7 @@ class _Channel:
                 yield await self._connected()
                 finished = True
             except (OSError, TimeoutError, WireError, DaemonError) as error:
-                addr, port = self._address
-                raise PeerError(f"daemon of host {self._host} at {addr}:{port}: {error or 'no answer'}") from error
+                raise _peer_error(self._host, self._address, error) from error
             finally:
                 if not finished:
                     # Also after a cancellation nobody knows which bytes would come next.
@@ -175,8 +174,7 @@ class _Channel:
         if self._sock is not None and not self._sock.is_idle():
             self._drop()
         if self._sock is None:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                self._sock = await _connect(self._host, self._address, self._identity)
+            self._sock = await connect(self._host, self._address, self._identity)
         return self._sock
 
     def _drop(self) -> None:
@@ -185,13 +183,24 @@ class _Channel:
             self._sock = None
 
 
-async def _connect(host: str, address: tuple[str, int], identity: Identity) -> SecureSocket:
+async def connect(host: str, address: tuple[str, int], identity: Identity) -> SecureSocket:
     """Return a connection to the daemon of `host`, which has proven that it is that.
 
     Raises:
-        OSError: Nobody is there, or nobody who knows the secret of the run.
-        DaemonError: It is another host.
+        PeerError: Nobody is there, or nobody who knows the secret of the run, or another host.
     """
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            return await _connect(host, address, identity)
+    except (OSError, TimeoutError, WireError, DaemonError) as error:
+        raise _peer_error(host, address, error) from error
+
+
+def _peer_error(host: str, address: tuple[str, int], error: Exception) -> PeerError:
+    return PeerError(f"daemon of host {host} at {address[0]}:{address[1]}: {error or 'no answer'}")
+
+
+async def _connect(host: str, address: tuple[str, int], identity: Identity) -> SecureSocket:
     # Said twice: in clear, for a daemon that serves several runs to know which one is meant, and then to who that is.
     hello = {"op": "hello", "wire": FORMATS["wire"], "run_id": identity.run_id, "to": host}
     plain = await _dial(*address)

@@ -41,7 +41,7 @@ _SHOWN = 80
 
 _MANNERS = Manners(frame_bytes=_FRAME_BYTES, silent_s=3.0)
 _CONNECTIONS_PER_HOST = 16
-"""A host's daemon has four, and may be restarted before the old ones are seen to break."""
+"""A host's daemon has five, and may be restarted before the old ones are seen to break."""
 
 _CONNECTIONS = 4096
 _HANDSHAKE_S = 5.0
@@ -67,6 +67,9 @@ class PeerJob(Protocol):
 
     def pacer(self, rank: int, pair: Pair) -> Pacer | None:
         """Return what says when `pair` of `rank` may leave, None when that is at once."""
+
+    async def reports(self, host: str, sock: SecureSocket) -> None:
+        """Hear the reports of `host` on its link, until that ends."""
 
 
 class PeerServer:
@@ -194,7 +197,11 @@ class PeerServer:
         return job, identity
 
     async def _handle(self, job: PeerJob, host: str, fields: Fields, message: wire.Message, sock: SecureSocket) -> None:
-        op, rank, pair = fields.text("op"), fields.integer("rank"), fields.pair()
+        op = fields.text("op")
+        if op == "report":
+            await job.reports(host, sock)
+            return
+        rank, pair = fields.integer("rank"), fields.pair()
         if op == "offer":
             job.offered(host, Offer.parse(fields))
             return
@@ -217,7 +224,7 @@ class PeerServer:
             size_bytes = fields.integer("size", low=1, high=min(RANGE_BYTES, header.used_bytes - offset))
             await _send_range(file, request_id, offset, size_bytes, sock, job.pacer(rank, pair), pair[1])
         else:
-            raise DaemonError(f"host {host}: field 'op' must be offer, get, have or digests, got {message['op']!r}")
+            raise DaemonError(f"host {host}: field 'op' must be offer, get, have, digests or report, got {op!r}")
 
 
 async def _prove(sock: SecureSocket, hello: wire.Message) -> str:

@@ -19,6 +19,7 @@ from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource
 from ..tier.tier import TierError
 from ..trust.identity import Identity
+from ..trust.secure import SecureSocket
 from .daemon_transport import DaemonTransport
 from .fetch import Peer, PeerError
 from .handover import hand_over
@@ -194,6 +195,14 @@ class Replicator:
     async def peer(self, host: str) -> Peer | None:
         """Return the daemon of `host`, None while its address or the job's secret is not known."""
         return await self._sources.peer(host)
+
+    async def dial(self, host: str) -> SecureSocket:
+        """Return a connection of its own to the daemon of `host`.
+
+        Raises:
+            PeerError: It cannot be reached.
+        """
+        return await self._sources.dial(host)
 
     async def ask(self, host: str) -> None:
         """Return once the daemon of `host` has answered.

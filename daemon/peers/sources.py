@@ -12,7 +12,8 @@ from ..slots.slots import Geometry, JobSlots
 from ..tier.fetch import TierSource
 from ..tier.tier import TierError
 from ..trust.identity import Identity
-from .fetch import Peer, PeerError
+from ..trust.secure import SecureSocket
+from .fetch import Peer, PeerError, connect
 from .holders import Holders, attempts
 
 
@@ -58,6 +59,17 @@ class Sources:
             if peer is not None:
                 await peer.close()
         return self._peers[host]
+
+    async def dial(self, host: str) -> SecureSocket:
+        """Return a connection of its own to the daemon of `host`, once its address and the run's secret are known.
+
+        Raises:
+            PeerError: It cannot be reached.
+        """
+        await self._view.wait_for(lambda: host in self._view.addresses and self._identity() is not None)
+        identity = self._identity()
+        assert identity is not None
+        return await connect(host, self._view.addresses[host], identity)
 
     async def imported(self, pair: Pair) -> str:
         """Return the directory or URL of the import `pair`.

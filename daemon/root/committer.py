@@ -9,10 +9,10 @@ from typing import Any
 from resilient_run.ckpt.format.pair import Pair, pair_value
 
 from ..etcd.client import Etcd, EtcdUnavailable
+from ..peers.tree import ReportTree
 from ..run import keys
 from ..run.commit import Lead, advance
 from ..run.view import JobView
-from ..slots.slots import JobSlots
 from .state import RootState
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class Committer:
         etcd: The job's connection.
         prefix: Of the job's keys.
         view: What is known of the job.
-        slots: What this host holds.
-        state: What the job's keys say; whoever changes it calls the view's `notify` when `due` then says so.
+        tree: Through which the hosts report.
+        state: What the job's keys say; whoever changes it calls the view's `notify`.
         agrees: Tells whether ranks that must hold the same bytes do in a pair; else it is not committed.
         also: Returns what else is put when a pair is committed, by key without the prefix.
     """
@@ -60,7 +60,7 @@ class Committer:
         prefix: str,
         *,
         view: JobView,
-        slots: JobSlots,
+        tree: ReportTree,
         state: RootState,
         agrees: Callable[[Pair], bool],
         also: Callable[[Pair], Mapping[str, Any]] | None,
@@ -68,7 +68,7 @@ class Committer:
         self._etcd = etcd
         self._prefix = prefix
         self._view = view
-        self._slots = slots
+        self._tree = tree
         self._state = state
         self._agrees = agrees
         self._also = also
@@ -116,25 +116,20 @@ class Committer:
 
     def due(self) -> _Move | None:
         """Return what to write, by what is known now; None without anything."""
-        tally, agreed = self._state.tally, self._state.agreed
-        if tally is None:
+        report, agreed, round_ = self._tree.report(), self._state.agreed, self._state.round
+        if report is None or round_ is None or report.term[0] != round_.generation:
             return None
-        # Our own replicas and news need no way through etcd to count.
-        tally.see(self._view.host, self._slots.held())
-        pair = advance(agreed, tally)
+        pair = None if report.absent else advance(agreed, report.complete)
         if pair is not None and not self._agrees(pair):
             # No newer step is captured meanwhile: either this one is agreed on, or the comparison ends the generation.
             return None
         generation, following = agreed.next
-        here = [] if self._view.missed is None else [self._view.missed]
-        missed = [missed for missed in (*here, *self._state.missed) if missed.next == agreed.next]
-        if pair is None and not missed:
+        done = [self._view.done[1]] if self._view.done is not None and self._view.done[0] == generation else []
+        if pair is not None:
+            return _Move(generation=generation, pair=pair, done=max([pair[1], *done]), late=False)
+        if (missed := report.missed) is None or missed.next != agreed.next:
             return None
-        done = [pair[1]] if pair is not None else [following, *(found.step for found in missed)]
-        if self._view.done is not None and self._view.done[0] == generation:
-            done.append(self._view.done[1])
-        late = pair is None and any(found.late for found in missed)
-        return _Move(generation=generation, pair=pair, done=max(done), late=late)
+        return _Move(generation=generation, pair=None, done=max(following, missed.step, *done), late=missed.late)
 
     def _guards(self) -> dict[str, int]:
         return {key: self._state.revision(key) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}

@@ -216,7 +216,7 @@ def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
     if view.watermark is None:
         return "hardware failure", "nothing is committed yet, training begins anew"
     live = view.daemons & frozenset(view.members) - {failure.host}
-    if unheld := view.unheld(view.watermark, live):
+    if unheld := view.unheld(live):
         return "hardware failure", f"case 2: no live host reports rank {unheld[0]} at {where}"
     return "hardware failure", f"case 1: peers hold {where} of every rank"
 
@@ -296,7 +296,7 @@ def _memory_lost(view: RootView) -> FallBack | None:
         return None
     if any(host not in view.daemons or host not in view.held for host in view.round.hosts):
         return None
-    unheld = view.unheld(restore, view.daemons)
+    unheld = view.unheld(view.daemons)
     if not unheld:
         return None
     pair = max(view.persisted)

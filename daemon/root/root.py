@@ -18,11 +18,12 @@ from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
 from ..comparison.digests import HostDigests
 from ..etcd.client import Entry, Etcd, EtcdUnavailable
+from ..peers.tree import ReportTree
 from ..run import keys
 from ..run.observation import Observation
 from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
+from ..run.report import Claims, Said
 from ..run.view import JobView
-from ..slots.slots import JobSlots
 from .committer import Committer
 from .decide import (
     Action,
@@ -64,7 +65,7 @@ class Root:
         run_id: The job.
         etcd: The job's connection.
         view: What this host knows of the job.
-        slots: What it holds of it.
+        tree: Through which the hosts report, and hear what is committed.
         policy: How failures are answered.
         corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
         digests: By which they are compared.
@@ -81,7 +82,7 @@ class Root:
         etcd: Etcd,
         *,
         view: JobView,
-        slots: JobSlots,
+        tree: ReportTree,
         policy: RootPolicy,
         corruption: str,
         digests: HostDigests,
@@ -95,6 +96,7 @@ class Root:
         self._prefix = keys.prefix(run_id)
         self._etcd = etcd
         self._view = view
+        self._tree = tree
         self._policy = policy
         self._operator = operator
         self._group = group
@@ -109,7 +111,7 @@ class Root:
             etcd,
             self._prefix,
             view=view,
-            tally=self._state.claims,
+            claims=self._claims,
             digests=digests,
             action=corruption,
             observe=observe,
@@ -118,7 +120,7 @@ class Root:
             etcd,
             self._prefix,
             view=view,
-            slots=slots,
+            tree=tree,
             state=self._state,
             agrees=self._comparer.agrees,
             also=also_commit,
@@ -128,6 +130,7 @@ class Root:
         """Be the root until cancelled; requests to the operator live on."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._mirror())
+            group.create_task(self._say())
             group.create_task(self._supervisor.keep("commit", self._committer.run, essential=True))
             group.create_task(self._supervisor.keep("compare", self._comparer.run, essential=True))
             group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
@@ -138,10 +141,38 @@ class Root:
                 self._state.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
                 if self._view.left_out != self._state.left_out:
                     self._view.left_out = self._state.left_out
+                self._tree.beside = self._state.spares
                 self._news.set()
                 self._comparer.wake()
-                if self._committer.due() is not None:
-                    self._view.notify()
+                self._view.notify()
+
+    async def _say(self) -> None:
+        """Let all hosts know what etcd has of commits, whenever that changes."""
+        while True:
+            await self._view.wait_for(lambda: self._news_of_commits() is not None)
+            if (said := self._news_of_commits()) is not None:
+                self._tree.say(said)
+
+    def _news_of_commits(self) -> Said | None:
+        """Return what to say now, None while this host is not the root, or has said that."""
+        state, term, known = self._state, self._tree.term, self._tree.said
+        if not self._view.is_root or term is None or state.round is None or state.round.generation != term[0]:
+            return None
+        said = Said(
+            term=term,
+            number=1 if known is None else known.number,
+            watermark=state.watermark,
+            watermark_revision=state.revision(keys.WATERMARK),
+            next=state.next,
+            persist=state.persist,
+        )
+        if said == known:
+            return None
+        return said if known is None else replace(said, number=known.number + 1)
+
+    def _claims(self) -> Claims:
+        report = self._tree.report()
+        return {} if report is None else report.claims
 
     async def _govern(self) -> None:
         await self._news.wait()

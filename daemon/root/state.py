@@ -1,16 +1,15 @@
 """The root's view of a run, brought up to date key by key: a change costs the same however many hosts there are."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
 
 from ..base.fields import Fields
-from ..comparison.comparison import ClaimTally
-from ..comparison.digests import parse_claims
 from ..etcd.client import Entry
 from ..run import keys
-from ..run.commit import Agreed, Missed, Tally, parse_held
+from ..run.commit import Agreed, parse_held
 from ..run.hang import ALIVE
 from ..run.mirror import Folders, Keys, Mirror, host_name
 from ..run.observation import parse_observations
@@ -25,27 +24,24 @@ class RootState:
     """What the keys of a run say, each parsed once for each value that it has.
 
     Args:
-        host: The root's own host. Its report counts for nothing in `tally`: the root knows better what it holds.
+        host: The root's own host.
         replicas: Copies of each checkpoint.
 
     Attributes:
-        tally: How many replicas of each pair the hosts of the round hold, None before the first round.
+        spares: Standbys that commits wait for: they keep replicas of every rank.
         left_out: Standbys that would keep replicas and that commits do not wait for: they, or who sends to them, report
             that they cannot.
-        claims: What the hosts report of the digests of their ranks' captures.
     """
 
     def __init__(self, host: str, replicas: int) -> None:
-        self.tally: Tally | None = None
+        self.spares: frozenset[str] = frozenset()
         self.left_out: frozenset[str] = frozenset()
         self._host = host
         self._replicas = replicas
         self._mirror = Mirror(_KEYS, _FOLDERS)
         self._folders = self._mirror.folders
         self._view: RootView | None = None
-        self._spares: frozenset[str] = frozenset()
         self._gone: dict[int, tuple[str, ...]] = {}
-        self.claims = ClaimTally()
 
     def apply(self, changes: Mapping[str, Entry | None]) -> None:
         """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more.
@@ -59,14 +55,7 @@ class RootState:
         for key in (keys.ROUND, keys.WATERMARK, keys.NEXT):
             if (cause := self.ignored.get(key)) is not None:
                 raise DaemonError(cause)
-        for key, entry in changes.items():
-            if key.startswith(keys.HELD()):
-                self._count(name := key.removeprefix(keys.HELD()))
-                self._compare(name, entry)
-        before_spares = self._spares
         self._find_spares()
-        if keys.ROUND in changes or self._spares != before_spares:
-            self._count_anew()
         if keys.ROUND in changes:
             self._note_gone(before, self.round)
 
@@ -88,6 +77,12 @@ class RootState:
         return watermark
 
     @property
+    def next(self) -> Pair | None:
+        """What `keys.NEXT` says."""
+        following: Pair | None = self._mirror.get(keys.NEXT)
+        return following
+
+    @property
     def world_size(self) -> int | None:
         """Number of ranks of the current round, None before the first."""
         return None if self.round is None else self.round.world_size
@@ -101,12 +96,13 @@ class RootState:
     @property
     def agreed(self) -> Agreed:
         """What is committed, and what is captured next."""
-        return Agreed.of(self.round, self.watermark, self._mirror.get(keys.NEXT))
+        return Agreed.of(self.round, self.watermark, self.next)
 
     @property
-    def missed(self) -> list[Missed]:
-        """What hosts report to have missed, also of earlier captures."""
-        return list(self._folders[keys.MISSED].values())
+    def persist(self) -> Mapping[str, Any] | None:
+        """The newest request to persist a pair, None before the first."""
+        request: Mapping[str, Any] | None = self._mirror.get(keys.PERSIST)
+        return request
 
     def revision(self, key: str) -> int:
         """Return the revision of the last change of `key`, 0 while there is no such key."""
@@ -128,7 +124,12 @@ class RootState:
                 gone=gone,
                 daemons=frozenset(folders[keys.HOSTS]),
                 alive=frozenset(host for host, value in folders[keys.HOSTS].items() if value.get("sign") == ALIVE),
-                held=dict(folders[keys.HELD]),
+                held={
+                    host: ranks
+                    for host, (pair, ranks) in folders[keys.HELD].items()
+                    if round_ and pair == round_.restore
+                },
+                holders=() if round_ is None else self._holders(round_),
                 watermark=self.watermark,
                 persisted=found.get(keys.PERSISTED, ()),
                 failures=dict(failures),
@@ -149,28 +150,14 @@ class RootState:
             members = self._folders[keys.MEMBERS]
             self._gone = {before.generation: before.gone(members, after)} if before and follows else {}
 
-    def _count(self, host: str) -> None:
-        if self.tally is not None and host != self._host:
-            self.tally.see(host, self._folders[keys.HELD].get(host, {}))
-
-    def _compare(self, host: str, entry: Entry | None) -> None:
-        try:
-            if host != self._host:
-                self.claims.see(host, {} if entry is None else parse_claims(entry.value))
-        except DaemonError as error:
-            self.claims.see(host, {})
-            self._mirror.ignore(keys.HELD(host), error)
-
-    def _count_anew(self) -> None:
-        round_ = self.round
-        held = {host: held for host, held in self._folders[keys.HELD].items() if host != self._host}
-        self.tally = None if round_ is None else Tally(round_, self._replicas, held, self._spares)
+    def _holders(self, round_: Round) -> tuple[frozenset[str], ...]:
+        return tuple(self.spares.union(holders) for holders in round_.holders_by_host(self._replicas))
 
     def _find_spares(self) -> None:
         """Learn which standbys commits wait for."""
         round_ = self.round
         members, seen = self._folders[keys.MEMBERS], self._folders[keys.OBSERVATIONS]
-        self._spares = self.left_out = frozenset()
+        self.spares = self.left_out = frozenset()
         if round_ is None or not round_.lacks_machines(self._replicas):
             return
         arrivals = {host: member.arrival for host, member in members.items() if member.ready}
@@ -178,7 +165,7 @@ class RootState:
         kinds = {host: {item.kind for item in seen.get(host, ())} for host in (*round_.hosts, *spares)}
         cut_off = any("peer_unreachable" in found for found in kinds.values())
         self.left_out = frozenset(host for host in spares if cut_off or "memory" in kinds[host])
-        self._spares = frozenset(spares) - self.left_out
+        self.spares = frozenset(spares) - self.left_out
 
 
 def _history(entry: Entry) -> tuple[Failure, ...]:
@@ -187,6 +174,9 @@ def _history(entry: Entry) -> tuple[Failure, ...]:
 
 
 _KEYS: Keys = {
+    keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair(),
+    keys.NEXT: lambda entry: Fields(entry.value, keys.NEXT).pair(),
+    keys.PERSIST: lambda entry: entry.value,
     keys.PERSISTED: lambda entry: parse_published(entry.value),
     keys.HISTORY: _history,
     keys.REQUESTS: lambda entry: parse_requests(entry.value),
@@ -194,6 +184,5 @@ _KEYS: Keys = {
 _FOLDERS: Folders = {
     keys.HOSTS: (host_name, lambda _, entry: entry.value),
     keys.HELD: (host_name, lambda _, entry: parse_held(entry.value)),
-    keys.MISSED: (host_name, lambda _, entry: Missed.parse(entry.value)),
     keys.OBSERVATIONS: (host_name, lambda _, entry: parse_observations(entry.value)),
 }

@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from resilient_run.ckpt.format.pair import Pair
 
-from ..run.commit import Held
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
@@ -28,7 +27,8 @@ class RootView:
         short_s: For how long the root has seen that a standby has to be asked for, seconds.
         daemons: Hosts whose daemon is registered.
         alive: Those of them whose sign of life is that a rank pauses or makes collectives.
-        held: Host → rank → pairs that its daemon reported last; the host may be gone.
+        held: Host → the ranks of which its daemon holds what the round restores, of those that have said so.
+        holders: By group rank, the hosts for which commits of this generation wait, with the replicas of its ranks.
         watermark: The newest committed pair.
         persisted: Pairs that the persistent tier has published.
         failures: Generation → why it broke, of the current one and the one before.
@@ -49,7 +49,8 @@ class RootView:
     short_s: float = 0.0
     daemons: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    holders: tuple[frozenset[str], ...] = ()
     watermark: Pair | None = None
     persisted: tuple[Pair, ...] = ()
     failures: Mapping[int, Failure] = field(default_factory=dict)
@@ -84,9 +85,14 @@ class RootView:
         """Return the hosts whose quarantine is not over."""
         return {host for host, quarantine in self.quarantines.items() if quarantine.left_s(now_unix_s) > 0}
 
-    def unheld(self, pair: Pair, hosts: frozenset[str]) -> list[int]:
-        """Return the ranks of the round of whose `pair` none of `hosts` reports a replica."""
-        if self.round is None:
+    def unheld(self, hosts: frozenset[str]) -> list[int]:
+        """Return the ranks of the round of whose newest committed pair none of `hosts` holds a replica."""
+        if self.round is None or self.watermark is None:
             return []
-        found = {rank for host in hosts for rank, pairs in self.held.get(host, {}).items() if pair in pairs}
+        found: set[int] = set()
+        if self.watermark[0] == self.generation:
+            for host, holders in zip(self.round.hosts, self.holders, strict=True):
+                found.update(self.round.ranks(host) if holders & hosts else ())
+        else:
+            found.update(*(self.held.get(host, ()) for host in hosts))
         return [rank for rank in range(self.round.world_size) if rank not in found]

@@ -1,13 +1,12 @@
 """The pure part of the commit protocol: which pair is committed, which one is captured next, what may be given up."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, natural, pair_of, pair_value
+from resilient_run.ckpt.format.pair import Pair, pair_value
 
 from ..base.fields import Fields
 from . import keys
@@ -20,22 +19,19 @@ Held = Mapping[int, AbstractSet[Pair]]
 """Rank → pairs of which one host has complete, verified replicas."""
 
 
-def parse_held(value: Mapping[str, Any]) -> dict[int, frozenset[Pair]]:
-    """Return what a host reports that it holds.
+def parse_held(value: Mapping[str, Any]) -> tuple[Pair, frozenset[int]]:
+    """Return what a host says that it holds: a pair, and of which ranks.
 
     Raises:
-        DaemonError: The value is not such a report.
+        DaemonError: The value is not of that form.
     """
-    try:
-        return {natural(int(rank)): frozenset(map(pair_of, pairs)) for rank, pairs in value["held"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DaemonError(f"{keys.HELD}: {str(value)[:200]} is not a report of replicas: {error!r}") from error
+    fields = Fields(value, keys.HELD)
+    return fields.pair(), frozenset(fields.integers("ranks"))
 
 
-def report_held(held: Held, digests: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the etcd value that `parse_held` reads, with what `digests.parse_claims` reads."""
-    ranks = {str(rank): sorted(list(pair) for pair in pairs) for rank, pairs in sorted(held.items())}
-    return {"held": ranks, "digests": digests}
+def report_held(held: Held, pair: Pair) -> dict[str, Any]:
+    """Return the etcd value that `parse_held` reads."""
+    return {"generation": pair[0], "step": pair[1], "ranks": sorted(rank for rank in held if pair in held[rank])}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +113,12 @@ class Missed:
         Raises:
             DaemonError: The value is no such report.
         """
-        fields = Fields(value, keys.MISSED)
+        fields = Fields(value, "missed")
         next_ = fields.integer("generation"), fields.integer("next")
         return cls(next=next_, step=fields.integer("step"), late=fields.flag("late"))
 
     def to_value(self) -> dict[str, Any]:
-        """Return the etcd value."""
+        """Return the fields of a message."""
         return {"generation": self.next[0], "next": self.next[1], "step": self.step, "late": self.late}
 
 
@@ -168,50 +164,14 @@ class Lead:
         return -(-(step + self._steps + longer) // every) * every
 
 
-class Tally:
-    """Counts how many of the replicas that a round wants are held of each pair.
-
-    One report costs time in what its host holds, however many hosts there are.
+def advance(agreed: Agreed, complete: AbstractSet[Pair]) -> Pair | None:
+    """Return the pair to commit next, None while there is none.
 
     Args:
-        round_: The current generation.
-        replicas: Copies wanted of each rank; more than there are machines means one on each.
-        held: Host → what it reports.
-        spares: Hosts without a seat that must hold replicas of every rank, too.
+        agreed: What the root has said.
+        complete: Pairs of which every host holds all replicas that it must.
     """
-
-    def __init__(self, round_: Round, replicas: int, held: Mapping[str, Held], spares: Collection[str] = ()) -> None:
-        self._round = round_
-        self._ranks: dict[str, list[int]] = {}
-        for owner, holders in zip(round_.hosts, round_.holders_by_host(replicas), strict=True):
-            for holder in holders:
-                self._ranks.setdefault(holder, []).extend(round_.ranks(owner))
-        self._ranks |= {spare: [*range(round_.world_size)] for spare in spares}
-        self._wanted = sum(map(len, self._ranks.values()))
-        self._found: Counter[Pair] = Counter()
-        self._found_on: dict[str, list[Pair]] = {}
-        for host, reported in held.items():
-            self.see(host, reported)
-
-    def see(self, host: str, held: Held) -> None:
-        """Let `held` be all that `host` holds."""
-        for pair in self._found_on.pop(host, ()):
-            self._found[pair] -= 1
-            if not self._found[pair]:
-                del self._found[pair]
-        found = [pair for rank in self._ranks.get(host, ()) for pair in held.get(rank, ())]
-        self._found_on[host] = found = [pair for pair in found if not is_dead(pair, self._round)]
-        self._found.update(found)
-
-    @property
-    def newest(self) -> Pair | None:
-        """The newest pair of this generation, or else the one it restored, that every rank has all replicas of."""
-        return max((pair for pair, found in self._found.items() if found == self._wanted), default=None)
-
-
-def advance(agreed: Agreed, tally: Tally) -> Pair | None:
-    """Return the pair to commit next, None while there is none."""
-    newest = tally.newest
+    newest = max(complete, default=None)
     return None if newest is None or newest < agreed.next else newest
 
 

@@ -37,22 +37,20 @@ HISTORY = "root/failures"  # root: the `Failure` of each generation, as roots no
 
 HOSTS = Folder("ckpt/hosts")  # by host, leased, its daemon: where peers fetch, and signs of life
 EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
-# The two keys below the watermark are written with it, so that one mirror shows all three in order.
-WATERMARK = "ckpt/watermark"  # root: the newest committed pair
-NEXT = "ckpt/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
-PERSIST = "ckpt/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
 
 INJECTION = "inject/"  # faults on purpose
 ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
 OUTCOMES = Folder("inject/outcomes")  # by id, the daemon of the order's host: the `Outcome`
 
-
-TO_ROOT = "to-root/"  # only the root follows these; they are sorted after all others, so that daemons follow the rest
-HELD = Folder("to-root/held")  # by host, its daemon: replicas (`parse_held`) and their digests (`parse_claims`)
-MISSED = Folder("to-root/missed")  # by host, leased, its daemon: `Missed`
-OBSERVATIONS = Folder("to-root/observations")  # by host, leased, its daemon: what is wrong there
-PERSISTED = "to-root/persisted"  # root: the published pairs (`parse_published`)
-ANSWERS = Folder("to-root/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
+STATE = "state/"  # only the root follows these; they are sorted after all others, so that daemons follow the rest
+# The two keys below the watermark are written with it, so that one mirror shows all three in order.
+WATERMARK = "state/watermark"  # root: the newest committed pair
+NEXT = "state/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
+PERSIST = "state/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
+HELD = Folder("state/held")  # by host, leased, its daemon: what it holds of what the round restores (`parse_held`)
+OBSERVATIONS = Folder("state/observations")  # by host, leased, its daemon: what is wrong there
+PERSISTED = "state/persisted"  # root: the published pairs (`parse_published`)
+ANSWERS = Folder("state/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
 
 
 def prefix(run_id: str) -> str:
@@ -65,7 +63,7 @@ def lasting(prefix: str) -> list[str]:
 
     What vanishes with its writer is not among it: daemons may be there already for the next life.
     """
-    folders = RENDEZVOUS, HELD(), EQUAL(), f"{WATERMARK}/", ANSWERS(), INJECTION
+    folders = RENDEZVOUS, EQUAL(), f"{WATERMARK}/", ANSWERS(), INJECTION
     return [prefix + name for name in (*folders, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
 
 

@@ -1,4 +1,4 @@
-"""Keys of a job that are there for as long as this daemon serves it and has something to say under them."""
+"""What a host says of itself in etcd: keys that live as long as this daemon serves the job, kept as they are wanted."""
 
 import asyncio
 import logging
@@ -10,32 +10,32 @@ from .view import JobView
 
 log = logging.getLogger(__name__)
 
+_TTL_S = 5.0
 _RETRY_S = 0.5
+_UNKNOWN: Mapping[str, Any] = {}
+"""What may have been written: nobody wants a key to hold that."""
 
 
 class LeasedKeys:
-    """Keeps etcd as `set` wants it: written again with every new lease, and never written while nothing is set.
+    """Keeps etcd as `set` wants it, and the lease of these keys alive; after an outage everything is written again.
+
+    A key is replaced only as it was seen last: a write that got no answer may be on its way still, and must not come
+    after a later one.
 
     Args:
         prefix: Of all keys of the run.
         view: Its `notify` wakes `run`.
+
+    Attributes:
+        lease: The daemon's present lease, None before the first.
     """
 
     def __init__(self, prefix: str, view: JobView) -> None:
+        self.lease: Lease | None = None
         self._prefix = prefix
         self._view = view
-        self._lease: Lease | None = None
         self._wanted: dict[str, Mapping[str, Any]] = {}
-
-    @property
-    def lease(self) -> Lease | None:
-        """The daemon's present lease, None before the first."""
-        return self._lease
-
-    @lease.setter
-    def lease(self, lease: Lease) -> None:
-        self._lease = lease
-        self._view.notify()
+        self._written: dict[str, tuple[Mapping[str, Any], int | None]] = {}
 
     def set(self, name: str, value: Mapping[str, Any] | None) -> None:
         """Let the key `name` hold `value` from now on; None: let there be no such key."""
@@ -47,32 +47,50 @@ class LeasedKeys:
 
     async def run(self, etcd: Etcd) -> None:
         """Write what changes until cancelled; an outage of etcd only delays it."""
-        written: dict[str, Mapping[str, Any] | None] = {}
-        lease: Lease | None = None
         while True:
-            await self._view.wait_for(
-                lambda: self._lease is not None and (self._lease is not lease or self._wanted != written)  # noqa: B023
-            )
-            if self._lease is not lease:
-                # Whatever the lease before this one held vanishes with it, but maybe not yet.
-                lease, written = self._lease, dict.fromkeys(written)
-            assert lease is not None
             try:
-                await self._write(etcd, lease, written)
+                if self.lease is None or self.lease.lost.is_set():
+                    # Whatever the lease before this one held vanishes with it, but maybe not yet.
+                    self._written = {}
+                    self.lease = await etcd.lease(_TTL_S)
+                    self._view.notify()
+                if self._unwritten():
+                    await self._write(etcd, self.lease)
+                else:
+                    await self._changed(self.lease)
             except EtcdLeaseLost:
-                lease.give_up()
-                await self._view.wait_for(lambda: self._lease is not lease)  # noqa: B023
+                assert self.lease is not None
+                self.lease.give_up()
             except EtcdUnavailable as error:
                 log.debug("%s; going on when etcd is back", error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _write(self, etcd: Etcd, lease: Lease, written: dict[str, Mapping[str, Any] | None]) -> None:
-        """Make etcd as it is wanted; `written` is what it holds with this lease, None where that is not known."""
-        for name in written.keys() - self._wanted.keys():
-            await etcd.delete(self._prefix + name)
-            del written[name]
-        for name, value in list(self._wanted.items()):
-            if written.get(name) != value:
-                written[name] = None  # a write without an answer may have been applied
-                await etcd.put(self._prefix + name, value, lease=lease)
-                written[name] = value
+    def _unwritten(self) -> list[str]:
+        written = {name: value for name, (value, _) in self._written.items()}
+        return [name for name in written | self._wanted if written.get(name) != self._wanted.get(name)]
+
+    async def _changed(self, lease: Lease) -> None:
+        """Return when something else is wanted, or `lease` is lost."""
+        tasks = [
+            asyncio.ensure_future(self._view.wait_for(lambda: bool(self._unwritten()))),
+            asyncio.ensure_future(lease.lost.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _write(self, etcd: Etcd, lease: Lease) -> None:
+        """Make etcd as it is wanted; what is not known to be written is read first."""
+        for name in self._unwritten():
+            key, value = self._prefix + name, self._wanted.get(name)
+            _, revision = self._written.get(name, (_UNKNOWN, None))
+            self._written[name] = _UNKNOWN, None
+            if revision is None:
+                revision = await etcd.revision(key)
+            if value is None:
+                if not revision or await etcd.commit({key: revision}, {}, deletes=[key]):
+                    del self._written[name]
+            elif written := await etcd.commit({key: revision}, {key: value}, lease=lease):
+                self._written[name] = value, written

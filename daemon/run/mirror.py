@@ -123,8 +123,6 @@ _KEYS: Keys = {
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
     keys.CLOSED: lambda entry: Closed.parse(entry.value),
     keys.DECISIONS: lambda entry: parse_decisions(entry.value),
-    keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair(),
-    keys.NEXT: lambda entry: Fields(entry.value, keys.NEXT).pair(),
 }
 _FOLDERS: Folders = {
     keys.MEMBERS: (host_name, lambda name, entry: Member.parse(name, entry.value, entry.created)),

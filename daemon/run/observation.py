@@ -48,7 +48,7 @@ class Observation:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the observation in one element of a `to-root/observations/<host>` value.
+        """Return the observation in one element of a `state/observations/<host>` value.
 
         Raises:
             DaemonError: It is none.
@@ -81,7 +81,7 @@ class Observation:
 
 
 def parse_observations(value: Mapping[str, Any]) -> tuple[Observation, ...]:
-    """Return what a host reports under `to-root/observations/<host>`.
+    """Return what a host reports under `state/observations/<host>`.
 
     Raises:
         DaemonError: The value is not such a report.

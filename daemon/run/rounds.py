@@ -147,6 +147,10 @@ class Round:
         """Tell whether `host` has a seat."""
         return host in self._group_ranks
 
+    def place(self, host: str) -> int | None:
+        """Return the group rank of `host`, None when it has no seat."""
+        return self._group_ranks.get(host)
+
     def ranks(self, host: str) -> range:
         """Return the ranks that run on `host`, none when it is no member."""
         index = self._group_ranks.get(host)
@@ -179,9 +183,11 @@ class Round:
 
     def kept(self, host: str, replicas: int) -> tuple[int, ...]:
         """Return the ranks whose replicas `host` must hold, its own first."""
-        owners = [index for index, holders in enumerate(self.holders_by_host(replicas)) if host in holders]
-        ordered = sorted(owners, key=lambda owner: self.hosts[owner] != host)
-        return tuple(rank for owner in ordered for rank in self._ranks_at(owner))
+        if (host, replicas) not in self._kept:
+            owners = [index for index, holders in enumerate(self.holders_by_host(replicas)) if host in holders]
+            ordered = sorted(owners, key=lambda owner: self.hosts[owner] != host)
+            self._kept[host, replicas] = tuple(rank for owner in ordered for rank in self._ranks_at(owner))
+        return self._kept[host, replicas]
 
     def lacks_machines(self, replicas: int) -> bool:
         """Tell whether its hosts are on fewer machines than there are to be replicas."""
@@ -214,6 +220,10 @@ class Round:
 
     @cached_property
     def _holders(self) -> dict[int, tuple[tuple[str, ...], ...]]:
+        return {}
+
+    @cached_property
+    def _kept(self) -> dict[tuple[str, int], tuple[int, ...]]:
         return {}
 
     @cached_property

@@ -50,6 +50,7 @@ class JobView:
     """
 
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
+    _added_up: tuple[tuple[object, ...], tuple[int, str]] = field(init=False, default=((0, 0, 0), (1, SILENT)))
     host: str
     replicas: int
     injection: bool = False
@@ -97,14 +98,24 @@ class JobView:
     @property
     def every(self) -> int:
         """Of how many steps every host can send one checkpoint."""
-        hosts = () if self.round is None else self.round.hosts
-        return max([self.every_here, *(self.every_elsewhere.get(host, 1) for host in hosts)])
+        return max(self.every_here, self._elsewhere[0])
 
     @property
     def sign_elsewhere(self) -> str:
         """The strongest sign of life of the ranks of other hosts."""
-        found = {self.signs.get(host, SILENT) for host in (() if self.round is None else self.round.hosts)}
-        return next((sign for sign in (ALIVE, BUSY) if sign in found), SILENT)
+        return self._elsewhere[1]
+
+    @property
+    def _elsewhere(self) -> tuple[int, str]:
+        """Both of the other hosts of the round, which are asked for at every step: added up only when they change."""
+        source = self.round, self.every_elsewhere, self.signs
+        if any(now is not then for now, then in zip(source, self._added_up[0], strict=True)):
+            hosts = () if self.round is None else self.round.hosts
+            every = max((self.every_elsewhere.get(host, 1) for host in hosts), default=1)
+            signs = {self.signs.get(host, SILENT) for host in hosts}
+            strongest = next((sign for sign in (ALIVE, BUSY) if sign in signs), SILENT)
+            object.__setattr__(self, "_added_up", (source, (every, strongest)))
+        return self._added_up[1]
 
     @property
     def overlooks(self) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from resilient_run.ckpt.format.slot import HEADER_BYTES, parse_header
 
 from ..base.policy import PersistPolicy
 from ..base.supervise import Supervisor
-from ..etcd.client import Entry, Etcd, EtcdUnavailable
+from ..etcd.client import Etcd, EtcdUnavailable
 from ..run import keys
 from ..run.view import JobView
 from ..slots.slots import JobSlots
@@ -75,15 +76,15 @@ class Persister:
 
     # What the mirror of the watermark and the root's commit need.
 
-    async def see(self, entry: Entry | None) -> None:
+    async def see(self, value: Mapping[str, Any] | None) -> None:
         """Copy the own ranks of a newly requested pair; the caller does not let anybody see a newer watermark before.
 
         For trainers may overwrite the slots of this pair as soon as they hear of a newer one.
         """
-        if entry is None:
+        if value is None:
             return
         try:
-            request = PersistRequest.parse(entry.value)
+            request = PersistRequest.parse(value)
         except DaemonError as error:
             log.error("%s counts as nothing: %s", keys.PERSIST, error)
             return

@@ -18,10 +18,8 @@ from ..base.spec import JobSpec
 from ..peers.pacing import Pacer
 from ..peers.replication import Replicator
 from ..peers.trainer_transport import routes
-from ..run import keys
 from ..run.commit import Missed
 from ..run.hang import HangDetector
-from ..run.leased import LeasedKeys
 from ..run.rounds import Round
 from ..run.view import JobView
 from ..slots.memory import SLOTS_PER_RANK, host_bytes
@@ -46,7 +44,6 @@ class Sessions:
         replicator: Restores and offers captures.
         pacer: Says when they leave.
         failure: Returns why the job cannot go on, None while it can.
-        keys: Where the others are told what was missed here.
         event: Tells the launcher of something.
         hang: Hears what every trainer does.
 
@@ -63,7 +60,6 @@ class Sessions:
         replicator: Replicator,
         pacer: Pacer,
         failure: Callable[[], str | None],
-        keys: LeasedKeys,
         event: Event,
         hang: HangDetector,
     ) -> None:
@@ -76,7 +72,6 @@ class Sessions:
         self._replicator = replicator
         self._pacer = pacer
         self._failure = failure
-        self._keys = keys
         self._event = event
         self._hang = hang
         self._trainers: dict[int, Trainer] = {}
@@ -312,7 +307,6 @@ class Sessions:
         missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
         if known is None or (known.next, known.step) < (missed.next, missed.step):
             self._view.missed = missed
-            self._keys.set(keys.MISSED(self._view.host), missed.to_value())
 
     def _protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
         """Note that commits do not keep up with training, and why; without a reason they do again."""

@@ -24,7 +24,7 @@ _RECORD_BYTES: Final = (16 << 10) + 256 + 5
 
 
 class SecureSocket:
-    """One connection between daemons; one task at a time uses it, and closes it when an exchange does not end well.
+    """One connection between daemons; one task at a time sends, one receives, and who fails closes it.
 
     Args:
         sock: Connected and non-blocking; it is this object's from now on, also if it cannot be made.

@@ -56,7 +56,7 @@ def test_a_watermark_leads_nowhere_but_to_what_all_have_captured(hosts: Hosts, f
     trainers[0].capture(5, announce=False)
     for name in "ab":
         hosts[name].drop_clients()
-    write(hosts, "ckpt/watermark", {"generation": forged[0], "step": forged[1]})
+    write(hosts, "state/watermark", {"generation": forged[0], "step": forged[1]})
     trainers = opened(hosts, "ab", 2)
     found = [restored(trainer) for trainer in trainers]
     expected = [payload(hosts.run_id, rank, forged) for rank in range(2)]
@@ -78,7 +78,7 @@ def test_a_generation_does_not_come_twice(hosts: Hosts) -> None:
     for name in "ab":
         hosts[name].kill()
         hosts[name].drop_clients()
-    write(hosts, "ckpt/watermark", {"generation": 1, "step": 2})
+    write(hosts, "state/watermark", {"generation": 1, "step": 2})
     hosts.form_round(2, "ab")
     for name in "ab":
         hosts[name].start()
@@ -115,7 +115,7 @@ def test_a_new_life_begins_with_the_first_generation(hosts: Hosts) -> None:
     hosts.commit(trainers, [3, 4])
     for name in "ab":
         hosts[name].drop_clients()
-    for key in ("rdzv/job", "rdzv/round", "ckpt/watermark"):
+    for key in ("rdzv/job", "rdzv/round", "state/watermark"):
         hosts.etcd(lambda etcd, key=key: etcd.delete(f"{hosts.prefix}{key}"))
     hosts.create_job("second")
     for name in "ab":
@@ -140,8 +140,8 @@ def test_reports_of_others_commit_nothing_that_is_restored_wrongly(hosts: Hosts)
     hosts["b"].kill()
     trainers[0].capture(3)
     held = {"0": [[1, 3]], "1": [[1, 3]]}
-    write(hosts, "to-root/held/a", {"held": held, "digests": {}})
-    write(hosts, "to-root/held/b", {"held": held, "digests": {}})
+    write(hosts, "state/held/a", {"held": held, "digests": {}})
+    write(hosts, "state/held/b", {"held": held, "digests": {}})
     for name in "ab":
         hosts[name].drop_clients()
     trainers = opened(hosts, "ab", 2)

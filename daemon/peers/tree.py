@@ -1,0 +1,269 @@
+"""Reports of steps on their way up to the root, and what it says on its way down: each host talks to the one above.
+
+A link is one connection between daemons, dialled from below, with reports in one direction and what the root says in
+the other one. Both ends repeat themselves, so whatever was lost with a link comes with the next one. Who cannot reach
+the host above it reports to the one above that, and the host between leaves it out of its own report.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from resilient_run.ckpt.errors import DaemonError, WireError
+from resilient_run.ckpt.format import wire
+
+from ..run.report import Claims, Report, Said, Term, Tree, added, complete
+from ..run.view import JobView
+from ..slots.slots import JobSlots
+from ..trust.secure import SecureSocket
+from .fetch import PeerError
+
+log = logging.getLogger(__name__)
+
+_REPEAT_S = 1.5
+_SILENT_S = 5.0
+"""So long without a word, a link is broken: as long as a lease of etcd."""
+_AVOIDED_S = 10.0
+_RETRY_S = 0.3
+
+
+_T = TypeVar("_T")
+_Link = tuple[str, SecureSocket]
+"""A host above, and a connection to it."""
+
+
+class ReportTree:
+    """One host's place in the tree of reports of one job.
+
+    Args:
+        view: What is known of the job.
+        slots: What this host holds of it.
+        claims: Returns the digests of these pairs of this host's ranks.
+        dial: Returns a connection to the daemon of a host; raises `PeerError`.
+
+    Attributes:
+        beside: At the root: hosts without a seat for whose reports it waits, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: JobView,
+        slots: JobSlots,
+        claims: Callable[[Iterable[tuple[int, int]]], Claims],
+        dial: Callable[[str], Awaitable[SecureSocket]],
+    ) -> None:
+        self.beside: frozenset[str] = frozenset()
+        self._view = view
+        self._slots = slots
+        self._claims = claims
+        self._dial = dial
+        self._reports: dict[str, Report] = {}
+        self._heard = 0
+        self._added: tuple[object, Report | None] = None, None
+        self._links: dict[str, object] = {}
+        self._said: Said | None = None
+        self._tree: Tree | None = None
+        self._avoided: dict[str, float] = {}
+        self._closed = False
+
+    @property
+    def term(self) -> Term | None:
+        """The generation and the election that this host knows, None while there is no root in the round."""
+        view = self._view
+        if view.round is None or view.leader is None or view.leader not in view.round or not view.leader_revision:
+            return None
+        return view.generation, view.leader_revision
+
+    @property
+    def said(self) -> Said | None:
+        """What the root of the present term has said last, None while it is not known."""
+        return self._said if self._said is not None and self._said.term == self.term else None
+
+    def report(self) -> Report | None:
+        """Return what is known here of this host and all below it, None while there is no root."""
+        view, term = self._view, self.term
+        if term is None or view.round is None or view.leader is None:
+            return None
+        if self._tree is None or self._tree.round is not view.round or self._tree.root != view.leader:
+            self._tree = Tree(view.round, view.leader)
+            for host in self._reports.keys() - self._links.keys():
+                del self._reports[host]
+            self._heard += 1
+        pairs = complete(view.round, view.kept_ranks, self._slots.held()) if self._slots.adopted else frozenset()
+        missed = view.missed if view.missed is not None and view.missed.next[0] == view.generation else None
+        claims = self._claims(pair for pair in pairs if pair[0] == view.generation)
+        own = Report(term=term, complete=pairs, missed=missed, claims=claims)
+        below = (*self._tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
+        if (own, below, self._heard) != self._added[0]:
+            self._added = (own, below, self._heard), added(own, below, self._reports)
+        return self._added[1]
+
+    def say(self, said: Said) -> None:
+        """Let this host, and all below it, know what the root says."""
+        known = self._said
+        if known is None or known.term != said.term or known.number < said.number:
+            self._said = said
+            self._view.notify()
+
+    def close(self) -> None:
+        """End all links from below: the job ends here."""
+        self._closed = True
+        self._view.notify()
+
+    async def run(self) -> None:
+        """Report to the nearest host above that can be reached, until cancelled."""
+        found: _Link | None = None
+        while True:
+            if found is None:
+                await self._view.wait_for(lambda: bool(self._above()))
+                found = await self._reach(self._above())
+            else:
+                found = await self._report_on(*found)
+
+    async def serve(self, host: str, sock: SecureSocket) -> None:
+        """Hear the reports of `host` on its link, until that ends.
+
+        Raises:
+            OSError: The connection broke, or said nothing for too long.
+            WireError: What comes is no message.
+            DaemonError: It is no report, or this host does not hear any any more.
+        """
+        link = self._links[host] = object()
+        try:
+            await _first(self._hear_reports(host, link, sock), self._push(host, link, sock))
+        except TimeoutError as error:
+            raise ConnectionError(f"host {host} reports nothing any more") from error
+        finally:
+            if self._links.get(host) is link:
+                del self._links[host]
+                if not self._view.is_root:
+                    # It may report to another host now, which would not be asked for what is still known here.
+                    self._take(host, None)
+        raise ConnectionError(f"the link of host {host} has ended")
+
+    async def _hear_reports(self, host: str, link: object, sock: SecureSocket) -> None:
+        while (message := await sock.receive_message(wire.MAX_FRAME_BYTES, _SILENT_S)) is not None:
+            if self._links.get(host) is not link:
+                return
+            report = Report.parse(message)
+            if self._reports.get(host) != report:
+                self._take(host, report)
+
+    def _take(self, host: str, report: Report | None) -> None:
+        """Let `report` be what `host` has said last."""
+        self._heard += 1
+        if report is None:
+            self._reports.pop(host, None)
+        else:
+            self._reports[host] = report
+        self._view.notify()
+
+    async def _push(self, host: str, link: object, sock: SecureSocket) -> None:
+        """Tell `host` what the root says: whenever that is something new, and again and again."""
+        told: Said | None = None
+        while True:
+            await self._news(lambda: self._closed or self._links.get(host) is not link or self.said is not told)  # noqa: B023
+            if self._closed or self._links.get(host) is not link:
+                return
+            told = self.said
+            await sock.send_message({} if told is None else told.message())
+
+    async def _report_on(self, host: str, sock: SecureSocket) -> _Link | None:
+        """Report to `host` for as long as it is the one to tell, and return the link to a nearer one once there is."""
+        try:
+            await sock.send_message({"op": "report"})
+            return await _first(self._nearer(host), self._send_reports(host, sock), self._hear(host, sock))
+        except (OSError, TimeoutError, WireError, DaemonError) as error:
+            log.info("the link to host %s has ended: %s", host, error or "it says nothing any more")
+            self._avoided[host] = asyncio.get_running_loop().time() + _AVOIDED_S
+            await asyncio.sleep(_RETRY_S)
+            return None
+        finally:
+            sock.close()
+
+    async def _send_reports(self, host: str, sock: SecureSocket) -> None:
+        """Report whenever there is more to say, and again and again."""
+        told: Report | None = None
+        address = self._view.addresses.get(host)
+
+        def is_over() -> bool:
+            return host not in self._above() or self._view.addresses.get(host) != address
+
+        def is_due() -> bool:
+            report = self.report()
+            if report is None or is_over():
+                return True
+            # While those below are still arriving, what they all say is awaited.
+            is_whole = told is None or not report.absent or report.absent == told.absent
+            return is_whole and report.says_more_than(told)
+
+        while True:
+            await self._news(is_due)
+            told = self.report()
+            if told is None or is_over():
+                return
+            await sock.send_message(told.message())
+
+    async def _nearer(self, host: str) -> _Link:
+        """Return a link to a host above that is nearer than `host`, as soon as one can be reached."""
+
+        def nearer() -> tuple[str, ...]:
+            above = self._above()
+            return above[: above.index(host)] if host in above else ()
+
+        while True:
+            await self._view.wait_for(lambda: bool(nearer()))
+            if (found := await self._reach(nearer(), insist=False)) is not None:
+                return found
+
+    async def _reach(self, hosts: Sequence[str], *, insist: bool = True) -> _Link | None:
+        """Return a link to the first of `hosts` that can be reached, None, after a while, if none can.
+
+        Those that were out of reach a moment ago are passed by, but for the last one with `insist`.
+        """
+        now_s = asyncio.get_running_loop().time()
+        for host in hosts:
+            if self._avoided.get(host, 0.0) > now_s and not (insist and host == hosts[-1]):
+                continue
+            try:
+                async with asyncio.timeout(_SILENT_S):
+                    return host, await self._dial(host)
+            except (PeerError, TimeoutError) as error:
+                if self._avoided.get(host, 0.0) < now_s:
+                    log.warning("cannot report to host %s, commits may pause: %s", host, error or "it does not answer")
+                self._avoided[host] = now_s + _AVOIDED_S
+        await asyncio.sleep(_RETRY_S)
+        return None
+
+    async def _hear(self, host: str, sock: SecureSocket) -> None:
+        while (message := await sock.receive_message(wire.MAX_FRAME_BYTES, _SILENT_S)) is not None:
+            if message:
+                self.say(Said.parse(message))
+        raise ConnectionError(f"host {host} ended the link")
+
+    async def _news(self, condition: Callable[[], bool]) -> None:
+        """Return when `condition` holds, or when it is time to say the same again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPEAT_S):
+                await self._view.wait_for(condition)
+
+    def _above(self) -> tuple[str, ...]:
+        view = self._view
+        if self.term is None or view.round is None or view.leader is None or view.leader == view.host:
+            return ()
+        return Tree(view.round, view.leader).above(view.host)
+
+
+async def _first(*work: Coroutine[Any, Any, _T]) -> _T:
+    """Return, or raise, what the first of these does, and end the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

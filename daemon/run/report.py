@@ -1,0 +1,276 @@
+"""What hosts tell the root of a step, added up on its way there, and what the root says to them: the pure part.
+
+The hosts of a round are a tree with the root on top. Each tells the one above it what holds for its whole subtree, so
+a step costs every host the same, however many there are. A report is a state: it may be repeated, or lost.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair, natural, pair_of, pair_value
+
+from ..base.fields import Fields
+from .commit import Held, Missed, is_dead
+from .rounds import MAX_WORLD_SIZE, Round
+
+FAN_IN = 16
+_MOST_ABSENT = 1024
+
+Term = tuple[int, int]
+"""Generation, and etcd revision of the election of its root: what is of another term counts for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigestClaim:
+    """What is reported of one structure in one capture of one rank.
+
+    Attributes:
+        mask: Name of the mask that `digest` was made with, "" when the host knows of none for that structure.
+        digest: Of all leaves that must be equal, 16 hexadecimal digits.
+    """
+
+    mask: str
+    digest: str
+
+
+Runs = tuple[tuple[int, int], ...]
+"""The first and the last of each run of consecutive ranks, in order."""
+Claims = Mapping[Pair, Mapping[str, Mapping[DigestClaim, Runs]]]
+"""Pair → structure → claim → the ranks of which it is made; a capture has one structure for each registered object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Who reports to whom: the hosts of a round by group rank, with the root in the place of the first one."""
+
+    round: Round
+    root: str
+
+    def above(self, host: str) -> tuple[str, ...]:
+        """Return the hosts above `host`, nearest first, the root last; without a seat it reports to the root itself."""
+        place = self._place(host)
+        found = []
+        while place:
+            place = (place - 1) // FAN_IN
+            found.append(self._at(place))
+        return (self.root,) if place is None else tuple(found)
+
+    def below(self, host: str) -> tuple[str, ...]:
+        """Return the hosts that report to `host`."""
+        place = self._place(host)
+        if place is None:
+            return ()
+        first = place * FAN_IN + 1
+        return tuple(self._at(other) for other in range(first, min(first + FAN_IN, len(self.round.hosts))))
+
+    def _place(self, host: str) -> int | None:
+        place, first = self.round.place(host), self.round.place(self.root)
+        return first if place == 0 else 0 if place == first else place
+
+    def _at(self, place: int) -> str:
+        first = self.round.place(self.root)
+        return self.root if place == 0 else self.round.hosts[0] if place == first else self.round.hosts[place]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What holds for a host and all below it.
+
+    Attributes:
+        term: Of what this is.
+        complete: Pairs of which all of them hold everything that they must.
+        missed: The next capture that one of their ranks has missed, None while none has.
+        claims: The digests of what is complete.
+        absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
+    """
+
+    term: Term
+    complete: AbstractSet[Pair] = frozenset()
+    missed: Missed | None = None
+    claims: Claims
+    absent: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return what `message` made.
+
+        Raises:
+            DaemonError: The value is no report.
+        """
+        fields = Fields(value, "report")
+        try:
+            complete = frozenset(map(pair_of, value["complete"]))
+            claims = _parse_claims(value["claims"])
+            absent = tuple(Fields({"host": host}, "report, absent").text("host") for host in value["absent"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DaemonError(f"report: {str(value)[:200]} is none: {error!r}") from error
+        missed = None if value.get("missed") is None else Missed.parse(fields.object("missed"))
+        return cls(term=_term(fields), complete=complete, missed=missed, claims=claims, absent=absent)
+
+    def message(self) -> dict[str, Any]:
+        """Return the fields of a message that says so."""
+        return {
+            **_term_value(self.term),
+            "complete": sorted(map(list, self.complete)),
+            "missed": None if self.missed is None else self.missed.to_value(),
+            "claims": [
+                [*pair, structure, claim.mask, claim.digest, runs]
+                for pair, structures in self.claims.items()
+                for structure, claims in structures.items()
+                for claim, runs in claims.items()
+            ],
+            "absent": list(self.absent),
+        }
+
+    def says_more_than(self, before: Self | None) -> bool:
+        """Tell whether the one above must hear of this at once, after `before`.
+
+        What a host does not hold any more it gave up because the root had said that it may.
+        """
+        return (
+            before is None
+            or self.term != before.term
+            or not self.complete <= before.complete
+            or self.missed != before.missed
+            or self.absent != before.absent
+            or any(before.claims.get(pair) != claims for pair, claims in self.claims.items())
+        )
+
+
+def complete(round_: Round, kept_ranks: Iterable[int], held: Held) -> frozenset[Pair]:
+    """Return the pairs of the timeline of `round_` of which a host holds all the ranks that it must keep."""
+    kept = [frozenset(held.get(rank, ())) for rank in kept_ranks]
+    common = frozenset.intersection(*kept) if kept else ()
+    return frozenset(pair for pair in common if not is_dead(pair, round_))
+
+
+def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> Report:
+    """Return what holds for a host and its subtree.
+
+    Args:
+        own: What it says of itself.
+        below: The hosts that report to it.
+        reports: Host → what it has reported here; also hosts further down, to which those between cannot be reached.
+    """
+    found, absent, asked, wanted = [own], list[str](), set[str](), list(below)
+    while wanted:
+        host = wanted.pop()
+        if host in asked:
+            continue
+        asked.add(host)
+        report = reports.get(host)
+        if report is None or report.term != own.term:
+            absent.append(host)
+        else:
+            found.append(report)
+            wanted += report.absent
+    common = frozenset.intersection(*(frozenset(report.complete) for report in found))
+    missed = [report.missed for report in found if report.missed is not None]
+    return replace(
+        own,
+        complete=common,
+        missed=_latest(missed),
+        claims={pair: _joined(report.claims.get(pair, {}) for report in found) for pair in sorted(common)},
+        absent=tuple(sorted(absent)),
+    )
+
+
+def _latest(missed: list[Missed]) -> Missed | None:
+    """Return what all of these say of the newest capture that any of them is about."""
+    if not missed:
+        return None
+    newest = max(found.next for found in missed)
+    same = [found for found in missed if found.next == newest]
+    return Missed(next=newest, step=max(found.step for found in same), late=any(found.late for found in same))
+
+
+def _joined(many: Iterable[Mapping[str, Mapping[DigestClaim, Runs]]]) -> dict[str, dict[DigestClaim, Runs]]:
+    found: dict[str, dict[DigestClaim, Runs]] = {}
+    for structures in many:
+        for structure, claims in structures.items():
+            known = found.setdefault(structure, {})
+            for claim, runs in claims.items():
+                known[claim] = joined(*known.get(claim, ()), *runs)
+    return found
+
+
+def joined(*runs: tuple[int, int]) -> Runs:
+    """Return the ranks of all of these runs."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _parse_claims(rows: Any) -> dict[Pair, dict[str, dict[DigestClaim, Runs]]]:
+    found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
+    for generation, step, structure, mask, digest, runs in rows:
+        claim = DigestClaim(mask=str(mask), digest=str(digest))
+        ranks = joined(*((natural(first), natural(last)) for first, last in runs))
+        if any(last < first or last >= MAX_WORLD_SIZE for first, last in ranks):
+            raise ValueError(f"the ranks {str(runs)[:80]}")
+        found.setdefault(pair_of((generation, step)), {}).setdefault(str(structure), {})[claim] = ranks
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What the root says to all hosts, as it stands in etcd.
+
+    Attributes:
+        term: Of what this is.
+        number: Counts what the root has said in this term.
+        watermark: The newest committed pair.
+        watermark_revision: etcd revision of that key, 0 while there is none.
+        next: The pair from which on the first step is captured (`Agreed`); None while etcd has none.
+        persist: The value of `keys.PERSIST`, None while there is none.
+    """
+
+    term: Term
+    number: int
+    watermark: Pair | None
+    watermark_revision: int
+    next: Pair | None
+    persist: Mapping[str, Any] | None
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Self:
+        """Return what `message` made.
+
+        Raises:
+            DaemonError: The value is nothing of that form.
+        """
+        fields = Fields(value, "said")
+        return cls(
+            term=_term(fields),
+            number=fields.integer("number"),
+            watermark=fields.optional_pair("watermark"),
+            watermark_revision=fields.integer("watermark_revision"),
+            next=fields.optional_pair("next"),
+            persist=None if value.get("persist") is None else fields.object("persist"),
+        )
+
+    def message(self) -> dict[str, Any]:
+        """Return the fields of a message that says so."""
+        return {
+            **_term_value(self.term),
+            "number": self.number,
+            "watermark": pair_value(self.watermark),
+            "watermark_revision": self.watermark_revision,
+            "next": pair_value(self.next),
+            "persist": self.persist,
+        }
+
+
+def _term(fields: Fields) -> Term:
+    return fields.integer("term"), fields.integer("election")
+
+
+def _term_value(term: Term) -> dict[str, int]:
+    return {"term": term[0], "election": term[1]}
