@@ -151,11 +151,6 @@ class Checkpointer:
         return self._pace.protection.now
 
     @property
-    def _running(self) -> Capturer | None:
-        """What captures, None without it and in a fork."""
-        return self._capturer if os.getpid() == self._pid else None
-
-    @property
     def planned_step(self) -> int:
         """The completed steps that `restore()` continues from, known before it; 0 if there is nothing to restore."""
         self._knows_plan = True
@@ -193,7 +188,7 @@ class Checkpointer:
     def _restore(self, plan: Pair, link: Link, capturer: Capturer) -> None:
         started_s = time.monotonic()
         try:
-            path = link.request("restore", within_s=_RESTORE_S)["path"]
+            path = link.request("restore", timeout_s=_RESTORE_S)["path"]
             if plan[0] == IMPORT_GENERATION:
                 self._load_import(path)
             else:
@@ -225,8 +220,7 @@ class Checkpointer:
         if self._closed and not self._warned and os.getpid() == self._pid:
             self._warned = True
             warnings.warn(f"step({n}) when closed: no more checkpoints are kept", RuntimeWarning, stacklevel=2)
-        capturer = self._running
-        if self._link is None or capturer is None or self._pace is None:
+        if self._link is None or self._capturer is None or self._pace is None or os.getpid() != self._pid:
             return
         self._pace.enter()
         self._accumulation.completed(n)
@@ -234,7 +228,7 @@ class Checkpointer:
         self._pace.protection.stepped(n)
         if self._pace.captures:
             try:
-                capturer.submit(n, self._state)
+                self._capturer.submit(n, self._state)
             except StateError as error:
                 self._refuse(error)
             self._warn(self._state.order.replaced or self._state.unsaved.trained)
@@ -245,7 +239,7 @@ class Checkpointer:
         self._pace.leave(n)
         if self._exchange is not None:
             self._exchange.begins(n)
-        capturer.stats.stall_s += time.monotonic() - started_s
+        self._capturer.stats.stall_s += time.monotonic() - started_s
 
     def _checked(self, n: int | None) -> int:
         """Return the number of completed steps that `step` is called with."""
@@ -301,12 +295,13 @@ class Checkpointer:
         Raises:
             MemoryBudgetError: The first capture does not fit in the memory budget of the host.
         """
-        return self._running is not None and self._running.wait(timeout_s)
+        if self._capturer is None or os.getpid() != self._pid:
+            return False
+        return self._capturer.wait(timeout_s)
 
     def close(self) -> None:
         """Let a capture under way end, and detach; also done at the end of the process. A second call does nothing."""
-        capturer = self._running
-        if capturer is None:
+        if self._capturer is None or os.getpid() != self._pid:
             return
         self._closed = True
         # What ends the script, whichever hooks that has set. Its text is the script's own business.
@@ -327,7 +322,7 @@ class Checkpointer:
             self._exchange.close()
         if self._pace is not None:
             self._pace.close()
-        capturer.close()
+        self._capturer.close()
         atexit.unregister(self.close)
         self._link = None
 
@@ -364,11 +359,9 @@ class Checkpointer:
             topology=self._topology,
             estimate_bytes=self._state.estimate_bytes(),
             on_attached=lambda answer: self._on_attached(link, capturer, answer),
-            handlers={
-                "watermark": lambda message: self._on_agreed(capturer, message),
-                "inject": self._injected.order,
-                "pace": self._on_pace,
-            },
+            on_agreed=lambda message: self._on_agreed(capturer, message),
+            on_fault=self._injected.order,
+            on_message=self._on_message,
         )
         try:
             answer = link.open(_ATTACH_S)
@@ -432,9 +425,9 @@ class Checkpointer:
         if self._pace is not None:
             self._pace.protection.committed()
 
-    def _on_pace(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         if self._pace is not None:
-            self._pace.capture_every(message["every"])
+            self._pace.on_message(message)
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -443,17 +436,16 @@ class Checkpointer:
 
         Which optimizer it is does not matter: captures are right also where nothing waits, but then they fail.
         """
-        capturer = self._running
-        if capturer is None:
+        if self._capturer is None or os.getpid() != self._pid:
             return None
         self._refuse_foreign()
         self._warn(self._unregistered.before_step(optimizer))
         self._warn(self._accumulation.before_step(optimizer))
-        if not capturer.reads:
+        if not self._capturer.reads:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            _release(capturer)
+            self._release()
             return None
 
         @functools.wraps(closure)
@@ -461,7 +453,7 @@ class Checkpointer:
             try:
                 return closure(*closure_args, **closure_kwargs)
             finally:
-                _release(capturer)
+                self._release()
 
         if len(args) > 1:
             return (args[0], released, *args[2:]), kwargs
@@ -473,6 +465,12 @@ class Checkpointer:
             self._looked = True
             if text := foreign(self._state.objects.values()):
                 self._refuse(StateError(text))
+
+    def _release(self) -> None:
+        assert self._capturer is not None
+        started_s = time.monotonic()
+        self._capturer.release()
+        self._capturer.stats.stall_s += time.monotonic() - started_s
 
     def _load_slot(self, path: str, capturer: Capturer) -> None:
         slot = Slot.open(path, writable=True)
@@ -519,12 +517,6 @@ class Checkpointer:
                 f"{header.topology:#x}, this run has {self._env.world_size} ranks with {self._topology:#x}: "
                 "start as many workers with the same mesh as before, or start a new run id"
             )
-
-
-def _release(capturer: Capturer) -> None:
-    started_s = time.monotonic()
-    capturer.release()
-    capturer.stats.stall_s += time.monotonic() - started_s
 
 
 def _line(text: str) -> str:

@@ -1,7 +1,5 @@
 """Errors of the checkpoint layer. Each message names the value at fault and what to do about it."""
 
-from collections.abc import Iterable
-
 
 class CheckpointError(Exception):
     """Base of every error that `resilient_run.ckpt` raises on purpose."""
@@ -48,10 +46,3 @@ BY_NAME: dict[str, type[CheckpointError]] = {
     for cls in (SlotError, StateError, TopologyError, MemoryBudgetError, SlotSizeError, RestoreError, DaemonError)
 }
 """Errors that travel over the trainer link by name and are raised again on the other side."""
-
-
-def some(texts: Iterable[str], *, most: int = 5, between: str = "; ") -> str:
-    """Return the first texts, and how many more there are."""
-    listed = list(texts)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return between.join(listed[:most]) + more

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from resilient_run.ckpt.convert.export import merge
-from resilient_run.ckpt.convert.import_loader import _module_state, _Names
+from resilient_run.ckpt.convert.import_loader import _Names, _plan_module
 from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.state.state import TrainingState
 from resilient_run.ckpt.state.tree import unflatten
@@ -98,7 +98,7 @@ def refuses_what_cannot_work() -> None:
     ):
         save(model=model)
     with pytest.raises(StateError, match="model is sharded by FSDP1, which takes no whole tensors"):
-        _module_state("model", model, {}, _Names(unused=[]))
+        _plan_module("model", model, {}, _Names(unused=[]))
     tree = unflatten(TrainingState({"model": model}, rng=False).flatten().node, lambda index: None)
     with pytest.raises(StateError, match="model is in shards of FSDP1"):
         merge({0: tree})

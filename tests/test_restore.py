@@ -177,7 +177,7 @@ class Forgetful(nn.Linear):
     ("how", "text"),
     [
         ("double", r"model\.bias: float32 \[2\] in the checkpoint, float64 \[2\] now"),
-        ("anew", r"is model\.weight in the checkpoint, another tensor in the optimizer, .* load_state_dict\(\) leaves"),
+        ("anew", r"model\.weight: load_state_dict\(\) made another parameter"),
     ],
 )
 def test_a_module_that_does_not_load_exactly_is_refused(how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

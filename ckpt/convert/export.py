@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from ..errors import SlotError, StateError
-from ..format.manifest import ShardSpec, parse
+from ..format.manifest import ShardSpec, TensorSpec, parse
 from ..format.slot import Slot
 from ..state.held import FSDP1
 from ..state.tree import OPTIONAL_PARTS, same, unflatten
-from ..state.verify import leaf_of
 from .pieces import TensorPieces, place
 
 Format = Literal["dcp", "torch"]
@@ -166,10 +165,7 @@ def read(slot: Slot, *, own: bool = False) -> Any:
     def leaf(index: int) -> Any:
         spec, offset = manifest.tensors[index], manifest.offsets[index]
         data = whole[offset : offset + spec.nbytes]
-        found = leaf_of(spec, data.clone() if own else data)
-        if spec.shard is None or not isinstance(found, torch.Tensor):
-            return found
-        return _HeldShard(spec=spec.shard, local=found)
+        return _leaf(spec, data.clone() if own else data)
 
     tree = unflatten(manifest.tree, leaf)
     if (
@@ -179,6 +175,16 @@ def read(slot: Slot, *, own: bool = False) -> Any:
     ):
         raise SlotError(f"{slot.path} does not hold the state of a Checkpointer")
     return tree
+
+
+def _leaf(spec: TensorSpec, data: torch.Tensor) -> Any:
+    if spec.kind == "bytes":
+        return data.numpy().tobytes()
+    if spec.kind == "numpy":
+        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy()).copy()
+    dtype = getattr(torch, spec.dtype)
+    tensor = data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
+    return tensor if spec.shard is None else _HeldShard(spec=spec.shard, local=tensor)
 
 
 def _merge(path: str, values: Mapping[int, Any], differences: dict[int, dict[str, Any]]) -> Any:

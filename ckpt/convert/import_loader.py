@@ -1,14 +1,13 @@
 """Beginning a run with an import: the registered objects take what it has under their names, in any world size."""
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import torch
 
-from ..errors import StateError, some
+from ..errors import StateError
 from ..state.held import fsdp1_units
 from ..state.state import Stateful, TrainingState, set_rng
 from ..state.tree import Flattener, same
@@ -18,7 +17,6 @@ from .imported import Imported, StoredTensor
 
 _SHOWN: Final = 10
 _ABSENT: Final = object()
-_listed: Final = partial(some, most=_SHOWN, between=", ")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,11 +31,11 @@ class _Names:
     def describe(self) -> str:
         parts = []
         if self.absent:
-            parts.append(f"it does not have {_listed(self.absent)}, which begin as the script made them")
+            parts.append(f"it does not have {_some(self.absent)}, which begin as the script made them")
         if not self.generators:
             parts.append("random number generators go on as the script seeded them")
         if self.unused:
-            parts.append(f"nothing is registered for {_listed(self.unused)}")
+            parts.append(f"nothing is registered for {_some(self.unused)}")
         return "; ".join(parts)
 
 
@@ -61,20 +59,19 @@ def load_import(state: TrainingState, imported: Imported, *, rank: int, world_si
         saved = _of_rank(imported.state, rank, world_size, whole)
         known = {*state.objects, *state.values, *(name.partition(".")[0] for name in state.objects)}
         names = _Names(unused=[str(name) for name in saved.objects if name not in known])
-        states = {name: _state_for(name, item, saved, state, names) for name, item in state.objects.items()}
+        loads = [_plan(name, item, saved, state, names) for name, item in state.objects.items()]
         values = {name: _take(name, value, saved.values, names) for name, value in state.values.items()}
     except StateError as error:
         raise StateError(f"{where} does not fit, nothing was loaded: {error}") from None
     if not names.taken or (imported.manifest.strict and names.absent):
-        held = _listed(map(str, imported.state))
+        held = ", ".join(map(str, list(imported.state)[:_SHOWN]))
         raise StateError(
-            f"{where} was refused, nothing was loaded: it does not have {_listed(names.absent)}; it has {held}. "
+            f"{where} was refused, nothing was loaded: it does not have {_some(names.absent)}; it has {held}. "
             "Register the objects by the names that they have there, "
             f"{'or import it without --strict' if names.taken else 'or choose a new run id'}"
         )
-    for name, merged in states.items():
-        if merged is not _ABSENT:
-            state.objects[name].load_state_dict(_read(merged))
+    for load in loads:
+        load()
     others = Flattener({name: item.state_dict() for name, item in state.objects.items()}).leaves
     renew(state.values, _read(values), others=others)
     if state.has_rng and saved.rng is not None:
@@ -150,17 +147,18 @@ def _is_same(left: Any, right: Any) -> bool:
     return one.node == other.node and all(map(same, one.leaves, other.leaves))
 
 
-def _state_for(name: str, item: Stateful, saved: _Saved, state: TrainingState, names: _Names) -> Any:
-    """Return what `item` is to load once it is known that all fits, `_ABSENT` for nothing; tensors are not read yet."""
+def _plan(name: str, item: Stateful, saved: _Saved, state: TrainingState, names: _Names) -> Callable[[], Any]:
+    """Return what loads `item`, once it is known that it fits."""
     found = _at(saved.objects, name)
     if found is _ABSENT:
         names.absent.append(name)
-        return found
+        return lambda: None
     if isinstance(item, torch.nn.Module):
-        return _module_state(name, item, found, names)
+        return _plan_module(name, item, found, names)
     if isinstance(item, torch.optim.Optimizer):
-        return _optimizer_state(name, item, found, state, names)
-    return _merge(name, item.state_dict(), found, names)
+        return _plan_optimizer(name, item, found, state, names)
+    merged = _merge(name, item.state_dict(), found, names)
+    return lambda: item.load_state_dict(_read(merged))
 
 
 def _at(objects: Any, name: str) -> Any:
@@ -175,7 +173,7 @@ def _at(objects: Any, name: str) -> Any:
     return _ABSENT
 
 
-def _module_state(name: str, module: torch.nn.Module, found: Any, names: _Names) -> dict[str, Any]:
+def _plan_module(name: str, module: torch.nn.Module, found: Any, names: _Names) -> Callable[[], Any]:
     if fsdp1_units(module):
         raise StateError(
             f"{name} is sharded by FSDP1, which takes no whole tensors: train with fully_shard (FSDP2), or load the "
@@ -186,25 +184,33 @@ def _module_state(name: str, module: torch.nn.Module, found: Any, names: _Names)
     if not any(key.startswith("module.") for key in current):
         # What a DistributedDataParallel puts before each name, which a Checkpointer leaves out.
         flat = {key.removeprefix("module."): value for key, value in flat.items()}
+    pairs: list[tuple[torch.Tensor, StoredTensor]] = []
     for key, value in current.items():
         if key not in flat:
             names.absent.append(f"{name}.{key}")
             continue
         names.taken += 1
         stored = flat.pop(key)
-        if isinstance(value, torch.Tensor):
-            if not isinstance(stored, StoredTensor) or stored.shape != value.shape:
-                raise StateError(f"{name}.{key} is {_shown(stored)} there, {_shown(value)} in the model")
-            # It is the module's own by then, unless a hook made a copy of it.
-            stored = partial(_into, stored, value)
-        current[key] = stored
+        if not isinstance(value, torch.Tensor):
+            current[key] = stored
+        elif not isinstance(stored, StoredTensor) or stored.shape != value.shape:
+            raise StateError(f"{name}.{key} is {_shown(stored)} there, {_shown(value)} in the model")
+        else:
+            pairs.append((value, stored))
     names.unused += [f"{name}.{key}" for key in flat]
-    return current
+
+    def load() -> None:
+        for target, stored in pairs:
+            stored.read_into(target)
+        # They are its own by now, unless a hook made copies of them.
+        module.load_state_dict(_read(current))
+
+    return load
 
 
-def _optimizer_state(
+def _plan_optimizer(
     name: str, optimizer: torch.optim.Optimizer, found: Any, state: TrainingState, names: _Names
-) -> dict[str, Any]:
+) -> Callable[[], Any]:
     current = optimizer.state_dict()
     groups, states = _parts(name, found)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -218,7 +224,7 @@ def _optimizer_state(
         stored = next((states[key] for key in (str(index), *called[index]) if key in states), None)
         if stored is not None:
             names.taken += 1
-            loaded[index] = {key: partial(_like, value, parameter) for key, value in stored.items()}
+            loaded[index] = {key: (value, parameter) for key, value in stored.items()}
         elif states:
             names.absent.append(f"{name}.state.{[*called[index], index][0]}")
     if not groups:
@@ -227,11 +233,18 @@ def _optimizer_state(
         {**_merge(f"{name}.param_groups.{index}", group, groups[index], names), "params": group["params"]}
         for index, group in enumerate(current["param_groups"] if groups else ())
     ]
-    return {
-        **current,
-        "state": {**current["state"], **loaded},
-        "param_groups": merged or current["param_groups"],
-    }
+
+    def load() -> None:
+        of_parameters = {index: {key: _like(*pair) for key, pair in stored.items()} for index, stored in loaded.items()}
+        optimizer.load_state_dict(
+            {
+                **current,
+                "state": {**current["state"], **of_parameters},
+                "param_groups": _read(merged) or current["param_groups"],
+            }
+        )
+
+    return load
 
 
 def _parts(name: str, found: Any) -> tuple[list[dict[Any, Any]], dict[Any, dict[Any, Any]]]:
@@ -259,11 +272,8 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
     """Return an optimizer's `value`, read and laid out as its parameter if it has the same shape."""
     if not isinstance(value, StoredTensor) or value.shape != parameter.shape:
         return _read(value)
-    return _into(value, torch.empty_like(parameter.detach(), dtype=value.dtype))
-
-
-def _into(stored: StoredTensor, target: torch.Tensor) -> torch.Tensor:
-    stored.read_into(target)
+    target = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    value.read_into(target)
     return target
 
 
@@ -294,8 +304,6 @@ def _read(value: Any) -> Any:
     match value:
         case StoredTensor():
             return value.read()
-        case partial():
-            return value()
         case dict():
             # In a copy of its own type, which may be a Counter or have attributes.
             made = copy.copy(value)
@@ -320,3 +328,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, StoredTensor | torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,7 @@ daemons nor trainers ever unpickle it.
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -22,6 +22,8 @@ from ..format.manifest import encode, encode_tensors, plan_payload
 from ..state.tree import Flattener
 from .export import STEP
 from .pieces import missing
+
+_BATCH_BYTES: Final = 256 << 20
 
 
 class DcpSource:
@@ -72,20 +74,36 @@ class DcpSource:
         self.data_bytes = self._layout.payload_bytes
 
     def payload(self) -> Iterator[memoryview]:
-        """Yield the payload from its first byte; one tensor is in memory at a time.
+        """Yield the payload from its first byte; the largest tensor, or 256 MiB, are in memory at a time.
 
         Raises:
             StateError: A file is damaged.
         """
+        loaded: dict[str, Any] = {}
         end = 0
-        for (name, leaf, spec), offset in zip(self._leaves, self._layout.offsets, strict=True):
+        for index, (name, leaf, spec) in enumerate(self._leaves):
+            offset = self._layout.offsets[index]
             if offset > end:
                 yield memoryview(bytes(offset - end))
             end = offset + spec.nbytes
-            if name is not None and isinstance(leaf, torch.Tensor):
-                leaf = self._load({name: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")})[name]
+            if name is not None:
+                if name not in loaded:
+                    loaded = self._load(self._batch(index))
+                leaf = loaded.pop(name)
             if spec.nbytes:
                 yield _bytes(leaf)
+
+    def _batch(self, index: int) -> dict[str, Any]:
+        """Return empty tensors for the next ones from leaf `index` on, as many as are read together."""
+        batch: dict[str, Any] = {}
+        size_bytes = 0
+        for name, leaf, spec in self._leaves[index:]:
+            if batch and size_bytes + spec.nbytes > _BATCH_BYTES:
+                break
+            if name is not None and isinstance(leaf, torch.Tensor):
+                batch[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+                size_bytes += spec.nbytes
+        return batch
 
     def _metadata(self) -> Metadata:
         if not (self._directory / ".metadata").is_file():

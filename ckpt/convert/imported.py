@@ -15,7 +15,6 @@ from ..format.import_manifest import CHECKSUMS, DATA, INDEX, MANIFEST, MAX_MANIF
 from ..format.manifest import TensorSpec, parse
 from ..format.slot import CHUNK_BYTES
 from ..state.tree import entries, shard_spec, unflatten
-from ..state.verify import leaf_of
 from .pieces import place
 
 _BLOCK_BYTES: Final = 8 * CHUNK_BYTES
@@ -175,9 +174,11 @@ class _Data:
         """Return the leaf at `offset`; a torch tensor is read later."""
         if spec.kind == "torch":
             return StoredTensor(spec, offset, self)
-        content = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
-        self.read_into(content.numpy().data, offset)
-        return leaf_of(spec, content)
+        content = bytearray(spec.nbytes)
+        self.read_into(memoryview(content), offset)
+        if spec.kind == "bytes":
+            return bytes(content)
+        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=content)
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Fill `target` with the payload from byte `start` on."""

@@ -264,9 +264,7 @@ def object_name(path: str) -> str:
 
 
 def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int]:
-    kind, dtype, device = row["kind"], row["dtype"], row["device"]
-    if not isinstance(dtype, str) or not isinstance(device, str):
-        raise TypeError(f"{dtype!r} and {device!r} are no names")
+    kind, dtype, device = row["kind"], _string(row["dtype"]), _string(row["device"])
     if kind not in ("torch", "numpy", "bytes"):
         raise ValueError(f"unknown kind {kind!r}")
     if kind == "numpy":
@@ -274,10 +272,6 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
     elif dtype not in ITEM_BYTES or (kind == "bytes" and dtype != "uint8"):
         raise ValueError(f"unknown dtype {dtype!r}")
     shard = _parse_shard(row["shard"]) if "shard" in row else None
-    within = None
-    if "within" in row:
-        first, start = _sizes(row["within"])
-        within = first, start
     spec = TensorSpec(
         kind=kind,
         dtype=dtype,
@@ -285,7 +279,7 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
         device=device,
         shard=shard,
         stride=_sizes(row["stride"]) if "stride" in row else None,
-        within=within,
+        within=_parse_within(row["within"]) if "within" in row else None,
         grad=row.get("grad") is True,
     )
     if (kind == "bytes" and spec.stride) or (kind != "torch" and spec.within):
@@ -293,7 +287,7 @@ def _parse_row(row: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, int
     lies_well = is_dense if spec.within is not None or kind == "numpy" else lies_apart
     if spec.stride is not None and not lies_well(spec.shape, spec.stride):
         raise ValueError(f"strides {list(spec.stride)} of {spec}")
-    offset, nbytes = _sizes([row["offset"], row["nbytes"]])
+    offset, nbytes = _size(row["offset"]), _size(row["nbytes"])
     if nbytes != spec.nbytes:
         raise ValueError(f"{nbytes} bytes for {spec}, which takes {spec.nbytes}")
     if math.prod(size or 1 for size in spec.shape) >= 2**59:
@@ -357,22 +351,14 @@ def check_numpy_dtype(name: str) -> None:
 
 
 def _parse_shard(row: dict[str, Any]) -> ShardSpec:
-    names, placements = row["mesh_dim_names"], row["placements"]
-    sizes = {name: _sizes(row[name]) for name in ("shape", "stride", "mesh_shape", "mesh_ranks")}
-    if names is not None and not is_like(names, [str]):
-        raise TypeError(f"{names!r} are no names")
-    for placement in placements:
-        match placement:
-            case ["R"] | ["P", str()]:
-                pass
-            case ["S" | "SS" as kind, *numbers] if len(numbers) == len(kind):
-                _sizes(numbers)
-            case _:
-                raise ValueError(f"unknown placement {placement!r}")
+    names = row["mesh_dim_names"]
     shard = ShardSpec(
-        **sizes,
-        mesh_dim_names=None if names is None else tuple(names),
-        placements=tuple(map(tuple, placements)),
+        shape=_sizes(row["shape"]),
+        stride=_sizes(row["stride"]),
+        mesh_shape=_sizes(row["mesh_shape"]),
+        mesh_ranks=_sizes(row["mesh_ranks"]),
+        mesh_dim_names=None if names is None else tuple(_string(name) for name in names),
+        placements=tuple(_parse_placement(placement) for placement in row["placements"]),
     )
     if len(shard.shape) != len(shard.stride) or len(shard.mesh_ranks) != math.prod(shard.mesh_shape):
         raise ValueError(f"inconsistent {shard}")
@@ -381,27 +367,40 @@ def _parse_shard(row: dict[str, Any]) -> ShardSpec:
     return shard
 
 
-def is_like(value: Any, form: Any) -> bool:
-    """Tell whether something read from JSON has a form.
+def _parse_placement(placement: Any) -> tuple[str | int, ...]:
+    match placement:
+        case ["R"]:
+            return ("R",)
+        case ["S", dim]:
+            return ("S", _size(dim))
+        case ["SS", dim, split_factor]:
+            return ("SS", _size(dim), _size(split_factor))
+        case ["P", str(operation)]:
+            return ("P", operation)
+    raise ValueError(f"unknown placement {placement!r}")
 
-    Args:
-        value: What was read.
-        form: `[form]` for a list of such, `{key: form}` for a dict with keys of this type, or with no other keys than
-            these; anything else is for `isinstance`.
-    """
-    if isinstance(form, list):
-        return isinstance(value, list) and all(is_like(item, form[0]) for item in value)
-    if isinstance(form, dict):
-        return isinstance(value, dict) and all(
-            is_like(item, form.get(key, form.get(type(key), ()))) for key, item in value.items()
-        )
-    return isinstance(value, form)
+
+def _parse_within(value: Any) -> tuple[int, int]:
+    first, offset = _sizes(value)
+    return first, offset
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is not a size")
+    return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
-        raise ValueError(f"{value!r} is not a list of sizes")
-    return tuple(value)
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is not a list of sizes")
+    return tuple(_size(item) for item in value)
 
 
 def _dump(value: Any) -> bytes:

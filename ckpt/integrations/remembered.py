@@ -47,8 +47,6 @@ _REPEATED: Final = tuple(
     f"lightning.pytorch.callbacks.{name}" for name in ("weight_averaging", "stochastic_weight_avg")
 )
 """Callbacks of Lightning that have a state of this kind, and make what it is loaded into anew in each epoch."""
-_HOLDERS: Final = {functools.partial: ("func", "args", "keywords"), MethodType: ("__self__",)}
-_DATA: Final = ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
 _BASE: Final = frozenset(vars(nn.Module()))
 _CONTENT: Final = ("training", "_parameters", "_buffers", "_modules")
 _SAME: Final = ["same"]
@@ -195,18 +193,31 @@ class _Walk:
             return value
         if id(value) in self._paths:
             return ["at", self._paths[id(value)]]
-        if id(value) in self._managed or not _is_kept(kind, value):
+        if id(value) in self._managed or not (make := self._maker(kind, value)):
             self._remember(path, value, (value, *_elements(value)))
             return _SAME
         self._paths[id(value)], self.objects[path] = path, value
         if kind not in (*_SEQUENCES, *_DICTS) or getattr(value, "default_factory", None) not in _FACTORIES:
             self._remember(path, value, kind)
+        return make(path, value, inside)
+
+    def _maker(self, kind: type, value: Any) -> Any:
         if kind in (*_SEQUENCES, *_DICTS):
-            return self._container(path, value, inside)
-        if not issubclass(kind, _GENERATORS) and not _is_stateful(kind):
-            return ["object", self.attributes(path, value)]
+            may = len(value) <= _KEPT_ELEMENTS and (kind in _SEQUENCES or all(map(_is_key, value)))
+            return self._container if may else None
+        if issubclass(kind, (*_SEQUENCES, dict, type, Dataset, DataLoader, Sampler, random.SystemRandom)):
+            return None
+        if issubclass(kind, _GENERATORS):
+            return lambda _path, value, _inside: self._of("generator", _generator_state(value))
+        if not issubclass(kind, nn.Module) and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
+            return lambda _path, value, _inside: self._of("stateful", value.state_dict())
+        if issubclass(kind, nn.Module) or _is_own(kind):
+            return lambda path, value, _inside: ["object", self.attributes(path, value)]
+        return None
+
+    def _of(self, tag: str, state: Any) -> list[Any]:
         self._live += 1
-        return ["stateful", value.state_dict()] if _is_stateful(kind) else ["generator", _generator_state(value)]
+        return [tag, state]
 
     def _container(self, path: str, value: Any, inside: bool) -> list[Any]:
         nodes = {key: self.node(f"{path}[{key!r}]", each, inside=inside) for key, each in _items(value)}
@@ -242,20 +253,6 @@ class _Walk:
             raise StateError(
                 f"{path} changes in training, and no checkpoint can have it ({type(value).__qualname__}){_REMEDY}"
             )
-
-
-def _is_kept(kind: type, value: Any) -> bool:
-    """Tell whether a checkpoint has what is in a value of this class."""
-    if kind in (*_SEQUENCES, *_DICTS):
-        return len(value) <= _KEPT_ELEMENTS and (kind in _SEQUENCES or all(map(_is_key, value)))
-    if issubclass(kind, (*_SEQUENCES, dict, type, Dataset, DataLoader, Sampler, random.SystemRandom)):
-        return False
-    return issubclass(kind, (*_GENERATORS, nn.Module)) or _is_stateful(kind) or _is_own(kind)
-
-
-def _is_stateful(kind: type) -> bool:
-    is_other = not issubclass(kind, (*_GENERATORS, nn.Module))
-    return is_other and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
 
 def _is_one(before: Any, now: Any) -> bool:
@@ -474,28 +471,37 @@ def _state(value: Any) -> str | None:
     return None
 
 
-def _parts(value: Any, script: Mapping[str, ModuleType]) -> Iterable[tuple[str, Any]]:
-    """Return what an object is made of, as far as the script has made it."""
+def _parts(value: Any, script: Mapping[str, ModuleType]) -> Iterator[tuple[str, Any]]:
+    """Yield what an object is made of, as far as the script has made it."""
     kind = type(value)
-    if issubclass(kind, (dict, *_SEQUENCES)):
-        items = list(value.items() if issubclass(kind, dict) else enumerate(list(value)))
-        return [(f"[{key!r}]", part) for key, part in items[:_ELEMENTS]]
-    is_own = (value if issubclass(kind, (FunctionType, type)) else kind).__module__ in script
-    names = next((names for known, names in _HOLDERS.items() if issubclass(kind, known)), ())
-    found = {name: getattr(value, name) for name in names}
-    if is_own and issubclass(kind, FunctionType):
-        cells = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
-        found = {name: content for name, content in cells if content is not None}
-        found |= {"__defaults__": value.__defaults__} | vars(value)
-    elif is_own:
-        known = () if issubclass(kind, type) else framework_names(cast("Hashable", kind))
-        found |= {name: part for name, part in _members(value, content=False).items() if name not in known}
+    if issubclass(kind, dict):
+        yield from ((f"[{key!r}]", part) for key, part in list(value.items())[:_ELEMENTS])
+    elif issubclass(kind, list | tuple | deque | set | frozenset):
+        yield from ((f"[{number}]", part) for number, part in enumerate(list(value)[:_ELEMENTS]))
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif issubclass(kind, MethodType):
+        yield ".__self__", value.__self__
+    elif issubclass(kind, FunctionType):
+        if value.__module__ in script:
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if (content := _content(cell)) is not None:
+                    yield f".{name}", content
+            yield ".__defaults__", value.__defaults__
+            yield from ((f".{name}", part) for name, part in vars(value).items())
+    elif issubclass(kind, type):
+        if value.__module__ in script:
+            yield from ((f".{name}", part) for name, part in list(vars(value).items()) if not name.startswith("__"))
+    elif issubclass(kind, nn.Module) or kind.__module__ in script:
+        if issubclass(kind, nn.Module):
+            yield from ((f".{name}", child) for name, child in value.named_children())
+        if kind.__module__ in script:
+            members = _members(value, content=False)
+            known = framework_names(cast("Hashable", kind))
+            yield from ((f".{name}", part) for name, part in members.items() if name not in known)
     elif kind.__module__.startswith("torch.utils.data"):
-        own = getattr(value, "__dict__", {})
-        found = {name: own[name] for name in _DATA if name in own}
-    if issubclass(kind, nn.Module):
-        found |= dict(value.named_children())
-    return [(f".{name}", part) for name, part in found.items()]
+        names = ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
+        yield from ((f".{name}", vars(value)[name]) for name in names if name in getattr(value, "__dict__", {}))
 
 
 def _content(cell: Any) -> Any:

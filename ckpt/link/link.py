@@ -3,8 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from ..errors import CheckpointError, DaemonError, WireError
 from ..format.version import FORMATS
@@ -20,8 +20,8 @@ _LOOK_S: Final = 0.2
 _log = logging.getLogger(__name__)
 
 
-class Link(DaemonClient):
-    """A client that attaches one rank. After each attachment the trainer reports afresh."""
+class Link:
+    """A `DaemonClient` that attaches one rank. After each attachment the trainer reports afresh."""
 
     def __init__(
         self,
@@ -30,7 +30,9 @@ class Link(DaemonClient):
         topology: int,
         estimate_bytes: int,
         on_attached: Callable[[Message], None],
-        handlers: Mapping[str, Callable[[Message], object]],
+        on_agreed: Callable[[Message], None],
+        on_fault: Callable[[Message], None],
+        on_message: Callable[[Message], None],
     ) -> None:
         """Prepare a link; `open` connects it.
 
@@ -39,11 +41,15 @@ class Link(DaemonClient):
             topology: Fingerprint that the attachment announces.
             estimate_bytes: Bytes of one capture that the attachment announces.
             on_attached: Called in the link's thread with the answer to each attachment.
-            handlers: What is called in the link's thread with the notifications of a kind, by their `op`.
+            on_agreed: Called in the link's thread with what is agreed, in `watermark` and `next`, after the answer.
+            on_fault: Called in the link's thread with each fault that is ordered for this rank.
+            on_message: Called in the link's thread with any other notification.
         """
         self._env = env
         self._on_attached = on_attached
-        self._handlers = handlers
+        self._on_agreed = on_agreed
+        self._on_fault = on_fault
+        self._on_message = on_message
         self._began_s = time.monotonic()
         self._trouble: Exception | None = None
         self._told: set[str] = set()
@@ -60,7 +66,7 @@ class Link(DaemonClient):
             "pid": os.getpid(),
             "estimate_bytes": estimate_bytes,
         }
-        super().__init__(
+        self._client = DaemonClient(
             env.socket,
             attach,
             on_welcome=self._attached,
@@ -68,6 +74,11 @@ class Link(DaemonClient):
             on_trouble=self._note,
             name="resilient-link",
         )
+
+    @property
+    def away_s(self) -> float | None:
+        """Seconds since the daemon went away, None while it is there."""
+        return self._client.away_s
 
     def open(self, timeout_s: float) -> Message:
         """Connect, attach, and return the answer to the attachment.
@@ -77,13 +88,13 @@ class Link(DaemonClient):
             CheckpointError: The daemon refused, as the class that it named, or did not answer within `timeout_s`.
         """
         self._began_s = time.monotonic()
-        self.start()
+        self._client.start()
         try:
-            while (left_s := timeout_s - (self.connected_s or 0.0)) > 0:
+            while (left_s := timeout_s - (self._client.connected_s or 0.0)) > 0:
                 try:
-                    return self.wait_welcome(min(left_s, _LOOK_S))
+                    return self._client.wait_welcome(min(left_s, _LOOK_S))
                 except TimeoutError:
-                    late = self.connected_s is None and time.monotonic() > self._began_s + CONNECT_S
+                    late = self._client.connected_s is None and time.monotonic() > self._began_s + CONNECT_S
                     if late and self._trouble is not None:
                         raise self._trouble from None
             raise DaemonError(f"the daemon did not answer an attachment within {timeout_s} s: see its log")
@@ -91,27 +102,44 @@ class Link(DaemonClient):
             self.close()
             raise
 
+    def request(self, op: str, *, timeout_s: float, **fields: Any) -> Message:
+        """Send a request and return its answer, as `DaemonClient.request` does."""
+        return self._client.request(op, within_s=timeout_s, **fields)
+
+    def notify(self, op: str, **fields: Any) -> None:
+        """Send a notification if the daemon is there; never block."""
+        self._client.notify(op, **fields)
+
+    def close(self) -> None:
+        """End the connection and its thread; requests under way fail."""
+        self._client.close()
+
     def _attached(self, answer: Message) -> None:
         self._told.clear()
         self._on_attached(answer)
 
     def _hear(self, message: Message) -> None:
-        if (handler := self._handlers.get(message["op"])) is not None:
-            handler(message)
+        match message["op"]:
+            case "watermark":
+                self._on_agreed(message)
+            case "inject":
+                self._on_fault(message)
+            case _:
+                self._on_message(message)
 
     def _note(self, trouble: Exception) -> None:
         """Log once, until the next attachment, that the daemon is not there, and once why it refuses."""
         self._trouble = trouble
-        if not self.was_welcome:
+        if not self._client.was_welcome:
             if time.monotonic() > self._began_s + _WARN_S:
-                self._warn("waits", "rank %d waits for the daemon at %s: %s", self._env.rank, self._env.socket, trouble)
+                self._tell("waits", "rank %d waits for the daemon at %s: %s", self._env.rank, self._env.socket, trouble)
         elif isinstance(trouble, (OSError, WireError)):
-            self._warn("broke", "the connection to the daemon broke (%s); training goes on", trouble)
+            self._tell("broke", "the connection to the daemon broke (%s); training goes on", trouble)
         else:
             what = "the daemon refused to attach again: %s; training goes on, trying again"
-            self._warn(str(trouble), what, trouble)
+            self._tell(str(trouble), what, trouble)
 
-    def _warn(self, about: str, what: str, *arguments: object) -> None:
+    def _tell(self, about: str, what: str, *arguments: object) -> None:
         if about not in self._told:
             self._told.add(about)
             _log.warning(what, *arguments)

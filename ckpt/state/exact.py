@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .held import equal, fsdp1_units, held_optimizers, inside, local, parameters, whole_state
-from .tree import extent, is_strided, overlaps, raw
+from .held import fsdp1_units, held_optimizers, inside, local, parameters, whole_state
+from .tree import extent, is_strided, overlaps, raw, same, same_keys
 
 
 def load_into(item: Any, state: Any) -> None:
@@ -191,59 +191,22 @@ def put(item: Any, wanted: Any) -> None:
     optimizers that `item` holds. Whether everything is equal afterwards is for others to check.
     """
     live = {id(container) for optimizer in held_optimizers(item) for container in _containers(optimizer)}
-    _Settling(live).settle(whole_state(item), wanted)
-    _share_options(item, wanted)
-
-
-def put_flags(now: Any, wanted: Any) -> None:
-    """Let tensors of flags in the state `now` have the bytes of those in `wanted`, where they say the same."""
-    _Settling(set(), only_flags=True).settle([now], [wanted])
-
-
-class _Settling:
-    """Makes what there is equal to what is wanted, as far as that is in reach.
-
-    Args:
-        live: The `id`s of dicts and lists that may be changed; elsewhere tensors are filled.
-        only_flags: Whether only tensors of flags are, that have other bytes and say the same.
-    """
-
-    def __init__(self, live: set[int], *, only_flags: bool = False) -> None:
-        self._live = live
-        self._only_flags = only_flags
-        self._met: dict[int, Any] = {}  # what is one list, dict or tensor in what is wanted has to be one here
-
-    def settle(self, now: Any, wanted: Any) -> None:
-        """Do it for two dicts of the same kind, or two lists or tuples of the same length."""
-        for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
-            there = now.get(key) if isinstance(now, dict) else now[key]
-            if _are_alike(there, value) and not (isinstance(value, tuple) and id(now) in self._live):
-                made = self._met.setdefault(id(value), there)
-                if made is there:
-                    self.settle(there, value)
-            elif _is_same(there, value):
-                made = there
-            elif isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
-                made = self._met.setdefault(id(value), there)
-                if made is there or id(now) not in self._live:
-                    self._fill(there, value)
+    made: dict[int, torch.Tensor] = {}
+    for container, key, now, value in _differences(whole_state(item), wanted, {}):
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+            first = made.setdefault(id(value), now)
+            if first is now or id(container) not in live:
+                _become(now, value)
             else:
-                made = value
-            if made is not there and id(now) in self._live:
-                now[key] = made
-        is_other_order = isinstance(now, dict) and now.keys() == wanted.keys() and not same_keys(now, wanted)
-        if is_other_order and id(now) in self._live:
-            ordered = {key: now[key] for key in wanted}
+                container[key] = first
+        elif id(container) in live:
+            container[key] = value
+    for now, value in _dicts(whole_state(item), wanted):
+        if id(now) in live and not same_keys(now, value) and now.keys() == value.keys():
+            ordered = {key: now[key] for key in value}
             now.clear()
             now.update(ordered)
-
-    def _fill(self, now: torch.Tensor, wanted: torch.Tensor) -> None:
-        if not self._only_flags:
-            _become(now, wanted)
-        elif now.dtype is wanted.dtype is torch.bool and now.shape == wanted.shape:
-            here, there = raw(local(now)), raw(local(wanted)).to(now.device)
-            if torch.equal(here != 0, there != 0):
-                here.copy_(there)
+    _share_options(item, wanted)
 
 
 def _share_options(item: Any, wanted: Any) -> None:
@@ -278,6 +241,21 @@ def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
     to.copy_(of)
 
 
+def put_flags(now: Any, wanted: Any) -> None:
+    """Let tensors of flags in the state `now` have the bytes of those in `wanted`, where they say the same."""
+    if isinstance(now, torch.Tensor) and isinstance(wanted, torch.Tensor):
+        if now.dtype is wanted.dtype is torch.bool and now.shape == wanted.shape:
+            there = raw(local(wanted)).to(now.device)
+            if torch.equal(raw(local(now)) != 0, there != 0):
+                raw(local(now)).copy_(there)
+    elif isinstance(now, dict) and isinstance(wanted, dict):
+        for key in now.keys() & wanted.keys():
+            put_flags(now[key], wanted[key])
+    elif isinstance(now, list | tuple) and isinstance(wanted, list | tuple):
+        for one, other in zip(now, wanted, strict=False):
+            put_flags(one, other)
+
+
 def _containers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Yield the dicts and lists in the optimizer's state."""
     remaining = [getattr(optimizer, "state", None)]
@@ -288,22 +266,46 @@ def _containers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
             remaining.extend(value.values() if isinstance(value, dict) else value)
 
 
-def same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Tell whether two dicts have the same keys in the same order; NumPy compares its numbers with each of a tuple."""
-    return len(one) == len(other) and all(
-        left is right or (type(left) is type(right) and hash(left) == hash(right) and left == right)
-        for left, right in zip(one, other, strict=True)
+def _differences(now: Any, wanted: Any, met: dict[int, Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yield each dict or list of `now`, the key, and both values, where `wanted` has something else.
+
+    Args:
+        now: What there is.
+        wanted: A dict or list.
+        met: For each dict or list of `wanted`, by its id, the one in its place: what is one there has to be one here.
+    """
+    for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
+        there = now.get(key) if isinstance(now, dict) else now[key]
+        both = _are_dicts(there, value)
+        if both or (isinstance(value, list) and isinstance(there, list) and len(value) == len(there)):
+            first = met.setdefault(id(value), there)
+            if first is there:
+                yield from _differences(there, value, met)
+            else:
+                yield now, key, there, first
+        elif not _is_same(there, value):
+            yield now, key, there, value
+
+
+def _dicts(now: Any, wanted: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Yield the dicts in `now` that have a dict of `wanted` in their place."""
+    if _are_dicts(now, wanted):
+        yield now, wanted
+        for key, value in wanted.items():
+            yield from _dicts(now.get(key), value)
+    elif isinstance(now, list | tuple) and isinstance(wanted, list | tuple):
+        for one, other in zip(now, wanted, strict=False):
+            yield from _dicts(one, other)
+
+
+def _are_dicts(now: Any, wanted: Any) -> bool:
+    return (
+        isinstance(wanted, dict) and isinstance(now, dict) and isinstance(wanted, Counter) == isinstance(now, Counter)
     )
-
-
-def _are_alike(now: Any, wanted: Any) -> bool:
-    """Tell whether both are dicts of the same kind, or lists or tuples of the same length."""
-    if isinstance(wanted, dict):
-        return isinstance(now, dict) and isinstance(wanted, Counter) == isinstance(now, Counter)
-    return any(isinstance(now, kind) and isinstance(wanted, kind) and len(now) == len(wanted) for kind in (list, tuple))
 
 
 def _is_same(now: Any, wanted: Any) -> bool:
     if isinstance(now, torch.Tensor) and isinstance(wanted, torch.Tensor):
-        return now is wanted or equal(now, wanted)
+        one, other = local(now), local(wanted)
+        return now is wanted or (one.device.type == other.device.type and same(one, other))
     return type(now) is type(wanted) and not isinstance(now, tuple | np.ndarray) and repr(now) == repr(wanted)

@@ -4,17 +4,18 @@ A restarted script has to make the tensors of modules and the groups of optimize
 them in the middle trains on, and only its restart would find that nothing fits. So it is told.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import StateError, some
+from ..errors import StateError
 from ..format.manifest import Node, TensorSpec
 from .tree import unflatten
 
+_MAX_DIFFERENCES: Final = 5
 _REMEDY: Final = (
     "Register the same objects with the same shapes (Checkpointer.planned_step says before restore() which step it "
     "continues from), or start a new run id"
@@ -92,21 +93,29 @@ def adapts(module: torch.nn.Module, key: str) -> bool:
     return any(place == _LAZY or not place.startswith(_RIGID) for place in places)
 
 
+def some(differences: Iterable[str]) -> str:
+    """Return the first differences, and how many more there are."""
+    listed = list(differences)
+    more = len(listed) - _MAX_DIFFERENCES
+    return "; ".join(listed[:_MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
+
+
 def _module_differences(name: str, saved: dict[str, Any], current: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key in dict.fromkeys([*saved, *current]):
-        before, now, text = saved.get(key), current.get(key), ""
+    for key, before in saved.items():
         if key not in current:
-            text = "in the checkpoint, but not in the model"
-        elif key not in saved:
-            text = "in the model, but not in the checkpoint"
-        elif is_extra(key) or not isinstance(now, TensorSpec):
+            yield key, f"{name}.{key}: in the checkpoint, but not in the model"
             continue
-        elif not isinstance(before, TensorSpec):
-            text = f"no tensor in the checkpoint, {now} in the model"
-        elif before.content != now.content:
-            text = f"{before} in the checkpoint, {now} in the model"
-        if text:
-            yield key, f"{name}.{key}: {text}"
+        now = current[key]
+        if is_extra(key):
+            continue
+        if isinstance(before, TensorSpec) and isinstance(now, TensorSpec):
+            if before.content != now.content:
+                yield key, f"{name}.{key}: {before} in the checkpoint, {now} in the model"
+        elif isinstance(now, TensorSpec):
+            yield key, f"{name}.{key}: no tensor in the checkpoint, {now} in the model"
+    for key in current:
+        if key not in saved:
+            yield key, f"{name}.{key}: in the model, but not in the checkpoint"
 
 
 def _optimizer_differences(name: str, saved: Any, current: dict[str, Any]) -> Iterator[str]:

@@ -13,10 +13,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from ..errors import StateError, some
+from ..errors import StateError
 from ..format.manifest import leaf_paths
 from .memory import Extents, digest
-from .tree import Flattener, Leaf, extent, is_strided, same
+from .tree import Flattener, Leaf, extent, is_strided
 
 Optimizer = torch.optim.Optimizer
 
@@ -86,12 +86,17 @@ def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
         if (flat := unit._flat_param) is not None and flat._params is not None:
             both = chain(flat._param_infos, flat._shared_param_infos), chain(flat._params, flat._shared_params)
             owned |= {(id(info.module), info.param_name): parameter for info, parameter in zip(*both, strict=True)}
-    for prefix, inner in module.named_modules(remove_duplicate=False) if owned else ():
-        for name, tensor in inner._parameters.items():
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, owned.get((id(inner), name), tensor)
+    for key, inner, name, tensor in _registered(module) if owned else ():
+        yield key, owned.get((id(inner), name), tensor)
     if not owned:
         yield from torch.nn.Module.named_parameters(module, remove_duplicate=False)
+
+
+def _registered(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for name, tensor in inner._parameters.items():
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, inner, name, tensor
 
 
 def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,16 +223,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Tell whether two tensors or arrays are bit-identical, of sharded ones what this rank has."""
-    one, other = local(one), local(other)
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        one, other = (each.detach().resolve_conj().resolve_neg() for each in (one, other))
-        # Parameters are tensors here.
-        return one.device == other.device and same(one.as_subclass(torch.Tensor), other.as_subclass(torch.Tensor))
-    return same(one, other)
-
-
 class Seen:
     """A tensor as it was when it was looked at, to be recognised later.
 
@@ -333,7 +328,7 @@ class ParameterOrder:
                     yield (
                         f"{name}: parameter {position} of group {index} is {key} in the checkpoint, "
                         f"{is_now or 'another tensor'} in the optimizer, which must get them in the same order each "
-                        "time (a set has none), and have those that load_state_dict() leaves there"
+                        "time (a set has none)"
                     )
                     return
 
@@ -491,9 +486,10 @@ def unregistered(optimizer: Optimizer, objects: dict[str, Any]) -> str | None:
         inside.intersection(map(id, held_optimizers(item))) and _keeps(item) for item in objects.values()
     ):
         return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{type(optimizer).__qualname__} steps {some(names, most=1)}, but no registered object keeps its state: it is "
-        "not part of checkpoints, and a recovery goes on without it. Register it, or call checkpointer.replace() if "
+        f"{type(optimizer).__qualname__} steps {names[0]}{more}, but no registered object keeps its state: it is not "
+        "part of checkpoints, and a recovery goes on without it. Register it, or call checkpointer.replace() if "
         "it took the place of one that is registered"
     )
 

@@ -7,25 +7,22 @@ then the whole state is flattened again and compared with the slot, bit for bit.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import SlotError, StateError, TopologyError, some
-from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, is_like, leaf_paths
+from ..errors import SlotError, StateError, TopologyError
+from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
 from .exact import OwnTensors, load_into, put, put_flags, sharing_kept, without_uncastable
-from .fits import check_fits
-from .held import dict_items, held_optimizers, state_dict_of, whole_state
+from .fits import check_fits, some
+from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of, whole_state
 from .state import TrainingState, get_rng, set_rng
 from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
 from .values import renew
-from .verify import Comparison, Difference, leaf_of
-
-Names = list[list[str | None]]
-"""Of the parameters in each group of an object."""
+from .verify import Comparison, Difference
 
 
 def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> list[str]:
@@ -36,15 +33,16 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     if saved.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
         raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
     objects, now = entries(saved["objects"]), entries(entries(current.node)["objects"])
-    kinds = kinds_at(manifest.tree, part(saved, "kinds", list) or [])
-    link(manifest.tree, part(saved, "shared", list) or [])
+    kinds = kinds_at(manifest.tree, unflatten(saved["kinds"], _no_leaf)) if "kinds" in saved else {}
+    if "shared" in saved:
+        link(manifest.tree, unflatten(saved["shared"], _no_leaf))
     doubts = check_fits(state.objects, objects, now, manifest.tensors, current.specs())
     modules = state.modules
-    was_outside = part(saved, "outside", outside.FORM) or {}
-    if others := list(outside.other_classes(was_outside, state.outside())):
+    was_outside = outside.parse(saved["outside"]) if "outside" in saved else None
+    if was_outside is not None and (others := list(outside.other_classes(was_outside, state.outside()))):
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(others)}; start a new run id")
-    was_unsaved = part(saved, "unsaved", unsaved.FORM) or {}
-    order = part(saved, "order", {str: [[str | None]]}) or {}
+    was_unsaved = unsaved.parse(saved["unsaved"]) if "unsaved" in saved else {}
+    order = entries(saved["order"]) if "order" in saved else {}
     if differences := _other_order(state, order, objects, loaded=False):
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
     loader.keep(current, [(objects[name], now[name]) for name in modules])
@@ -66,6 +64,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         for name, node in objects.items()
         if name not in modules
     }
+    trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
     before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
         with _loading(f"{name}: load_state_dict()", doubts.get(name, "")), sharing_kept(state.objects[name]):
@@ -81,10 +80,17 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     ]
     if state.has_rng and rng is None:
         warnings.append("the checkpoint has no states of random number generators, which stay what they are")
-    warnings += _check(state, manifest, payload, states)
+    warnings += _check(state, manifest, payload, states, before)
+    for optimizer, names in trained:
+        still = set(_trained(optimizer, modules))
+        lost = [name for name in names if name not in still]
+        if lost:
+            raise _inexact(
+                [f"{name}: load_state_dict() made another parameter of it than the optimizer has" for name in lost]
+            )
     if others := _other_order(state, order, objects, loaded=True):
         raise _inexact(others)
-    if others := list(unsaved.lost(was_unsaved, state.unsaved.digests)):
+    if others := list(unsaved.lost(was_unsaved, state.unsaved.digests, state.objects, state.held)):
         raise _inexact(others)
     warnings += unsaved.other_buffers(was_unsaved, state.unsaved.digests)
     # Last, because making a state may draw numbers.
@@ -92,16 +98,18 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
         with _loading("rng: setting it"):
             set_rng(rng)
         _check_rng(saved["rng"], manifest, payload)
-    return [*warnings, *outside.other_modes(was_outside, state.outside())]
+    if was_outside is not None:
+        warnings += outside.other_modes(was_outside, state.outside())
+    return warnings
 
 
-def _other_order(state: TrainingState, saved: dict[str, Names], objects: dict[str, Node], *, loaded: bool) -> list[str]:
+def _other_order(state: TrainingState, saved: dict[str, Node], objects: dict[str, Node], *, loaded: bool) -> list[str]:
     """Return which optimizers have their parameters in another order: each would go on with the state of another one.
 
     The order now is that of the latest `state.flatten()`. Until it is loaded, an object that holds other optimizers
     than it did may make them anew.
     """
-    names = {name: saved[name] for name in state.held if name in saved}
+    names = {name: _names(saved[name]) for name in state.held if name in saved}
     return [
         difference
         for name, before in names.items()
@@ -120,11 +128,26 @@ def _has_state(node: Node) -> bool:
     )
 
 
+def _names(node: Node) -> list[list[str | None]]:
+    """Return the parameters' names that the manifest has for each group of an object."""
+    groups = unflatten(node, _no_leaf)
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not a list for each group")
+    if not all(name is None or isinstance(name, str) for group in groups for name in group):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not only names")
+    return groups
+
+
+def _no_leaf(index: int) -> NoReturn:
+    raise SlotError(f"manifest has leaf {index} among the names of parameters")
+
+
 def _check(
     state: TrainingState,
     manifest: Manifest,
     payload: torch.Tensor,
     states: dict[str, Any],
+    before: list[OwnTensors],
 ) -> list[str]:
     """Return what a person should know, after a second chance for what optimizers and modules made of their state."""
     strict, lenient, unshared = _differences(state, manifest, payload)
@@ -157,17 +180,25 @@ def _differences(
     strict: list[Difference] = []
     lenient: list[Difference] = []
     unshared: list[Difference] = []
-    items = [
-        (name, befores[name], afters[name], _is_strict(item), _is_strict(item)) for name, item in state.objects.items()
-    ]
+    for name, item in state.objects.items():
+        found = list(comparison.differences(befores[name], afters[name], name))
+        if not found:
+            unshared += comparison.aliases(befores[name], afters[name], name)
+            unshared += comparison.frozen(befores[name], afters[name], name)
+        if _is_strict(item):
+            strict += found or comparison.sharing(befores[name], afters[name], name)
+        else:
+            if not found:
+                unshared += comparison.sharing(befores[name], afters[name], name)
+            strict += [difference for difference in found if not difference.plain]
+            lenient += [difference for difference in found if difference.plain]
     before, after = entries(saved["values"]), entries(now["values"])
-    items += [(f"values.{name}", node, after[name], True, False) for name, node in before.items()]
-    for path, one, other, is_strict, has_its_tensors in items:
-        found = list(comparison.differences(one, other, path))
-        strict += [each for each in found if is_strict or not each.plain]
-        lenient += [each for each in found if each.plain and not is_strict]
-        for each in [] if found else comparison.identities(one, other, path):
-            (strict if has_its_tensors and not each.plain else unshared).append(each)
+    for name, node in before.items():
+        found = list(comparison.differences(node, after[name], f"values.{name}"))
+        strict += found
+        if not found:
+            unshared += comparison.aliases(node, after[name], f"values.{name}")
+            unshared += comparison.sharing(node, after[name], f"values.{name}")
     return strict, lenient, unshared
 
 
@@ -190,25 +221,6 @@ def _inexact(differences: Any) -> StateError:
         + some(differences)
         + ". Let load_state_dict() take all that state_dict() returns, as it is"
     )
-
-
-def part(parts: dict[str, Node], name: str, form: Any) -> Any:
-    """Return a part of a manifest's tree that older versions did not write, None where there is none.
-
-    Args:
-        parts: Those that there are.
-        name: Of the part.
-        form: What it has to be like (`is_like`).
-
-    Raises:
-        SlotError: It is not.
-    """
-    if name not in parts:
-        return None
-    found = unflatten(parts[name], lambda index: index)
-    if not is_like(found, form):
-        raise SlotError(f"manifest tree is malformed: {str(found)[:200]} for {name}")
-    return found
 
 
 @contextlib.contextmanager
@@ -235,10 +247,21 @@ def _is_strict(item: Any) -> bool:
     return isinstance(item, torch.nn.Module) or type(item).__module__.partition(".")[0] == "torch" or _holds(item)
 
 
+def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Module]) -> list[str]:
+    """Return the names of the modules' parameters that `optimizer` has."""
+    mine = {id(tensor) for tensor in parameters(optimizer)}
+    return [
+        f"{name}.{key}"
+        for name, module in modules.items()
+        for key, parameter in named_parameters(module)
+        if id(parameter) in mine
+    ]
+
+
 def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader", kinds: dict[int, str]) -> Any:
     current = whole_state(module)
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
-    state = OrderedDict((key, unflatten(child, loader.copy_of, kinds=kinds)) for key, child in entries(node).items())
+    state = OrderedDict((key, unflatten(child, loader.own_copy, kinds=kinds)) for key, child in entries(node).items())
     state |= {key: value for key, value in current.items() if is_lazy(value) and key not in state}
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
     return state
@@ -274,7 +297,7 @@ class _LeafLoader:
         if index in self._kept:
             return self._kept[index]
         if index not in self._owned:
-            self._owned[index] = self.copy_of(index)
+            self._owned[index] = self._make(index)
         return self._owned[index]
 
     def own_leaf(self, index: int) -> Any:
@@ -288,20 +311,27 @@ class _LeafLoader:
         """Return the `id`s of those of these leaves that `own` has returned in memory of their own."""
         return {id(self._owned[index]) for index in indices if index in self._owned}
 
-    def copy_of(self, index: int) -> Any:
+    def own_copy(self, index: int) -> Any:
         """Return leaf `index` in memory of its own, on the type of device that it was captured from."""
+        return self._make(index)
+
+    def _make(self, index: int) -> Any:
         spec, offset = self._manifest.tensors[index], self._manifest.offsets[index]
         data = self._payload[offset : offset + spec.nbytes]
-        stored = leaf_of(spec, data)
-        if isinstance(stored, bytes):
-            return stored
-        if isinstance(stored, np.ndarray):
-            return _laid_out(stored, spec.stride or ())
+        if spec.kind == "bytes":
+            return data.numpy().tobytes()
+        if spec.kind == "numpy":
+            array = np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
+            return _laid_out(array, spec.stride or ())
+        dtype = getattr(torch, spec.dtype)
+        stored = (
+            data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
+        )
         if spec.within is not None:
             made = self._shared(spec, stored, *spec.within)
         else:
             stride = spec.stride or stored.stride()
-            made = torch.empty_strided(spec.shape, stride, dtype=stored.dtype, device=spec.device)
+            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device)
             raw(made).copy_(raw(stored))
         return made if spec.shard is None else self._shard(spec.shard, made)
 
@@ -334,11 +364,10 @@ def _laid_out(stored: np.ndarray[Any, Any], stride: tuple[int, ...]) -> np.ndarr
     """Return a copy of `stored` whose dimensions lie in memory as `stride` says; () if it is contiguous."""
     if not stride:
         return stored.copy()
-    data = np.empty(stored.nbytes, dtype=np.uint8)
-    strides = [step * stored.itemsize for step in stride]
-    made = np.ndarray(stored.shape, dtype=stored.dtype, buffer=data, strides=strides)
-    made[...] = stored
-    return made
+    if sorted(stride) == list(stride):
+        return stored.copy("F")
+    order = np.argsort(stride, kind="stable")[::-1]
+    return stored.transpose(order).copy("C").transpose(np.argsort(order))
 
 
 def decode_placement(placement: tuple[str | int, ...]) -> Any:

@@ -48,7 +48,7 @@ class Extents:
 
     def overlap(self, extent: Extent | None) -> bool:
         """Tell whether some of `extent` is in it."""
-        return extent is not None and extent[0] < self._before(extent[1])[1]
+        return extent is not None and overlap(self._before(extent[1]), extent)
 
     def covers(self, extent: Extent) -> bool:
         """Tell whether all of `extent` is in it."""
@@ -59,6 +59,11 @@ class Extents:
         """Return the last piece that begins before `address`."""
         at = bisect_left(self._merged, (address,)) - 1
         return self._merged[at] if at >= 0 else (0, 0)
+
+
+def overlap(one: Extent, other: Extent) -> bool:
+    """Tell whether two pieces of memory have a byte in common."""
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def writable() -> list[Extent]:

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import StateError, some
+from ..errors import SlotError, StateError
+from ..format.manifest import Node
 from .held import Optimizer, local, named_buffers, named_parameters, state_dict_of
 from .memory import Extents, writable
-from .tree import extent, is_strided
+from .tree import extent, is_strided, unflatten
 
 _CLASSES: Final = "classes"
 _FROZEN: Final = "frozen"
 _EVALUATING: Final = "evaluating"
-FORM: Final = {_CLASSES: {str: [str]}, _FROZEN: [str], _EVALUATING: [str]}
-"""What `outside` returns, for `part`."""
 _COMMUNICATING: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 _LOCAL: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _DCP: Final = "torch.distributed.checkpoint.state_dict"
@@ -46,10 +45,28 @@ def outside(
     }
 
 
+def parse(node: Node) -> dict[str, Any]:
+    """Return what a manifest has, as `outside` made it.
+
+    Raises:
+        SlotError: It is malformed.
+    """
+    found: dict[str, Any] = unflatten(node, lambda index: index)
+    match found:
+        case {"classes": dict(classes), "frozen": list(frozen), "evaluating": list(evaluating)} if len(found) == 3:
+            if all(map(_is_names, [list(classes), frozen, evaluating, *classes.values()])):
+                return found
+    raise SlotError(f"manifest has {str(found)[:200]} for what is outside of states")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def other_classes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield which optimizers were of another class: it may take their state, and mean something else by it."""
     for name, classes in now[_CLASSES].items():
-        before = saved.get(_CLASSES, {}).get(name, classes)
+        before = saved[_CLASSES].get(name, classes)
         if before != classes:
             yield f"{name}: {', '.join(before)} in the checkpoint, {', '.join(classes)} now"
 
@@ -57,11 +74,12 @@ def other_classes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield which modules are trained otherwise now: scripts change that at times of their own."""
     for part, attribute in ((_FROZEN, "requires_grad"), (_EVALUATING, "training")):
-        changed = sorted(set(saved.get(part, now[part])) ^ set(now[part]))
+        changed = sorted(set(saved[part]) ^ set(now[part]))
         if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             value = changed[0] not in saved[part]
-            names = some(changed, most=1)
-            yield f"{attribute} of {names} was {value}, is {not value}, and restore() leaves it to the script"
+            name = f"{changed[0]}{more}"
+            yield f"{attribute} of {name} was {value}, is {not value}, and restore() leaves it to the script"
 
 
 def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:

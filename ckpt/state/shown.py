@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
-from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -25,18 +24,20 @@ class FlatTensors:
 
     def __init__(self, flat: Flattener) -> None:
         self._flat = flat
-
-    @cached_property
-    def _same(self) -> set[int]:
-        return set(map(id, chain(self._flat.leaves, self._flat.shards.values())))
-
-    @cached_property
-    def _kept(self) -> set[Hashable]:
-        return set(map(in_memory, self._flat.leaves))
+        self._same: set[int] | None = None
+        self._kept: set[Hashable] | None = None
 
     def __contains__(self, item: Any) -> bool:
         """Tell whether `item` is a tensor that the state has, in the same memory."""
-        return isinstance(item, torch.Tensor) and (id(item) in self._same or in_memory(item) in self._kept)
+        if not isinstance(item, torch.Tensor):
+            return False
+        if self._same is None:
+            self._same = {id(leaf) for leaf in chain(self._flat.leaves, self._flat.shards.values())}
+        if id(item) in self._same:
+            return True
+        if self._kept is None:
+            self._kept = {in_memory(leaf) for leaf in self._flat.leaves}
+        return in_memory(item) in self._kept
 
 
 def left_out(
@@ -77,6 +78,26 @@ def left_out(
             if is_flat:
                 places[_place(name, optimizer, place)] = _places(parts[place])
     return found, unknown, places
+
+
+def live_parts(held: dict[str, list[Optimizer]]) -> dict[str, Any]:
+    """Return what optimizers have now, by the paths of `left_out`, whether a state shows it or not."""
+    return {
+        _path(name, optimizer, place, item_way): item
+        for name, several in held.items()
+        for place, optimizer in enumerate(several)
+        for way, part in _parts(optimizer)
+        for item_way, item in _leaves(part, way)
+    }
+
+
+def places_of(held: dict[str, list[Optimizer]]) -> dict[str, str]:
+    """Return what optimizers have states for now, as the last part of what `left_out` returns."""
+    return {
+        _place(name, optimizer, place): _places(list(_parts(optimizer)))
+        for name, several in held.items()
+        for place, optimizer in enumerate(several)
+    }
 
 
 def _missing(

@@ -4,9 +4,7 @@ import contextlib
 import gc
 import json
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import chain, permutations
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,7 +29,7 @@ from .held import (
     whole_state,
 )
 from .outside import Watch, ambiguous, has_others, outside, read_only
-from .tree import Flattener, share
+from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
 
 _WATCHED: Final = 4
@@ -178,8 +176,9 @@ class TrainingState:
                 flat.add("shared", flat.shared)
             if flat.kinds:
                 flat.add("kinds", flat.kinds)
-            if flat.sharing or flat.repeating or flat.with_arrays:
+            if flat.sharing or flat.repeating:
                 self._check_memory(flat)
+            self._check_arrays(flat)
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
         if self._begun is not None:
@@ -192,7 +191,7 @@ class TrainingState:
         That of DCP and torchtitan makes one by a step of zeros, and Adam would count it: its first steps would be
         others than without a checkpoint.
         """
-        fresh = self._fresh
+        fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
         is_watched = self._watched < _WATCHED and has_others()
         self._watched += is_watched
         try:
@@ -202,14 +201,11 @@ class TrainingState:
                 if isinstance(made := state_of(optimizer), dict):
                     made.clear()
 
-    @property
-    def _fresh(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
-
     def estimate_bytes(self) -> int:
         """Return the bytes of a capture, with those that torch's optimizers without a state will have for theirs."""
         now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
-        return now_bytes + sum(map(later_bytes, self._fresh))
+        fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
+        return now_bytes + sum(map(later_bytes, fresh))
 
     def device(self) -> torch.device | None:
         """Return the first GPU that holds tensors of the state, None when there is none."""
@@ -260,10 +256,11 @@ class TrainingState:
         self.optimizers = list({id(found): found for several in self.held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         apart = {id(each) for item in self.objects.values() for each in _differing(item)}
-        for module in filter(fsdp1_units, self.modules.values()):
-            apart |= {id(module), *(id(shard) for _, shard in named_parameters(module))}
+        sharded = [module for module in self.modules.values() if fsdp1_units(module)]
+        shards = {id(shard) for module in sharded for _, shard in named_parameters(module)}
+        apart |= {id(module) for module in sharded}
+        apart |= {id(each) for each in self.optimizers if not shards.isdisjoint(map(id, parameters(each)))}
         # An optimizer is apart with its parameters, and what holds it with the optimizer.
-        apart |= {id(each) for each in self.optimizers if not apart.isdisjoint(map(id, parameters(each)))}
         self.apart = frozenset(
             name
             for name, item in self.objects.items()
@@ -271,6 +268,7 @@ class TrainingState:
         )
         self.order = ParameterOrder()
         self.unsaved = Unsaved()
+        self._arrays: tuple[int, dict[int, int]] = (0, {})
         self._watched = 0  # a few times, as it takes its time: optimizers have their states by then
 
     def _registered(self) -> dict[str, list[torch.optim.Optimizer]]:
@@ -285,26 +283,34 @@ class TrainingState:
         if text := ambiguous(self.modules) or read_only(self.modules):
             raise StateError(text)
 
+    def _check_arrays(self, flat: Flattener) -> None:
+        """Refuse arrays of objects that share memory with something else, which a checkpoint does not bring back."""
+        lent = {index: extent(leaf)[0] for index in flat.arrays if not _owns(leaf := flat.leaves[index])}
+        if (len(flat.leaves), lent) == self._arrays:
+            return
+        paths = {index: path for path, index in leaf_paths(flat.node).items()}
+        memory = {index: extent(leaf) for index, leaf in enumerate(flat.leaves) if not isinstance(leaf, bytes)}
+        for overlap in overlaps({index: place for index, place in memory.items() if place[0] < place[1]}):
+            for index in overlap.keys() & set(flat.arrays):
+                for other in overlap.keys() - {index}:
+                    both = [paths.get(each, "a key") for each in sorted((index, other))]
+                    # Of values, the script's own are filled where they are.
+                    if paths.get(index, "").startswith("objects.") and share(flat.leaves[index], flat.leaves[other]):
+                        raise StateError(
+                            f"{' and '.join(path.removeprefix('objects.') for path in both)} share memory, and one is "
+                            "a numpy array, which a checkpoint brings back with memory of its own: let state_dict() "
+                            "leave it out"
+                        )
+        self._arrays = len(flat.leaves), lent
+
     def _check_memory(self, flat: Flattener) -> None:
-        """Refuse what could not be brought back as it lies in memory: an array of an object comes back apart."""
+        """Refuse tensors that could not be brought back as they lie in memory."""
         modules: dict[int, str] = {}
         others: dict[int, str] = {}
-        of_objects: set[int] = set()
-        for place, index in leaf_paths(flat.node).items():
-            path = place.removeprefix("objects.")
+        for path, index in leaf_paths(flat.node).items():
+            path = path.removeprefix("objects.")
             owner = next((item for name, item in self.objects.items() if path.startswith(f"{name}.")), None)
             (modules if isinstance(owner, torch.nn.Module) else others).setdefault(index, path)
-            # Of values, the script's own are filled where they are.
-            if place.startswith("objects."):
-                of_objects.add(index)
-        names = defaultdict(lambda: "a key", others | modules)
-        for index, other in chain.from_iterable(permutations(overlap, 2) for overlap in flat.with_arrays):
-            one, two = flat.leaves[index], flat.leaves[other]
-            if index in of_objects and isinstance(one, np.ndarray) and share(one, two):
-                raise StateError(
-                    f"{' and '.join(names[each] for each in sorted((index, other)))} share memory, and one is a numpy "
-                    "array, which a checkpoint brings back with memory of its own: let state_dict() leave it out"
-                )
         for index in flat.repeating:
             if index in modules:
                 raise StateError(
@@ -312,7 +318,7 @@ class TrainingState:
                     "write; register a copy of it, made by clone()"
                 )
         for overlap in flat.sharing:
-            paths = sorted(names[index] for index in overlap)
+            paths = sorted(modules.get(index) or others[index] for index in overlap)
             # Modules are loaded into the memory that they have.
             if not flat.can_share(overlap) and not modules.keys() >= overlap.keys():
                 problem = "and not all of them are dense"
@@ -389,6 +395,10 @@ def _unwrap(name: str, item: Any) -> Any:
     if not isinstance(item, torch.nn.Module):
         return item
     return item.module if isinstance(item, torch.nn.parallel.DistributedDataParallel) else item
+
+
+def _owns(array: Any) -> bool:
+    return array.base is None and bool(array.flags.owndata)
 
 
 class DueRng:

@@ -77,7 +77,7 @@ class Flattener:
         sharing: Leaves that are not the same but share bytes, each with where it begins in the memory that they span,
             in bytes. Sets that a checkpoint can lay out again in the same way are in `specs`.
         repeating: Leaves of which several elements are one in memory, as `expand` makes them.
-        with_arrays: As `sharing`, the sets with a numpy array in them.
+        arrays: Leaves that are numpy arrays.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -90,11 +90,12 @@ class Flattener:
         self.keys: list[tuple[Any, ...]] = []
         self._first: dict[Hashable, int] = {}  # by address; of leaves that have none, by identity
         self._others: dict[Hashable, list[int]] = {}  # further leaves at such an address
-        self._placed: list[int] = []  # tensors and arrays that have memory, with where it begins and ends
+        self._tensors: list[int] = []  # those that have memory, with where it begins and ends
         self._begins: list[int] = []
         self._ends: list[int] = []
         self.shards: dict[int, Any] = {}
         self.repeating: list[int] = []
+        self.arrays: list[int] = []
         self.shared: list[list[Place]] = []
         self.kinds: list[tuple[Place, str]] = []
         self._place: Place = []
@@ -109,7 +110,7 @@ class Flattener:
             raise StateError(f"{path}: {error}; {_REMEDY}") from None
         except RecursionError:
             raise StateError(f"state is nested too deeply or contains itself; {_REMEDY}") from None
-        self.sharing, self.with_arrays = self._overlaps()
+        self.sharing = self._overlaps()
         self._within: dict[int, tuple[int, int]] = {}
         for overlap in self.sharing:
             if all(self._can_share(index, offset) for index, offset in overlap.items()):
@@ -217,23 +218,21 @@ class Flattener:
                 if any(count > 1 and not step for count, step in zip(shape, stride, strict=True)):
                     self.repeating.append(index)
             _check_storage(tensor, size)
-            self._placed.append(index)
+            self._tensors.append(index)
             self._begins.append(address)
             self._ends.append(address + size * dtype.itemsize)
         if shard is not None:
             self.shards[index] = shard
         return ["x", index]
 
-    def _overlaps(self) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-        """Return the sets of tensors that share bytes, and those in which there are arrays, as `overlaps` does."""
+    def _overlaps(self) -> list[dict[int, int]]:
+        """Return the sets of tensors that share bytes, each tensor with its distance from the first byte of its set."""
         begins = np.array(self._begins, dtype=np.uint64)
         order = begins.argsort()
         ends = np.maximum.accumulate(np.array(self._ends, dtype=np.uint64)[order])
         if not (ends[:-1] > begins[order][1:]).any():
-            return [], []
-        every = dict(zip(self._placed, zip(self._begins, self._ends, strict=True), strict=True))
-        tensors = {index: place for index, place in every.items() if isinstance(self.leaves[index], torch.Tensor)}
-        return overlaps(tensors), [found for found in overlaps(every) if not found.keys() <= tensors.keys()]
+            return []
+        return overlaps(dict(zip(self._tensors, zip(self._begins, self._ends, strict=True), strict=True)))
 
     def _rare(self, value: Any) -> Node:
         match value:
@@ -260,12 +259,8 @@ class Flattener:
         self._check_numpy(array.dtype)
         index = self._first.setdefault((id(array),), len(self.leaves))
         if index == len(self.leaves):
+            self.arrays.append(index)
             self._host_leaf(array, ("numpy", array.dtype, array.shape, array.strides))
-            if array.nbytes:
-                begin, end = _byte_bounds(array)
-                self._placed.append(index)
-                self._begins.append(begin)
-                self._ends.append(end)
         return ["x", index]
 
     def _host_leaf(self, value: Leaf, key: tuple[Any, ...]) -> Node:
@@ -580,6 +575,14 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return flags as the bytes that they are, which torch's copies make 0 or 1; any other tensor as it is."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+
+
+def same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Tell whether two dicts have the same keys in the same order; NumPy compares its numbers with each of a tuple."""
+    return len(one) == len(other) and all(
+        left is right or (type(left) is type(right) and hash(left) == hash(right) and left == right)
+        for left, right in zip(one, other, strict=True)
+    )
 
 
 def same(left: Any, right: Any) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..errors import SlotError
+from ..format.manifest import Node
 from .held import (
     Optimizer,
     ParameterOrder,
@@ -15,11 +17,12 @@ from .held import (
     has_hooks,
     local,
     named_buffers,
+    named_parameters,
     parameters,
     state_of,
 )
-from .shown import NOTHING, FlatTensors, digest_of, form_of, is_shown, left_out
-from .tree import Flattener, is_strided
+from .shown import NOTHING, FlatTensors, digest_of, form_of, is_shown, left_out, live_parts, places_of
+from .tree import Flattener, is_strided, unflatten
 
 _PARAMETERS: Final = "parameters"
 _BUFFERS: Final = "buffers"
@@ -27,8 +30,7 @@ _CHANGED: Final = "changed"
 _OPTIMIZERS: Final = "optimizers"
 _PLACES: Final = "places"
 _EXTRA: Final = "extra"
-FORM: Final = {kind: {str: str} for kind in (_PARAMETERS, _BUFFERS, _CHANGED, _OPTIMIZERS, _PLACES, _EXTRA)}
-"""Of `Unsaved.digests`, for `part`."""
+_KINDS: Final = frozenset({_PARAMETERS, _BUFFERS, _CHANGED, _OPTIMIZERS, _PLACES, _EXTRA})
 
 REMEDY: Final = "Register the module or the optimizer that has it, or a list of such tensors"
 _REMEDY: Final = f"{REMEDY}; if a hook or a method makes state_dict() give something else, remove it"
@@ -87,9 +89,8 @@ class Unsaved:
         kept = FlatTensors(flat)
         hidden = [item for item in hidden if item[0] == _CHANGED or item[2] not in kept]
         every = [*hidden, *((_PARAMETERS, *item) for item in order.elsewhere(held).items())]
-        optimizers = [each for several in held.values() for each in several] if every else []
         # torch does not count what its fused optimizers write.
-        written = {id(tensor) for each in optimizers for tensor in chain(state_of(each), parameters(each))}
+        written = {id(key) for several in held.values() for each in several for key in state_of(each)} if every else ()
         for kind, path, tensor in every:
             plain = local(tensor)
             if is_strided(plain) and not plain.is_meta:
@@ -104,10 +105,12 @@ class Unsaved:
                 self.digests[kind] = digests
         if places:
             self.digests[_PLACES] = places
+        optimizers = [each for several in held.values() for each in several] if hidden else []
+        updated = {id(tensor) for each in optimizers for tensor in parameters(each)}
         dropped = [
             path
             for kind, path, tensor in hidden
-            if kind == _CHANGED or (tensor.requires_grad and id(tensor) in written)
+            if kind == _CHANGED or (tensor.requires_grad and id(tensor) in updated)
         ]
         dropped += filter(None, [order.unkept])
         dropped += [path for path in self.digests.get(_PARAMETERS, {}) if self._changes(_PARAMETERS, path, before)]
@@ -158,20 +161,44 @@ class Unsaved:
         return known[1]
 
 
-def lost(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> Iterator[str]:
+def parse(node: Node) -> dict[str, dict[str, str]]:
+    """Return what a manifest has, as `Unsaved.digests` was.
+
+    Raises:
+        SlotError: It is malformed.
+    """
+    found = unflatten(node, lambda index: index)
+    parts = found.values() if isinstance(found, dict) and found.keys() <= _KINDS else [None]
+    if all(isinstance(part, dict) and all(isinstance(item, str) for item in [*part, *part.values()]) for part in parts):
+        return dict(found)
+    raise SlotError(f"manifest has {str(found)[:200]} for what is not saved")
+
+
+def lost(
+    saved: dict[str, dict[str, str]],
+    now: dict[str, dict[str, str]],
+    objects: dict[str, Any],
+    held: dict[str, list[Optimizer]],
+) -> Iterator[str]:
     """Yield what is not what the checkpoint's step had, but for buffers that are not persistent."""
-    for path in now.get(_PARAMETERS, {}).keys() - saved.get(_PARAMETERS, {}).keys() if _PARAMETERS in saved else ():
+    before, after = saved.get(_PARAMETERS, {}), now.get(_PARAMETERS, {})
+    found = [path for path, digest in before.items() if after.get(path) != digest]
+    for path in after.keys() - before.keys() if _PARAMETERS in saved else ():
         yield (
             f"{path} was in the state of a registered object, which has another tensor in its place now: "
             "load_state_dict() has to fill the one that there is"
         )
-    for kind in (_PARAMETERS, _CHANGED, _OPTIMIZERS, _EXTRA, _PLACES):
-        before, after = saved.get(kind, {}), now.get(kind, {})
+    for kind in (_CHANGED, _OPTIMIZERS, _EXTRA):
         # What is shown as it is in only one of the two: the checkpoint has the other's.
-        both = before if kind in (_PARAMETERS, _PLACES) else before | after
-        for path in both:
-            if before.get(path) != after.get(path):
-                yield f"{path} is not what it was, and no registered object's state has it as it is. {_REMEDY}"
+        before = saved.get(kind, {})
+        if paths := dict.fromkeys([*before, *now.get(kind, {})]):
+            live = _live(kind, _modules(objects), held)
+            found += [path for path in paths if form_of(live.get(path, NOTHING)) != before.get(path)]
+    if placed := saved.get(_PLACES):
+        places = places_of(held)
+        found += [path for path, digest in placed.items() if places.get(path) != digest]
+    for path in found:
+        yield f"{path} is not what it was, and no registered object's state has it as it is. {_REMEDY}"
 
 
 def other_buffers(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -184,6 +211,19 @@ def other_buffers(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str
 
 def _modules(objects: dict[str, Any]) -> dict[str, torch.nn.Module]:
     return {name: item for name, item in objects.items() if isinstance(item, torch.nn.Module)}
+
+
+def _live(kind: str, modules: dict[str, torch.nn.Module], held: dict[str, list[Optimizer]]) -> dict[str, Any]:
+    """Return what the objects have now of this kind, by path, whether a state shows it or not."""
+    if kind == _OPTIMIZERS:
+        return live_parts(held)
+    if kind == _EXTRA:
+        return {f"{name}.{key}": made for name, module in modules.items() for key, made in _extra(module)}
+    return {
+        f"{name}.{key}": tensor
+        for name, module in modules.items()
+        for key, tensor in chain(named_parameters(module), named_buffers(module))
+    }
 
 
 def _hidden(
@@ -221,11 +261,15 @@ def _not_persistent(module: torch.nn.Module) -> set[str]:
     }
 
 
+def _extra(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield key and extra state of the modules in `module` that have one."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        if type(inner).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", inner.get_extra_state()
+
+
 def _changed_extra(hooked: dict[str, torch.nn.Module], states: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path and extra state of the modules that have one, where a hook has changed it."""
     for name, module in hooked.items():
-        for prefix, inner in module.named_modules(remove_duplicate=False):
-            if type(inner).get_extra_state is not torch.nn.Module.get_extra_state:
-                key, made = f"{prefix}._extra_state" if prefix else "_extra_state", inner.get_extra_state()
-                if (form := form_of(made)) is not None and form_of(states[name].get(key, NOTHING)) != form:
-                    yield f"{name}.{key}", made
+        for key, made in _extra(module):
+            if (form := form_of(made)) is not None and form_of(states[name].get(key, NOTHING)) != form:
+                yield f"{name}.{key}", made

@@ -9,14 +9,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ..errors import some
-from .exact import same_keys
-from .held import equal, local
-from .memory import Extents, writable
-from .tree import PLAIN_TENSORS, Extent, Leaf, extent, raw
+from .held import local
+from .memory import Extents, overlap, writable
+from .tree import PLAIN_TENSORS, Extent, Leaf, extent, raw, same, same_keys
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
-_MUTABLE: Final = (dict, list, torch.Tensor, np.ndarray)
+_NAMED: Final = 5
 
 
 def renew(
@@ -36,8 +34,9 @@ def renew(
     renewal = _Renewal(others, shared, restored)
     values.update({name: renewal.of(values.get(name), wanted, name) for name, wanted in restored.items()})
     if renewal.replaced:
+        more = f" and {len(renewal.replaced) - _NAMED} more" if len(renewal.replaced) > _NAMED else ""
         warnings.warn(
-            f"restore() could not fill what the script registered as {some(renewal.replaced, between=', ')}: "
+            f"restore() could not fill what the script registered as {', '.join(renewal.replaced[:_NAMED])}{more}: "
             "read it from checkpointer.values, the script's own object is not what was restored",
             RuntimeWarning,
             stacklevel=2,
@@ -56,54 +55,75 @@ class _Renewal:
         self._others = Extents(map(_extent, others))
         self._shared = shared
         self._overlapping = _overlapping(restored)
-        self._kept = Extents()
+        self._written = Extents()
         self._writable = Extents(writable())
         self._made: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
+        self._renewed: dict[int, Any] = {}
+        self._filled: list[tuple[Extent, Any, Any]] = []
         self._alive: list[Any] = []  # so that no id is given out twice
 
     def of(self, now: Any, wanted: Any, path: str) -> Any:
         """Return `now` with the content of `wanted` if it can hold that, else `wanted`."""
         self._alive += [now, wanted]
-        made = self._made.get(id(wanted))  # one object of several places in the checkpoint
-        if made is None:
-            made = self._of(now, wanted, path)
-            if isinstance(wanted, _MUTABLE):
-                self._made[id(wanted)] = made
-        if made is not now and _is_mutable(now) and not _are_tuples(now, wanted):
-            self.replaced.append(path)
+        if id(wanted) in self._renewed:
+            # One list or dict of several places in the checkpoint.
+            if self._renewed[id(wanted)] is not now and _is_mutable(now):
+                self.replaced.append(path)
+            return self._renewed[id(wanted)]
+        made = self._of(now, wanted, path)
+        if isinstance(wanted, dict | list):
+            self._renewed[id(wanted)] = made
         return made
 
     def _of(self, now: Any, wanted: Any, path: str) -> Any:
-        if _are_tuples(now, wanted):
+        if isinstance(wanted, dict) and type(now) in _DICTS and isinstance(now, Counter) == isinstance(wanted, Counter):
+            if self._is_taken(now, wanted):
+                return self._of_taken(now, wanted, path)
+            content = {key: self.of(now.get(key), value, f"{path}.{key}") for key, value in wanted.items()}
+            now.clear()
+            now.update(content)
+            return now
+        if isinstance(wanted, list) and type(now) is list:
+            if self._is_taken(now, wanted):
+                return self._of_taken(now, wanted, path)
+            pairs = enumerate(zip_longest(now[: len(wanted)], wanted))
+            now[:] = [self.of(item, value, f"{path}.{at}") for at, (item, value) in pairs]
+            return now
+        if isinstance(wanted, tuple) and type(now) is tuple and len(now) == len(wanted):
             pairs = enumerate(zip(now, wanted, strict=True))
             made = tuple(self.of(item, value, f"{path}.{at}") for at, (item, value) in pairs)
             return now if all(one is other for one, other in zip(made, now, strict=True)) else made
         if isinstance(wanted, torch.Tensor | np.ndarray):
-            return now if self._leaf(now, wanted) else wanted
-        is_dict = (
-            isinstance(wanted, dict) and type(now) in _DICTS and isinstance(now, Counter) == isinstance(wanted, Counter)
-        )
-        if not is_dict and not (isinstance(wanted, list) and type(now) is list):
-            return wanted
-        if id(now) in self._containers:  # filled under another name
-            return now if _alike(self._containers[id(now)], wanted) else wanted
+            if id(wanted) not in self._made:
+                self._made[id(wanted)] = now if self._leaf(now, wanted) else wanted
+            made = self._made[id(wanted)]
+            if made is not now and isinstance(now, torch.Tensor | np.ndarray):
+                self.replaced.append(path)
+            return made
+        if _is_mutable(now):
+            self.replaced.append(path)
+        return wanted
+
+    def _is_taken(self, now: Any, wanted: Any) -> bool:
+        """Tell whether the container `now` has been filled under another name."""
+        if id(now) in self._containers:
+            return True
         self._containers[id(now)] = wanted
-        if is_dict:
-            content = {key: self.of(now.get(key), value, f"{path}.{key}") for key, value in wanted.items()}
-            now.clear()
-            now.update(content)
-        else:
-            pairs = enumerate(zip_longest(now[: len(wanted)], wanted))
-            now[:] = [self.of(item, value, f"{path}.{at}") for at, (item, value) in pairs]
-        return now
+        return False
+
+    def _of_taken(self, now: Any, wanted: Any, path: str) -> Any:
+        if _alike(self._containers[id(now)], wanted):
+            return now
+        self.replaced.append(path)
+        return wanted
 
     def _leaf(self, now: Any, wanted: torch.Tensor | np.ndarray) -> bool:
         """Tell whether `now` holds what `wanted` does, filled if need be, without harm to what shares its memory."""
         if not isinstance(now, torch.Tensor | np.ndarray):
             return False
         here, there = _extent(now), _extent(wanted)
-        is_equal = _has_form(now, wanted) and equal(now, wanted)
+        is_equal = _has_form(now, wanted) and _equal(now, wanted)
         if self._others.overlap(there):
             # It is a module's own tensor, or what an object has taken over.
             return here == there and is_equal
@@ -112,13 +132,21 @@ class _Renewal:
         if id(wanted) in self._overlapping:
             # To be restored with what shares its memory, of which the script's own may share nothing.
             return False
-        if not is_equal:
-            if self._kept.overlap(here) or (here is not None and _is_on_host(now) and not self._writable.covers(here)):
-                return False
-            if not _fill(now, wanted):
-                return False
-        if (filled := _extent(now)) is not None:
-            self._kept.add(filled)
+        if not is_equal and here is not None and _is_on_host(now) and not self._writable.covers(here):
+            return False
+        mates = []
+        if here is not None and self._written.overlap(here):
+            mates = [(mate, its) for extent, mate, its in self._filled if overlap(extent, here)]
+        backup = _copy(now) if mates else None
+        if not is_equal and not _fill(now, wanted):
+            return False
+        if not all(_equal(mate, its) for mate, its in mates):
+            _fill(now, backup)
+            return False
+        filled = _extent(now)
+        if filled is not None:
+            self._written.add(filled)
+            self._filled.append((filled, now, wanted))
         return True
 
 
@@ -144,14 +172,10 @@ def _overlapping(restored: dict[str, Any]) -> set[int]:
     return {one for several in found.values() if len(several) > 1 for one in several}
 
 
-def _are_tuples(now: Any, wanted: Any) -> bool:
-    return type(now) is tuple and isinstance(wanted, tuple) and len(now) == len(wanted)
-
-
 def _is_mutable(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_is_mutable, value))
-    return isinstance(value, _MUTABLE)
+    return isinstance(value, dict | list | torch.Tensor | np.ndarray)
 
 
 def _is_on_host(leaf: Any) -> bool:
@@ -188,7 +212,23 @@ def _fill(now: Any, wanted: Any) -> bool:
     except (RuntimeError, ValueError):
         # Read-only, or several elements are one in memory, or it does not take another form.
         return False
-    return equal(now, wanted)
+    return _equal(now, wanted)
+
+
+def _equal(now: Any, wanted: Any) -> bool:
+    one, other = local(now), local(wanted)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        one, other = one.detach().resolve_conj().resolve_neg(), other.detach().resolve_conj().resolve_neg()
+        # Parameters are tensors here.
+        return one.device == other.device and same(one.as_subclass(torch.Tensor), other.as_subclass(torch.Tensor))
+    return same(one, other)
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    plain = leaf.detach()
+    return raw(plain).clone().view(torch.bool) if plain.dtype is torch.bool else plain.clone()
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -199,4 +239,4 @@ def _alike(one: Any, other: Any) -> bool:
         return same_keys(one, other) and all(_alike(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_alike, one, other))
-    return equal(one, other) if isinstance(one, torch.Tensor | np.ndarray) else repr(one) == repr(other)
+    return _equal(one, other) if isinstance(one, torch.Tensor | np.ndarray) else repr(one) == repr(other)

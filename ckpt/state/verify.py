@@ -13,7 +13,6 @@ from ..format.manifest import Manifest, Node, TensorSpec
 from .tree import Flattener, Leaf, bytes_of, unflatten
 
 _SHOWN: Final = 60
-_NOTHING: Final = object()
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -47,8 +46,10 @@ class Comparison:
         self._payload = payload
         self._now = now
         self._specs = now.specs()
-        self._known: dict[tuple[str, str, int], tuple[int, str]] = {}
+        self._places: dict[int, tuple[int, str]] = {}
+        self._origins: dict[int, tuple[int, str]] = {}
         self._groups: dict[int, tuple[int, int]] = {}
+        self._objects: dict[tuple[str, str, int], tuple[tuple[str, int], str]] = {}
 
     def differences(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         """Yield where the node `now` of the state is not what `saved` of the slot is; both are at `path`."""
@@ -68,51 +69,77 @@ class Comparison:
             case _ if saved != now:
                 yield self._differing(saved, now, path)
 
-    def identities(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
-        """Yield what is one object, shares memory or requires grad in only one of the two, tensors as not plain.
+    def sharing(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
+        """Yield which tensors share memory in only one of the two; call it for nodes that have no other differences."""
+        for one, two, place in _pairs(saved, now, path):
+            if one[0] != "x":
+                continue
+            index, other = one[1], two[1]
+            before, after = self._manifest.tensors[index], self._specs[other]
+            if before.kind != "torch" or not before.nbytes:
+                continue
+            known, known_path = self._places.setdefault(index, (other, place))
+            origin, origin_path = self._origins.setdefault(other, (index, place))
+            if known != other:
+                yield _plainly(place, f"one tensor with {known_path} in the checkpoint, two now")
+            elif origin != index:
+                yield _plainly(place, f"one tensor with {origin_path} now, two in the checkpoint")
+            elif (before.within is None) != (after.within is None):
+                yield _plainly(
+                    place, f"shares memory with another one only {'now' if after.within else 'in the checkpoint'}"
+                )
+            elif before.within is not None and after.within is not None:
+                moved = (after.within[0], after.within[1] - before.within[1])
+                if self._groups.setdefault(before.within[0], moved) != moved:
+                    yield _plainly(place, "shares other memory in the checkpoint than now")
 
-        Call it for nodes that have no other differences.
-        """
+    def aliases(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
+        """Yield which lists, dicts and arrays are one object in only one of the two; call it as `sharing`."""
         for before, after, place in _pairs(saved, now, path):
-            kind, one, two = "container", id(before), id(after)
-            was = is_ = None
             if before[0] == "x":
-                one, two = before[1], after[1]
-                was, is_ = self._manifest.tensors[one], self._specs[two]
-                kind = was.kind
-                if was.grad != is_.grad:
-                    yield Difference(path=place, text=f"requires_grad was {was.grad}, is {is_.grad}", plain=True)
-                if kind == "bytes" or (kind == "torch" and not was.nbytes):
+                if self._specs[after[1]].kind != "numpy":
                     continue
-            what, text = "tensor" if kind == "torch" else "object", ""
-            known, known_path = self._known.setdefault(("saved", kind, one), (two, place))
-            origin, origin_path = self._known.setdefault(("now", kind, two), (one, place))
-            if known != two:
-                text = f"one {what} with {known_path} in the checkpoint, two now"
+                one, other = ("array", before[1]), ("array", after[1])
+            else:
+                one, other = ("container", id(before)), ("container", id(after))
+            known, known_path = self._objects.setdefault(("saved", *one), (other, place))
+            origin, origin_path = self._objects.setdefault(("now", *other), (one, place))
+            if known != other:
+                yield Difference(
+                    path=place, text=f"one object with {known_path} in the checkpoint, two now", plain=True
+                )
             elif origin != one:
-                text = f"one {what} with {origin_path} now, two in the checkpoint"
-            elif was is not None and is_ is not None:
-                text = self._moved(was.within, is_.within)
-            if text:
-                yield Difference(path=place, text=text, plain=kind != "torch")
+                yield Difference(
+                    path=place, text=f"one object with {origin_path} now, two in the checkpoint", plain=True
+                )
 
-    def _moved(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> str:
-        if before is None or after is None:
-            where = "now" if after else "in the checkpoint"
-            return "" if before == after else f"shares memory with another one only {where}"
-        moved = (after[0], after[1] - before[1])
-        is_one = self._groups.setdefault(before[0], moved) == moved
-        return "" if is_one else "shares other memory in the checkpoint than now"
+    def frozen(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
+        """Yield which leaves require grad in only one of the two; call it as `sharing`."""
+        for before, after, place in _pairs(saved, now, path):
+            if before[0] == "x":
+                was, is_ = self._manifest.tensors[before[1]].grad, self._specs[after[1]].grad
+                if was != is_:
+                    yield Difference(path=place, text=f"requires_grad was {was}, is {is_}", plain=True)
 
     def _dict(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         befores = {json.dumps(key): child for key, child in zip(saved[1], saved[2], strict=True)}
         afters = {json.dumps(key): child for key, child in zip(now[1], now[2], strict=True)}
         for key in dict.fromkeys([*befores, *afters]):
             place = f"{path}.{_key(json.loads(key))}"
-            if key in befores and key in afters:
-                yield from self.differences(befores[key], afters[key], place)
+            if key not in afters:
+                yield Difference(
+                    path=place,
+                    text=f"{self._shown(befores[key], self._manifest.tensors)} in the checkpoint, nothing now",
+                    plain=self._is_plain(befores[key], self._manifest.tensors),
+                )
+            elif key not in befores:
+                yield Difference(
+                    path=place,
+                    text=f"nothing in the checkpoint, {self._shown(afters[key], self._specs)} now",
+                    plain=self._is_plain(afters[key], self._specs),
+                )
             else:
-                yield self._differing(befores.get(key, _NOTHING), afters.get(key, _NOTHING), place)
+                yield from self.differences(befores[key], afters[key], place)
 
     def _leaf(self, index: int, other: int, path: str) -> Iterator[Difference]:
         before, after = self._manifest.tensors[index], self._specs[other]
@@ -142,7 +169,7 @@ class Comparison:
         return all(self._is_plain(child, specs) for child in children)
 
     def _shown(self, node: Node, specs: tuple[TensorSpec, ...]) -> str:
-        text = "nothing" if node is _NOTHING else repr(unflatten(node, lambda index: _Shown(specs[index])))
+        text = repr(unflatten(node, lambda index: _Shown(specs[index])))
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -171,20 +198,14 @@ def _pairs(saved: Node, now: Node, path: str) -> Iterator[tuple[Node, Node, str]
             yield from _pairs(child, others[json.dumps(key)], f"{path}.{_key(key)}")
 
 
+def _plainly(path: str, text: str) -> Difference:
+    return Difference(path=path, text=text, plain=False)
+
+
 def _key(node: Node) -> str:
     # A number of NumPy is another key than the number that it is equal to.
     key = unflatten(node, lambda index: f"leaf {index}")
     return key if isinstance(key, str) else repr(key)
-
-
-def leaf_of(spec: TensorSpec, data: torch.Tensor) -> Leaf:
-    """Return the leaf that has the bytes of `data`, uint8; a tensor or an array is a view of them, contiguous."""
-    if spec.kind == "bytes":
-        return data.numpy().tobytes()
-    if spec.kind == "numpy":
-        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
-    dtype = getattr(torch, spec.dtype)
-    return data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
 
 
 def _bytes(leaf: Leaf) -> torch.Tensor:

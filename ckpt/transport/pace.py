@@ -64,7 +64,7 @@ class TrainerPace:
 
     def on_attached(self, replication: Message) -> None:
         """Take what the daemon knows; tell one that has forgotten it when the network is idle."""
-        self.capture_every(replication["every"])
+        self.on_message({"op": "pace", "every": replication["every"]})
         self.protection.attached()
         known = replication["idle"]
         with self._lock:
@@ -73,10 +73,10 @@ class TrainerPace:
             elif self.profile is not None:
                 self._link.notify("schedule", **self.profile.to_message())
 
-    def capture_every(self, steps: int) -> None:
-        """Take of how many steps one is to be captured at most."""
-        if steps != self.every:
-            self.every = steps
+    def on_message(self, message: Message) -> None:
+        """Take a notification of the daemon."""
+        if message.get("op") == "pace" and message["every"] != self.every:
+            self.every = message["every"]
             _log.info("a checkpoint is made of every %d steps now", self.every)
 
     @property

@@ -11,8 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -149,11 +147,13 @@ def _is_communication(event: Any) -> bool:
     return bool(name.lower().startswith(_DEVICE_PREFIX) and "kernel" in name.lower())
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
+class _quiet:
     """Keep the profiler's library from reporting its start on stderr; it reads the variable when first used."""
-    said = os.environ.get(_LOG_LEVEL)
-    os.environ.setdefault(_LOG_LEVEL, "99")
-    yield
-    if said is None:
-        del os.environ[_LOG_LEVEL]
+
+    def __enter__(self) -> None:
+        self._said = os.environ.get(_LOG_LEVEL)
+        os.environ.setdefault(_LOG_LEVEL, "99")
+
+    def __exit__(self, *exception: object) -> None:
+        if self._said is None:
+            del os.environ[_LOG_LEVEL]

@@ -1,7 +1,7 @@
 """`resilientctl export`: a step that memory or the persistent tier holds, as a checkpoint that plain PyTorch loads."""
 
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -103,8 +103,7 @@ def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[
     lacking = []
     for pair in fitting:
         ranks = held[pair]
-        with closing(Slot.open(next(iter(ranks.values())))) as one:
-            world_size = one.header().world_size
+        world_size = _world_size(next(iter(ranks.values())))
         missing = sorted(set(range(world_size)) - ranks.keys())
         if not missing:
             return pair, [_copy(ranks[rank], scratch, rank, pair) for rank in sorted(ranks)]
@@ -112,14 +111,25 @@ def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[
     raise click.ClickException(f"this host does not hold {', nor '.join(lacking)}; {_REMEDY}")
 
 
+def _world_size(path: Path) -> int:
+    slot = Slot.open(path)
+    try:
+        return slot.header().world_size
+    finally:
+        slot.close()
+
+
 def _copy(path: Path, scratch: Path, rank: int, pair: Pair) -> Slot:
     """Return a verified copy: training may overwrite the slot at any moment."""
-    with closing(Slot.open(path)) as source:
+    source = Slot.open(path)
+    try:
         header, page = source.header(), bytes(source.buffer[:HEADER_BYTES])
         copy = Slot.create(
             scratch / f"rank{rank}", capacity_bytes=source.capacity_bytes, payload_offset=header.payload_offset
         )
         copy.buffer[HEADER_BYTES : header.used_bytes] = source.buffer[HEADER_BYTES : header.used_bytes]
+    finally:
+        source.close()
     found = copy.adopt(page)
     if (found.rank, found.pair) != (rank, pair):
         raise SlotError(f"rank {rank}: training has overwritten step {pair[1]} meanwhile; try again")

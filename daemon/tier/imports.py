@@ -35,7 +35,7 @@ def write_import(
     _refuse_published(tier, run_id)
     pair, checksums = (IMPORT_GENERATION, step), list[int]()
 
-    def checksummed() -> Iterator[bytes]:
+    def checksummed() -> Iterator[bytes | memoryview]:
         for chunk in _chunks(payload):
             checksums.append(xxhash.xxh3_64_intdigest(chunk))
             yield chunk
@@ -60,7 +60,7 @@ def write_import(
     return manifest
 
 
-def _write(tier: Tier, pair: Pair, name: str, chunks: Iterable[bytes]) -> int:
+def _write(tier: Tier, pair: Pair, name: str, chunks: Iterable[bytes | memoryview]) -> int:
     file = tier.create(pair, name)
     try:
         for chunk in chunks:
@@ -87,14 +87,19 @@ def _refuse_published(tier: Tier, run_id: str) -> None:
     )
 
 
-def _chunks(pieces: Iterator[memoryview]) -> Iterator[bytes]:
+def _chunks(pieces: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of `pieces` in chunks of `CHUNK_BYTES`, the last one shorter."""
     pending = bytearray()
     for piece in pieces:
-        for start in range(0, len(piece), CHUNK_BYTES):
-            pending += piece[start : start + CHUNK_BYTES]
-            if len(pending) >= CHUNK_BYTES:
-                yield bytes(pending[:CHUNK_BYTES])
-                del pending[:CHUNK_BYTES]
+        at = min(len(piece), (CHUNK_BYTES - len(pending)) % CHUNK_BYTES) if pending else 0
+        pending += piece[:at]
+        if len(pending) == CHUNK_BYTES:
+            yield bytes(pending)
+            pending.clear()
+        if pending:
+            continue
+        whole = at + (len(piece) - at) // CHUNK_BYTES * CHUNK_BYTES
+        yield from (piece[start : start + CHUNK_BYTES] for start in range(at, whole, CHUNK_BYTES))
+        pending += piece[whole:]
     if pending:
         yield bytes(pending)
