@@ -95,6 +95,7 @@ def test_a_report_of_another_term_counts_for_nothing() -> None:
 def test_only_what_is_more_is_said_at_once() -> None:
     before = Report(term=TERM, complete=frozenset({(1, 4), (1, 5)}), claims={(1, 5): {}})
     assert not replace(before, complete=frozenset({(1, 5)})).says_more_than(before)
+    assert replace(before, complete=frozenset({(1, 4)})).says_more_than(before), "a replica was lost"
     assert replace(before, complete=frozenset({(1, 5), (1, 6)})).says_more_than(before)
     assert replace(before, claims={(1, 5): {"s": {}}}).says_more_than(before)
     assert replace(before, term=(2, 9)).says_more_than(before)

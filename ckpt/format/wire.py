@@ -65,15 +65,15 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Return the frame of `message`.
 
     Raises:
-        WireError: The encoded message is longer than `MAX_FRAME_BYTES`.
+        WireError: The encoded message is longer than `limit_bytes`.
     """
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"message of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    if len(body) > limit_bytes:
+        raise WireError(f"message of {len(body)} bytes exceeds the limit of {limit_bytes}")
     return _LENGTH.pack(len(body)) + body
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
 
-from ..run.report import Claims, Report, Said, Term, Tree, added, complete
+from ..run.report import MAX_REPORT_BYTES, Claims, Report, Said, Term, Tree, added, complete
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..trust.secure import SecureSocket
@@ -45,6 +45,7 @@ class ReportTree:
 
     Attributes:
         beside: At the root: hosts without a seat for whose reports it waits, too.
+        spoken: The greatest number of what roots have said, in any term.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ReportTree:
         dial: Callable[[str], Awaitable[SecureSocket]],
     ) -> None:
         self.beside: frozenset[str] = frozenset()
+        self.spoken = 0
         self._view = view
         self._slots = slots
         self._claims = claims
@@ -93,7 +95,7 @@ class ReportTree:
                 del self._reports[host]
             self._heard += 1
         pairs = complete(view.round, view.kept_ranks, self._slots.held()) if self._slots.adopted else frozenset()
-        missed = view.missed if view.missed is not None and view.missed.next[0] == view.generation else None
+        missed = view.missed if view.missed is not None and view.missed.next == view.agreed.next else None
         claims = self._claims(pair for pair in pairs if pair[0] == view.generation)
         own = Report(term=term, complete=pairs, missed=missed, claims=claims)
         below = (*self._tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
@@ -105,7 +107,7 @@ class ReportTree:
         """Let this host, and all below it, know what the root says."""
         known = self._said
         if known is None or known.term != said.term or known.number < said.number:
-            self._said = said
+            self._said, self.spoken = said, max(self.spoken, said.number)
             self._view.notify()
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class ReportTree:
         raise ConnectionError(f"the link of host {host} has ended")
 
     async def _hear_reports(self, host: str, link: object, sock: SecureSocket) -> None:
-        while (message := await sock.receive_message(wire.MAX_FRAME_BYTES, _SILENT_S)) is not None:
+        while (message := await sock.receive_message(MAX_REPORT_BYTES, _SILENT_S)) is not None:
             if self._links.get(host) is not link:
                 return
             report = Report.parse(message)
@@ -205,7 +207,7 @@ class ReportTree:
             told = self.report()
             if told is None or is_over():
                 return
-            await sock.send_message(told.message())
+            await sock.send_all(wire.encode(told.message(), MAX_REPORT_BYTES))
 
     async def _nearer(self, host: str) -> _Link:
         """Return a link to a host above that is nearer than `host`, as soon as one can be reached."""

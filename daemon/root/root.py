@@ -131,6 +131,7 @@ class Root:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._mirror())
             group.create_task(self._say())
+            group.create_task(self._wake_comparer())
             group.create_task(self._supervisor.keep("commit", self._committer.run, essential=True))
             group.create_task(self._supervisor.keep("compare", self._comparer.run, essential=True))
             group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
@@ -143,8 +144,17 @@ class Root:
                     self._view.left_out = self._state.left_out
                 self._tree.beside = self._state.spares
                 self._news.set()
-                self._comparer.wake()
                 self._view.notify()
+
+    async def _wake_comparer(self) -> None:
+        """Let ranks be compared again when there is another report, or another step is committed."""
+        seen: tuple[object, object] = None, None
+        while True:
+            await self._view.wait_for(
+                lambda: self._tree.report() is not seen[0] or self._view.watermark != seen[1]  # noqa: B023
+            )
+            seen = self._tree.report(), self._view.watermark
+            self._comparer.wake()
 
     async def _say(self) -> None:
         """Let all hosts know what etcd has of commits, whenever that changes."""
@@ -160,15 +170,13 @@ class Root:
             return None
         said = Said(
             term=term,
-            number=1 if known is None else known.number,
+            number=self._tree.spoken + 1,
             watermark=state.watermark,
             watermark_revision=state.revision(keys.WATERMARK),
             next=state.next,
             persist=state.persist,
         )
-        if said == known:
-            return None
-        return said if known is None else replace(said, number=known.number + 1)
+        return None if known is not None and replace(said, number=known.number) == known else said
 
     def _claims(self) -> Claims:
         report = self._tree.report()

@@ -151,7 +151,8 @@ class RootState:
             self._gone = {before.generation: before.gone(members, after)} if before and follows else {}
 
     def _holders(self, round_: Round) -> tuple[frozenset[str], ...]:
-        return tuple(self.spares.union(holders) for holders in round_.holders_by_host(self._replicas))
+        # Without the spares: one may have come after what is committed.
+        return tuple(map(frozenset, round_.holders_by_host(self._replicas)))
 
     def _find_spares(self) -> None:
         """Learn which standbys commits wait for."""

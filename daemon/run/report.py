@@ -17,7 +17,9 @@ from .commit import Held, Missed, is_dead
 from .rounds import MAX_WORLD_SIZE, Round
 
 FAN_IN = 16
-_MOST_ABSENT = 1024
+_MOST_ABSENT = 1 << 14
+MAX_REPORT_BYTES = 16 << 20
+"""Each rank of a sharded state has a structure of its own."""
 
 Term = tuple[int, int]
 """Generation, and etcd revision of the election of its root: what is of another term counts for nothing."""
@@ -105,6 +107,8 @@ class Report:
             complete = frozenset(map(pair_of, value["complete"]))
             claims = _parse_claims(value["claims"])
             absent = tuple(Fields({"host": host}, "report, absent").text("host") for host in value["absent"])
+            if len(absent) > _MOST_ABSENT:
+                raise ValueError(f"{len(absent)} hosts are absent")
         except (KeyError, TypeError, ValueError) as error:
             raise DaemonError(f"report: {str(value)[:200]} is none: {error!r}") from error
         missed = None if value.get("missed") is None else Missed.parse(fields.object("missed"))
@@ -126,14 +130,13 @@ class Report:
         }
 
     def says_more_than(self, before: Self | None) -> bool:
-        """Tell whether the one above must hear of this at once, after `before`.
-
-        What a host does not hold any more it gave up because the root had said that it may.
-        """
-        return (
+        """Tell whether the one above must hear of this at once, after `before`."""
+        return bool(
             before is None
             or self.term != before.term
             or not self.complete <= before.complete
+            # Else it is an older one, which the root allowed to be given up.
+            or (before.complete and max(before.complete) not in self.complete)
             or self.missed != before.missed
             or self.absent != before.absent
             or any(before.claims.get(pair) != claims for pair, claims in self.claims.items())
