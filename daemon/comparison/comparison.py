@@ -273,15 +273,14 @@ class Comparer:
         equal = EqualLeaves.of(self._generation, lesson.mask)
         round_ = self._view.round
         news = equal.name != self._masks.get(structure) if structure in self._masks else bool(lesson.mask.any())
-        if not news or round_ is None:
-            self._untold.discard(structure)
-            return
-        guards = {self._prefix + keys.ROUND: round_.revision}
-        if await self._etcd.commit(guards, {self._prefix + keys.EQUAL(structure): equal.to_value()}):
+        if news and round_ is not None:
+            guards = {self._prefix + keys.ROUND: round_.revision}
+            if not await self._etcd.commit(guards, {self._prefix + keys.EQUAL(structure): equal.to_value()}):
+                raise _NotYet("there is another round")
             self._masks[structure] = equal.name
-            self._untold.discard(structure)
-        else:
-            raise _NotYet("there is another round")
+        self._untold.discard(structure)
+        # The mirror may have shown it before etcd has answered: what `agrees` says now is news.
+        self._view.notify()
 
     async def _report(
         self, pair: Pair, structure: str, ranks: list[int], difference: RankDifference, excuse: str
