@@ -126,10 +126,10 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: py
                 await asyncio.sleep(0.01)
 
     async def unanswered(self: Etcd, *given: Any, **named: Any) -> None:
-        await put(self, *given, **named)
+        await commit(self, *given, **named)
         raise EtcdUnavailable("it stands still")
 
-    put = Etcd.put
+    commit = Etcd.commit
 
     async def scenario() -> None:
         etcd = await Etcd.connect(etcd_config)
@@ -138,22 +138,27 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: py
         task = asyncio.create_task(keys.run(etcd))
         try:
             keys.set("state/observations/a", {"observations": [1]})
-            await asyncio.sleep(0)
-            keys.lease = lease = await etcd.lease(5)
             await until(etcd, {"observations": [1]})
             keys.set("state/observations/a", {"observations": [2]})
             await until(etcd, {"observations": [2]})
-            await lease.revoke()
-            await until(etcd, None)
-            keys.set("state/observations/a", {"observations": [3]})
-            keys.lease = lease = await etcd.lease(5)
-            await until(etcd, {"observations": [3]})
+            before = keys.lease
+            assert before is not None
+            await before.revoke()
+            await until(etcd, {"observations": [2]})
+            assert keys.lease is not before
             keys.set("state/observations/a", None)
             await until(etcd, None)
-            monkeypatch.setattr(Etcd, "put", unanswered)
-            keys.set("state/observations/a", {"observations": [4]})
-            await until(etcd, {"observations": [4]})
+            with monkeypatch.context() as patch:
+                patch.setattr(Etcd, "commit", unanswered)
+                keys.set("state/observations/a", {"observations": [4]})
+                await until(etcd, {"observations": [4]})
             keys.set("state/observations/a", None)
+            await until(etcd, None)
+            keys.set("state/observations/a", {"observations": [5]})
+            await until(etcd, {"observations": [5]})
+            assert keys.lease is not None
+            task.cancel()
+            await keys.lease.revoke()
             await until(etcd, None)
         finally:
             task.cancel()
