@@ -332,6 +332,9 @@ class Job:
             self.sessions.end()
             # Else a rank of its first generation, which may attach before the round is read, would seem to be late.
             self.view.round = None
+            # Its generations are counted from 1 again.
+            self.view.done = self.view.missed = None
+            self._digests.clear()
             self._protected_by = (0, [])
             await self.slots.clear()
             self.slots.update_record(attached=False, generation=0, round_revision=0)

@@ -82,6 +82,10 @@ class HostDigests:
         self._known: dict[int, dict[Pair, dict[str, U64]]] = {}
         self._names: dict[str, list[str]] = {}
 
+    def clear(self) -> None:
+        """Forget all captures: another life of the run begins."""
+        self._known.clear()
+
     def claims(self, pairs: Iterable[Pair]) -> Claims:
         """Return what the ranks of this host claim of the digests of these pairs."""
         found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
