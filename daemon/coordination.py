@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from operator import is_not
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
@@ -210,15 +211,28 @@ class Coordinator:
         self._view.finishing = any(done == generation for done, _ in self._mirror.folders[keys.DONE])
 
     async def _rounds(self) -> None:
-        """Make the newest round the current one."""
-        async with aclosing(self._values(keys.JOB, keys.ROUND)) as states:
-            async for job, round_ in states:
-                if job is None:
-                    continue
-                await self._on_agreement(job)
-                if round_ is not None and (self._view.round is None or self._view.round.revision != round_.revision):
-                    await self._on_round(round_)
-                self._note_done()
+        """Make the newest round the current one.
+
+        Raises:
+            DaemonError: The job or the round is damaged.
+        """
+        mirror, view = self._mirror, self._view
+        last: list[Any] | None = None
+
+        def said() -> list[Any]:
+            return [mirror.ignored.get(name) or mirror.get(name) for name in (keys.JOB, keys.ROUND)]
+
+        while True:
+            await view.wait_for(lambda: self._loaded and (last is None or any(map(is_not, last, said()))))  # noqa: B023
+            if damaged := [mirror.ignored[name] for name in (keys.JOB, keys.ROUND) if name in mirror.ignored]:
+                raise DaemonError(damaged[0])
+            job, round_ = last = said()
+            if job is None:
+                continue
+            await self._on_agreement(job)
+            if round_ is not None and (view.round is None or view.round.revision != round_.revision):
+                await self._on_round(round_)
+            self._note_done()
 
     async def _commits(self, etcd: Etcd) -> None:
         """Show what the root says is committed, once what must be persisted is copied: at first what etcd has."""
@@ -254,27 +268,6 @@ class Coordinator:
             next=None if following is None else Fields(following.value, keys.NEXT).pair(),
             persist=None if persist is None else persist.value,
         )
-
-    async def _values(self, *names: str) -> AsyncGenerator[list[Any], None]:
-        """Yield what keys say, None for one that is not there: now, and when one of them was written again.
-
-        Raises:
-            DaemonError: One of them is damaged.
-        """
-        mirror = self._mirror
-        last: list[Any] | None = None
-
-        def said() -> list[Any]:
-            return [mirror.ignored.get(name) or mirror.get(name) for name in names]
-
-        def are_new() -> bool:
-            return self._loaded and (last is None or any(a is not b for a, b in zip(last, said(), strict=True)))
-
-        while True:
-            await self._view.wait_for(are_new)
-            if damaged := [mirror.ignored[name] for name in names if name in mirror.ignored]:
-                raise DaemonError(damaged[0])
-            yield (last := said())
 
     async def _introduce(self) -> None:
         """Let the others know of this host."""

@@ -79,7 +79,7 @@ def whole(**changes: Any) -> RootView:
         members=dict.fromkeys("abc", 0),
         daemons=frozenset("abc"),
         held=held,
-        holders=(frozenset("ac"), frozenset("ab"), frozenset("bc")),
+        replicas=2,
         watermark=(3, 10),
     )
     return replace(view, **changes)

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import DaemonError
 
 from ..etcd.client import EtcdAuthError, EtcdError, EtcdLeaseLost, EtcdUnavailable
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PAUSE_S = (0.1, 5.0)
 _STEADY_S = 10.0
@@ -106,6 +107,18 @@ class Supervisor:
         if task is not None and not task.running:
             task.running, task.logged = True, ""
             log.warning("%s: task %r runs again, it had failed %d time(s)", self._owner, name, task.failures)
+
+
+async def first(*work: Awaitable[T]) -> T:
+    """Return, or raise, what the first of these does, in their order, and end the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _finish(work: Callable[[], Awaitable[None]]) -> None:

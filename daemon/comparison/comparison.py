@@ -45,7 +45,7 @@ def agree(claims: Mapping[str, Mapping[DigestClaim, Runs]], masks: Mapping[str, 
     """
     for structure, found in claims.items():
         mask = masks.get(structure)
-        if mask is not None and len(_ranks(found)) > 1 and (len(found) > 1 or next(iter(found)).mask != mask):
+        if mask is not None and _count(found) > 1 and (len(found) > 1 or next(iter(found)).mask != mask):
             return False
     return True
 
@@ -58,6 +58,10 @@ def differing(claims: Claims, masks: Mapping[str, str]) -> list[tuple[Pair, str]
         for structure, found in structures.items()
         if sum(1 for claim in found if claim.mask and claim.mask == masks.get(structure)) > 1
     )
+
+
+def _count(found: Mapping[DigestClaim, Runs]) -> int:
+    return sum(last - first + 1 for first, last in chain(*found.values()))
 
 
 def _ranks(found: Mapping[DigestClaim, Runs]) -> list[int]:
@@ -206,7 +210,7 @@ class Comparer:
             return
         self._learned = committed
         for structure, claims in found.get(committed, {}).items():
-            if len(_ranks(claims)) > 1:
+            if _count(claims) > 1:
                 self._looks[structure] += 1
                 looks = self._looks[structure]
                 if looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:

@@ -8,12 +8,12 @@ the host above it reports to the one above that, and the host between leaves it 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
 
+from ..base.supervise import first
 from ..run.report import MAX_REPORT_BYTES, Claims, Report, Said, Term, Tree, added, complete
 from ..run.view import JobView
 from ..slots.slots import JobSlots
@@ -29,7 +29,6 @@ _AVOIDED_S = 10.0
 _RETRY_S = 0.3
 
 
-_T = TypeVar("_T")
 _Link = tuple[str, SecureSocket]
 """A host above, and a connection to it."""
 
@@ -67,17 +66,16 @@ class ReportTree:
         self._added: tuple[object, Report | None] = None, None
         self._links: dict[str, object] = {}
         self._said: Said | None = None
-        self._tree: Tree | None = None
+        self._reported_in: Tree | None = None
         self._avoided: dict[str, float] = {}
         self._closed = False
 
     @property
     def term(self) -> Term | None:
         """The generation and the election that this host knows, None while there is no root in the round."""
-        view = self._view
-        if view.round is None or view.leader is None or view.leader not in view.round or not view.leader_revision:
+        if self._tree() is None or not self._view.leader_revision:
             return None
-        return view.generation, view.leader_revision
+        return self._view.generation, self._view.leader_revision
 
     @property
     def said(self) -> Said | None:
@@ -86,19 +84,19 @@ class ReportTree:
 
     def report(self) -> Report | None:
         """Return what is known here of this host and all below it, None while there is no root."""
-        view, term = self._view, self.term
-        if term is None or view.round is None or view.leader is None:
+        view, term, tree = self._view, self.term, self._tree()
+        if term is None or tree is None:
             return None
-        if self._tree is None or self._tree.round is not view.round or self._tree.root != view.leader:
-            self._tree = Tree(view.round, view.leader)
+        if tree != self._reported_in:
+            self._reported_in = tree
             for host in self._reports.keys() - self._links.keys():
                 del self._reports[host]
             self._heard += 1
-        pairs = complete(view.round, view.kept_ranks, self._slots.held()) if self._slots.adopted else frozenset()
+        pairs = complete(tree.round, view.kept_ranks, self._slots.held()) if self._slots.adopted else frozenset()
         missed = view.missed if view.missed is not None and view.missed.next == view.agreed.next else None
         claims = self._claims(pair for pair in pairs if pair[0] == view.generation)
         own = Report(term=term, complete=pairs, missed=missed, claims=claims)
-        below = (*self._tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
+        below = (*tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
         if (own, below, self._heard) != self._added[0]:
             self._added = (own, below, self._heard), added(own, below, self._reports)
         return self._added[1]
@@ -135,7 +133,7 @@ class ReportTree:
         """
         link = self._links[host] = object()
         try:
-            await _first(self._hear_reports(host, link, sock), self._push(host, link, sock))
+            await first(self._hear_reports(host, link, sock), self._push(host, link, sock))
         except TimeoutError as error:
             raise ConnectionError(f"host {host} reports nothing any more") from error
         finally:
@@ -177,7 +175,7 @@ class ReportTree:
         """Report to `host` for as long as it is the one to tell, and return the link to a nearer one once there is."""
         try:
             await sock.send_message({"op": "report"})
-            return await _first(self._nearer(host), self._send_reports(host, sock), self._hear(host, sock))
+            return await first(self._nearer(host), self._send_reports(host, sock), self._hear(host, sock))
         except (OSError, TimeoutError, WireError, DaemonError) as error:
             log.info("the link to host %s has ended: %s", host, error or "it says nothing any more")
             self._avoided[host] = asyncio.get_running_loop().time() + _AVOIDED_S
@@ -252,20 +250,10 @@ class ReportTree:
             async with asyncio.timeout(_REPEAT_S):
                 await self._view.wait_for(condition)
 
+    def _tree(self) -> Tree | None:
+        round_, root = self._view.round, self._view.leader
+        return None if round_ is None or root is None or root not in round_ else Tree(round_, root)
+
     def _above(self) -> tuple[str, ...]:
-        view = self._view
-        if self.term is None or view.round is None or view.leader is None or view.leader == view.host:
-            return ()
-        return Tree(view.round, view.leader).above(view.host)
-
-
-async def _first(*work: Coroutine[Any, Any, _T]) -> _T:
-    """Return, or raise, what the first of these does, and end the others."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(task for task in tasks if task.done()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tree = self._tree()
+        return () if tree is None or not self._view.leader_revision else tree.above(self._view.host)

@@ -129,7 +129,7 @@ class RootState:
                     for host, (pair, ranks) in folders[keys.HELD].items()
                     if round_ and pair == round_.restore
                 },
-                holders=() if round_ is None else self._holders(round_),
+                replicas=self._replicas,
                 watermark=self.watermark,
                 persisted=found.get(keys.PERSISTED, ()),
                 failures=dict(failures),
@@ -149,10 +149,6 @@ class RootState:
             follows = before is not None and after is not None and after.generation == before.generation + 1
             members = self._folders[keys.MEMBERS]
             self._gone = {before.generation: before.gone(members, after)} if before and follows else {}
-
-    def _holders(self, round_: Round) -> tuple[frozenset[str], ...]:
-        # Without the spares: one may have come after what is committed.
-        return tuple(map(frozenset, round_.holders_by_host(self._replicas)))
 
     def _find_spares(self) -> None:
         """Learn which standbys commits wait for."""

@@ -28,7 +28,7 @@ class RootView:
         daemons: Hosts whose daemon is registered.
         alive: Those of them whose sign of life is that a rank pauses or makes collectives.
         held: Host → the ranks of which its daemon holds what the round restores, of those that have said so.
-        holders: By group rank, the hosts for which commits of this generation wait, with the replicas of its ranks.
+        replicas: Copies of each checkpoint.
         watermark: The newest committed pair.
         persisted: Pairs that the persistent tier has published.
         failures: Generation → why it broke, of the current one and the one before.
@@ -50,7 +50,7 @@ class RootView:
     daemons: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
     held: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    holders: tuple[frozenset[str], ...] = ()
+    replicas: int = 1
     watermark: Pair | None = None
     persisted: tuple[Pair, ...] = ()
     failures: Mapping[int, Failure] = field(default_factory=dict)
@@ -91,8 +91,9 @@ class RootView:
             return []
         found: set[int] = set()
         if self.watermark[0] == self.generation:
-            for host, holders in zip(self.round.hosts, self.holders, strict=True):
-                found.update(self.round.ranks(host) if holders & hosts else ())
+            # It waited for all of them; a standby that keeps replicas may have come after it.
+            for holders in self.round.holders_by_host(self.replicas):
+                found.update(() if hosts.isdisjoint(holders) else self.round.ranks(holders[0]))
         else:
             found.update(*(self.held.get(host, ()) for host in hosts))
         return [rank for rank in range(self.round.world_size) if rank not in found]

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from ..base.supervise import first
 from ..etcd.client import Etcd, EtcdLeaseLost, EtcdUnavailable, Lease
 from .view import JobView
 
@@ -57,7 +58,7 @@ class LeasedKeys:
                 if self._unwritten():
                     await self._write(etcd, self.lease)
                 else:
-                    await self._changed(self.lease)
+                    await first(self._view.wait_for(lambda: bool(self._unwritten())), self.lease.lost.wait())
             except EtcdLeaseLost:
                 assert self.lease is not None
                 self.lease.give_up()
@@ -68,18 +69,6 @@ class LeasedKeys:
     def _unwritten(self) -> list[str]:
         written = {name: value for name, (value, _) in self._written.items()}
         return [name for name in written | self._wanted if written.get(name) != self._wanted.get(name)]
-
-    async def _changed(self, lease: Lease) -> None:
-        """Return when something else is wanted, or `lease` is lost."""
-        tasks = [
-            asyncio.ensure_future(self._view.wait_for(lambda: bool(self._unwritten()))),
-            asyncio.ensure_future(lease.lost.wait()),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _write(self, etcd: Etcd, lease: Lease) -> None:
         """Make etcd as it is wanted; what is not known to be written is read first."""

@@ -228,7 +228,7 @@ class Said:
 
     Attributes:
         term: Of what this is.
-        number: Counts what the root has said in this term.
+        number: Counts what roots have said.
         watermark: The newest committed pair.
         watermark_revision: etcd revision of that key, 0 while there is none.
         next: The pair from which on the first step is captured (`Agreed`); None while etcd has none.
