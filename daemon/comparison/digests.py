@@ -1,8 +1,9 @@
 """What this host knows of its ranks' digests: what its reports say of them, and what peers may ask."""
 
 import base64
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +23,9 @@ from .lesson import Mask
 
 _KEPT_PAIRS = 8
 """Of so many captures of a rank the digests are kept: the root asks for them a moment after they were reported."""
+
+
+_NO_CLAIM = DigestClaim(mask="", digest="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,21 +84,29 @@ class HostDigests:
         self._slots = slots
         self._find_peer = find_peer
         self._known: dict[int, dict[Pair, dict[str, U64]]] = {}
+        self._claimed: dict[tuple[int, Pair, str], tuple[EqualLeaves | None, DigestClaim]] = {}
         self._names: dict[str, list[str]] = {}
 
     def clear(self) -> None:
         """Forget all captures: another life of the run begins."""
         self._known.clear()
+        self._claimed.clear()
 
     def claims(self, pairs: Iterable[Pair]) -> Claims:
         """Return what the ranks of this host claim of the digests of these pairs."""
-        found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
-        for pair in pairs:
-            known = found.setdefault(pair, {})
-            for rank in self._view.own_ranks:
-                for structure, claim in self._claims(rank, pair):
-                    claims = known.setdefault(structure, {})
-                    claims[claim] = joined(*claims.get(claim, ()), (rank, rank))
+        pairs = list(pairs)
+        found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {pair: {} for pair in pairs}
+        # Asked for again and again between two captures.
+        before, self._claimed = self._claimed, {}
+        for rank, pair in product(self._view.own_ranks, pairs):
+            for structure, values in (self.find(rank, pair) or {}).items():
+                equal, key = self._equal(structure, values), (rank, pair, structure)
+                made_with, claim = before.get(key, (None, _NO_CLAIM))
+                if equal is not made_with:
+                    claim = _NO_CLAIM if equal is None else _claim(values, equal)
+                self._claimed[key] = equal, claim
+                claims = found[pair].setdefault(structure, {})
+                claims[claim] = joined(*claims.get(claim, ()), (rank, rank))
         return found
 
     def find(self, rank: int, pair: Pair) -> Mapping[str, U64] | None:
@@ -157,10 +169,12 @@ class HostDigests:
             raise PeerError(f"host {host} sent no digests: {error}") from error
         return values, [str(name) for name in answer.get("names", ())]
 
-    def _claims(self, rank: int, pair: Pair) -> Iterator[tuple[str, DigestClaim]]:
-        for structure, values in (self.find(rank, pair) or {}).items():
-            equal = (self.equal or {}).get(structure)
-            if equal is None or equal.generation != self._view.generation or len(equal.mask) != len(values):
-                yield structure, DigestClaim(mask="", digest="")
-            else:
-                yield structure, DigestClaim(mask=equal.name, digest=digests.combined(values, equal.mask))
+    def _equal(self, structure: str, values: U64) -> EqualLeaves | None:
+        """Return what must be equal in captures of this generation, None while that is not known."""
+        equal = (self.equal or {}).get(structure)
+        fits = equal is not None and equal.generation == self._view.generation and len(equal.mask) == len(values)
+        return equal if fits else None
+
+
+def _claim(values: U64, equal: EqualLeaves) -> DigestClaim:
+    return DigestClaim(mask=equal.name, digest=digests.combined(values, equal.mask))
