@@ -16,6 +16,7 @@ from cluster import wait_until
 from etcd_process import EtcdProcess
 from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
 from peer_talk import dial, hello, identity_of, listening, peer_address, some_identity, was_closed
+from proxy import Proxy
 
 from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format import wire
@@ -296,6 +297,26 @@ def test_training_goes_on_without_etcd_and_commits_when_it_is_back(tmp_path: Pat
     finally:
         hosts.close()
         etcd.kill()
+
+
+def test_a_host_without_etcd_commits_through_the_others(tmp_path: Path, etcd: EtcdProcess) -> None:
+    """Its reports, and what is committed, go from daemon to daemon."""
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig(endpoints=(etcd.endpoint,)))
+    proxies = {name: Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port)) for name in "ab"}
+    try:
+        for name, proxy in proxies.items():
+            hosts[name].start()
+            through = EtcdConfig(endpoints=(f"127.0.0.1:{proxy.port}",))
+            hosts[name].open(etcd=through.to_dict())
+        trainers = hosts.run("ab")
+        hosts.commit(trainers, [1])
+        root = hosts.etcd(lambda etcd: etcd.get(hosts.prefix + LEADER)).value["host"]
+        proxies["b" if root == "a" else "a"].cut()
+        hosts.commit(trainers, [2, 3])
+    finally:
+        hosts.close()
+        for proxy in proxies.values():
+            proxy.close()
 
 
 @pytest.mark.parametrize(("lost", "further"), [(None, 0), (HOSTS("b"), 0), (HOSTS("b"), 100), (LEADER, 0)])
