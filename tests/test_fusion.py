@@ -200,6 +200,19 @@ def test_exact_planner_equals_algorithm_5_1_on_larger_models() -> None:
         assert fused(problem).finish_s == pytest.approx(problem.finish_s(algorithm_5_1(problem)), rel=1e-9)
 
 
+def test_models_of_many_tensors_are_planned_exactly() -> None:
+    """As many as a GPT of 36 blocks has."""
+    rng = random.Random(3)
+    sizes = [rng.choice([4096, 1 << 20, 3 << 20, 4 << 20]) for _ in range(435)]
+    affine_cost = {
+        "compress": affine(3e-5, 2e-11),
+        "communicate": affine(1e-4, 8e-10),
+        "decompress": affine(3e-5, 2e-11),
+    }
+    found = fused(problem_of(sizes, [1e-3] * len(sizes), replace(SYSTEM, **affine_cost)))
+    assert found.bound_s == found.finish_s
+
+
 @pytest.mark.parametrize(
     ("cost", "told"),
     [

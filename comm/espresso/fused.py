@@ -25,6 +25,8 @@ _Groups = tuple[tuple[Tensor, ...], ...]
 def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | None = None) -> Plan:
     """Return the plan with the least predicted iteration among those of all bucket sizes; compression has to pay.
 
+    Sizes are 64 KiB, 128 KiB, … up to one bucket for all.
+
     Args:
         model: The tensors, in ready order.
         cluster: Hosts, links and the compressor.
@@ -100,7 +102,7 @@ def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options
 
 
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
-    """Return the tensors one by one, and in buckets of all sizes."""
+    """Return the tensors one by one, and in buckets of 64 KiB, 128 KiB, … up to one."""
     sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
     problem = FusionProblem(model.tensors, sizes)
     buckets = (_grouped(model, strategy) for strategy in all_bucketed(problem))
