@@ -78,12 +78,14 @@ class Round:
         generation: 1-based number.
         seats: Its hosts, by group rank.
         restore: The pair that it starts from, None for the beginning.
+        made_by: How many ranks captured that pair; None for the beginning, and for an import, which is of no number.
         revision: etcd revision of the round, which guards commits; 0 before it is written.
     """
 
     generation: int
     seats: tuple[Seat, ...]
     restore: Pair | None
+    made_by: int | None = None
     revision: int = 0
 
     @classmethod
@@ -105,13 +107,19 @@ class Round:
             generation=fields.integer("generation", low=1),
             seats=seats,
             restore=fields.optional_pair("restore"),
+            made_by=fields.optional_integer("made_by", low=1, high=MAX_WORLD_SIZE),
             revision=revision,
         )
 
     def to_value(self) -> dict[str, Any]:
         """Return the key's value."""
         members = [asdict(seat) for seat in self.seats]
-        return {"generation": self.generation, "members": members, "restore": pair_value(self.restore)}
+        return {
+            "generation": self.generation,
+            "members": members,
+            "restore": pair_value(self.restore),
+            "made_by": self.made_by,
+        }
 
     def gone(self, members: Mapping[str, Member], after: Self | None = None) -> tuple[str, ...]:
         """Return the hosts whose launcher is neither in the round `after` this one nor, by host, in `members`."""
@@ -132,6 +140,11 @@ class Round:
     def began_step(self) -> int:
         """The step that this generation starts from."""
         return 0 if self.restore is None else self.restore[1]
+
+    @property
+    def reshapes(self) -> bool:
+        """Tell whether what it restores was captured by another number of ranks than it has."""
+        return self.made_by not in (None, self.world_size)
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:

@@ -157,6 +157,7 @@ class Sessions:
         replication = self._spec.policy.replication
         return trainer, {
             "restore": pair_value(round_.restore),
+            "made_by": round_.made_by,
             **self._view.agreed.message(),
             "eager": sorted(self._eager),
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,

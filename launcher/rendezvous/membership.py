@@ -206,7 +206,11 @@ class Membership:
                 watermark_key: 0 if watermark is None else watermark.revision,
                 self._prefix + keys.CLOSED: 0,
             },
-            {round_key: Round(generation=before + 1, seats=members, restore=restore).to_value()},
+            {
+                round_key: Round(
+                    generation=before + 1, seats=members, restore=restore, made_by=view.made_by(restore)
+                ).to_value()
+            },
             deletes=[self._prefix + name for name in names],
         )
         return formed_in > 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import is_import
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.run import keys
@@ -52,6 +52,17 @@ class View:
         if self.committed is not None or self.round is None or self.round.restore is None:
             return self.committed
         return None if is_import(self.round.restore) else self.round.world_size
+
+    def made_by(self, restore: Pair | None) -> int | None:
+        """Return how many ranks captured `restore`, which is what is committed now; None for an import, or nothing."""
+        if restore is None or is_import(restore):
+            return None
+        if self.round is None:
+            return self.committed
+        if restore[0] == self.round.generation:
+            return self.round.world_size
+        # Without one, a version before this one has formed the round, or the watermark was set back to another pair.
+        return self.round.made_by if restore == self.round.restore and self.round.made_by else self.committed
 
     @classmethod
     def of(cls, mirror: Mirror) -> Self:
