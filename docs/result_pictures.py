@@ -225,8 +225,7 @@ def steps_sparse() -> str:
         "torch's all-gather, sparse table": "torch's all-gather",
         "omnireduce": "OmniReduce",
     }
-    names = ("whole-steps-lstm", "whole-steps-lstm-16", "whole-steps-lstm-16-1000")
-    names += ("whole-steps-lstm-4000", "whole-steps-lstm-16-4000")
+    names = [f"whole-steps-lstm{which}" for which in ("", "-16", "-16-1000", "-4000", "-16-4000")]
     return bars(
         "Whole steps with a sparse gradient: how many times as fast as with all-reduce",
         "An embedding as sparse as that of the thesis; dilated time. Line: all-reduce; each group has its own scale.",
