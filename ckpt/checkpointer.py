@@ -243,10 +243,13 @@ class Checkpointer:
 
     def _checked(self, n: int | None) -> int:
         """Return the number of completed steps that `step` is called with."""
+        given = n
         try:
             n = self._step + 1 if n is None else operator.index(n)
         except TypeError:
-            self._refuse(TypeError(f"step({n!r}): n is the number of completed steps, an integer"))
+            n = None  # to be refused out here, without Python's own error in front
+        if n is None:
+            self._refuse(TypeError(f"step({given!r}): n is the number of completed steps, an integer"))
         if n < 1:
             self._refuse(ValueError(f"step({n}): n is the number of completed steps, at least 1"))
         # A script that has read that there is nothing to restore may leave the call out.
@@ -286,7 +289,8 @@ class Checkpointer:
             ValueError: `limit_s` is not greater than 0.
         """
         if limit_s is not None and not 0 < limit_s < float("inf"):
-            raise ValueError(f"pause(limit_s={limit_s}): give a positive number of seconds, or None for no limit")
+            message = f"pause(limit_s={limit_s}): give a positive number of seconds, or None for no limit"
+            self._refuse(ValueError(message))
         return nullcontext() if self._pulse is None or os.getpid() != self._pid else self._pulse.pause(limit_s)
 
     def wait(self, timeout_s: float = 60.0) -> bool:

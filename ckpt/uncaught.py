@@ -125,6 +125,15 @@ def told(path: str) -> tuple[str, bool]:
         return "", False
 
 
+def is_held_back(path: str) -> bool:
+    """Tell whether the error file at `path` has a refusal that only the launcher shows."""
+    try:
+        with open(path) as file:
+            return bool(json.load(file)[HELD_BACK])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def held_back(failures: dict[int, Any]) -> str | None:
     """Return what the ranks in torch's `failures` have not printed, each text once, None if there is nothing."""
     ranks: dict[str, list[str]] = {}

@@ -24,7 +24,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from resilient_run import __version__
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
-from resilient_run.ckpt.uncaught import held_back
+from resilient_run.ckpt.uncaught import held_back, is_held_back
 from resilient_run.daemon.base.logs import log_formatter
 
 from .api import installed
@@ -234,8 +234,10 @@ def _log_directory() -> Iterator[str]:
     try:
         yield made
     finally:
-        for directory, _, _ in os.walk(made, topdown=False):
+        for directory, _, files in os.walk(made, topdown=False):
             with suppress(OSError):
+                if files == ["error.json"] and is_held_back(error := os.path.join(directory, *files)):
+                    os.unlink(error)
                 os.rmdir(directory)
 
 

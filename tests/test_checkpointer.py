@@ -663,8 +663,10 @@ def test_steps_in_any_mode_of_torch_are_captured(
 def test_a_step_is_any_integer_and_nothing_else(daemon: SoloDaemon) -> None:
     with Checkpointer(model=torch.nn.Linear(2, 3)) as ckpt:
         ckpt.restore()
-        with pytest.raises(TypeError, match=r"step\(.*\): n is the number of completed steps"):
-            ckpt.step(0.5)  # type: ignore[arg-type]
+        for wrong in (0.5, "1", torch.tensor(1.0)):
+            with pytest.raises(TypeError, match=r"step\(.*\): n is the number of completed steps") as refused:
+                ckpt.step(wrong)  # type: ignore[arg-type]
+            assert refused.value.__context__ is None, "what is shown once, last, is nothing but the refusal"
         ckpt.step(np.int64(1))  # type: ignore[arg-type]
         ckpt.step(torch.tensor(2))  # type: ignore[arg-type]
         assert is_committed(ckpt)

@@ -43,8 +43,10 @@ def test_daemon_that_comes_back_hears_of_a_pause_and_of_what_is_left(daemon: Sol
 
 @pytest.mark.parametrize("limit_s", [0, -1.0, float("nan"), float("inf")])
 def test_limit_is_a_positive_number(daemon: SoloDaemon, limit_s: float) -> None:
-    with Checkpointer(epoch=0) as checkpointer, pytest.raises(ValueError, match=r"pause\(limit_s="):
-        checkpointer.pause(limit_s=limit_s)
+    with Checkpointer(epoch=0) as checkpointer:
+        with pytest.raises(ValueError, match=r"pause\(limit_s=") as refused:
+            checkpointer.pause(limit_s=limit_s)
+        daemon.wait_for("refused", message=str(refused.value))
 
 
 def test_without_a_daemon_a_pause_does_nothing() -> None:

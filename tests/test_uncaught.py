@@ -60,7 +60,8 @@ REFUSED = "Checkpointer(model=torch.nn.Linear(2, 2), odd=Keeps(lambda: {'x': obj
 WORDS = "StateError: odd.x: values of type builtins.object are not supported"
 
 
-def test_a_refusal_is_shown_once_and_last(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_refusal_is_shown_once_and_last(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     host = launch(cluster, tmp_path, REFUSED, forked=False)
     assert host.wait() == 1
     assert host.output.count("StateError") == 1, host.output
@@ -70,6 +71,7 @@ def test_a_refusal_is_shown_once_and_last(cluster: Cluster, tmp_path: Path) -> N
     assert re.findall(r'File "(.*?)"', host.output) == [str(tmp_path / "train.py")]
     assert "no Checkpointer" not in host.output
     assert len(host.output.splitlines()) <= 10
+    assert not list(tmp_path.glob("torchelastic_*"))
 
 
 def test_a_refusal_is_in_the_log_that_somebody_wants_of_each_rank(cluster: Cluster, tmp_path: Path) -> None:
