@@ -111,6 +111,8 @@ class ResilientAgent(LocalElasticAgent):
             key_proof="" if run_key is None else key_proof(run_key, self._rdzv.get_run_id()),
             fingerprint=fingerprint(spec.entrypoint, spec.args, run_key),
             allow_different=run_config.allow_different_script,
+            elastic_s=run_config.elastic_s,
+            sizes=run_config.sizes,
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.

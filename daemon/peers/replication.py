@@ -154,14 +154,15 @@ class Replicator:
     def repair(self) -> None:
         """Begin to fetch every replica of the round's step that this host must hold and does not, own ranks first.
 
-        What it has of other ranks is handed over to those who must hold it now.
+        What it has of other ranks is handed over to those who must hold it now; but where another number of ranks
+        captured that step, all of it stays where it is until this round commits something.
         """
         if self._view.round is None:
             return
         restore, kept = self._view.round.restore, self._view.kept_ranks
         for rank in {file.rank for file in self._slots.files()}.difference(kept):
             self._slots.surrender(rank, but=restore)
-            if restore is not None and self._slots.find(rank, restore) is not None:
+            if restore is not None and not self._view.round.reshapes and self._slots.find(rank, restore) is not None:
                 work = partial(
                     hand_over, rank, restore, view=self._view, slots=self._slots, find_peer=self._sources.peer
                 )
@@ -170,7 +171,9 @@ class Replicator:
 
     def _replenish(self) -> None:
         """Begin to fetch what is committed of every rank that this host must hold and does not, own ranks first."""
-        committed = self._view.committed
+        committed, round_ = self._view.committed, self._view.round
+        if round_ is not None and round_.reshapes and committed == round_.restore:
+            return
         for rank in self._view.kept_ranks:
             if committed is not None and not is_import(committed) and self._slots.find(rank, committed) is None:
                 self._spawn(self._supervisor.keep(f"repair rank {rank}", partial(self._repair, rank, committed)))
