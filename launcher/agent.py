@@ -235,16 +235,18 @@ class ResilientAgent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._finished = None
+        self._finished, whole = None, self._rdzv.round
+        assert whole is not None, "workers start after the rendezvous"
         os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
         os.environ["RESILIENT_RUN_ID"], os.environ["RESILIENT_HOST"] = self._rdzv.get_run_id(), self._rdzv.host
         os.environ["RESILIENT_GENERATION"] = str(self._rdzv.generation)
         os.environ.pop(AUTO, None)
         if self._config.auto:
-            assert self._rdzv.round is not None, "workers start after the rendezvous"
-            os.environ[AUTO] = "begin" if self._rdzv.round.restore is None else "restore"
+            os.environ[AUTO] = "begin" if whole.restore is None else "restore"
         self._timeline.spawned(
-            generation=self._rdzv.generation, ranks={worker.global_rank for worker in worker_group.workers}
+            generation=self._rdzv.generation,
+            ranks={worker.global_rank for worker in worker_group.workers},
+            resized=(whole.made_by, whole.world_size) if whole.made_by is not None and whole.reshapes else None,
         )
         ids: dict[int, Any] = super()._start_workers(worker_group)
         # When a worker fails, torch closes the context by itself, and would give its siblings 30 s.
