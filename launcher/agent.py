@@ -173,6 +173,17 @@ class ResilientAgent(LocalElasticAgent):
             left = self._rdzv.leave()
             self._link.close(discard=self._config.ephemeral or (succeeded and left and self._is_over()))
 
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except SignalException as error:
+            # Before the workers here are stopped: those elsewhere would be blamed for what they make of that.
+            if self._rdzv.round is not None and len(self._rdzv.round.seats) > 1:
+                self._rdzv.report_failure(
+                    kind="membership", message=f"host {self._rdzv.host} leaves: its launcher got {error.sigval.name}"
+                )
+            raise
+
     def _is_over(self) -> bool:
         """Tell whether the run ended as a success for all hosts, not for this one alone: nobody resumes from it."""
         ended = self._rdzv.ended

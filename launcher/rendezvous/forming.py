@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from resilient_run.daemon.run.rounds import Member, Seat
@@ -82,7 +82,9 @@ def next_round(
     missing = f"; lost: {', '.join(gone)}" if gone else ""
     if awaited:
         return FormingDecision(members=None, reason=f"waiting for {', '.join(awaited)} to stop its workers{missing}")
-    ready, avoided = _usable(view, ready, max(min_nodes, min(len(before), max_nodes)), now_unix_s)
+    elastic_s = None if view.captured_by is None else view.elastic_s
+    needed = min_nodes if elastic_s is not None else max(min_nodes, min(len(before), max_nodes))
+    ready, avoided = _usable(view, ready, needed, now_unix_s)
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
         return FormingDecision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
@@ -90,15 +92,17 @@ def next_round(
         return _same_size(view.bound, before, ready, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
     if view.job is not None and view.elastic_s is not None:
         fits = allowed(view.job.sizes, before, ready, max_nodes)
-        ranks, whole = sum(member.nproc for member in fits.values()), view.captured_by or 0
         if len(fits) < min_nodes:
-            why = f"{sum(member.nproc for member in ready.values())} ranks are ready, and --rr-sizes allows "
+            why = f"{_ranks(ready.values())} ranks are ready, and --rr-sizes allows "
             why += f"{', '.join(map(str, view.job.sizes))} on at least {min_nodes} hosts{missing}"
             return FormingDecision(members=None, reason=why, wait_s=_REMIND_S, notable=True)
-        if ranks < whole and (left_s := view.elastic_s - broken_s) > 0:
-            why = f"{ranks} of {whole} ranks are ready, and the run goes on with fewer after {view.elastic_s:g} s"
-            return FormingDecision(members=None, reason=f"{why} without a host{missing}", wait_s=left_s, notable=True)
         ready = fits
+    if elastic_s is not None and (ranks := _ranks(ready.values())) < (view.captured_by or 0):
+        failure = view.failures.get(view.generation)
+        # Who leaves on purpose is not waited for.
+        if (failure is None or failure.kind != "membership") and (left_s := elastic_s - broken_s) > 0:
+            why = f"{ranks} of {view.captured_by} ranks are ready, and the run goes on with fewer after {elastic_s:g} s"
+            return FormingDecision(members=None, reason=f"{why} without a host{missing}", wait_s=left_s, notable=True)
     ranked = assign_ranks(before, ready, max_nodes)
     if len(ready) >= max_nodes:
         return FormingDecision(members=ranked, reason=f"{max_nodes} hosts are ready")
@@ -129,7 +133,7 @@ def _same_size(
     return FormingDecision(members=None, reason=f"{why}: waiting for a host{missing}", wait_s=_REMIND_S, notable=True)
 
 
-def _ranks(seats: tuple[Seat, ...]) -> int:
+def _ranks(seats: Iterable[Seat]) -> int:
     return sum(seat.nproc for seat in seats)
 
 
