@@ -1,5 +1,7 @@
 """`--nnodes MIN:MAX`: a run keeps the size that can restore what is committed; with nothing committed it is elastic."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -10,6 +12,7 @@ from cluster import Cluster, Host, assert_same_training, wait_until
 
 pytestmark = pytest.mark.jobs
 
+RESILIENTCTL = str(Path(sys.executable).with_name("resilientctl"))
 HELD = 8
 SCRIPT = [str(Path(__file__).parent / "held_trainer.py"), "16"]
 WAITING = "waiting for a host; lost: "
@@ -197,6 +200,30 @@ def test_elastic_run_goes_on_without_a_lost_host_and_grows_when_it_is_back(run: 
     of_steps = {step: next(sizes[end] for end in sizes if step <= end) for step in range(1, elastic.steps + 1)}
     elastic.assert_trained([first, *back], of_steps)
     assert "goes on with fewer after 1 s without a host; lost: c" in first.output
+
+
+@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+def test_host_that_leaves_on_purpose_is_not_waited_for(run: Run, etcd_endpoint: str, how: str) -> None:
+    elastic = Elastic(run, "--rr-elastic", "100", steps=12)
+    first, second = elastic.launch("ab", "1:2")
+    elastic.train(6, [first, second], 2)
+    if how == "drain":
+        options = ["--run-id", run.root.name, "--etcd-endpoint", etcd_endpoint]
+        drained = subprocess.Popen([RESILIENTCTL, "drain", "b", *options], stdout=subprocess.PIPE, text=True)
+    else:
+        assert second.launcher is not None
+        second.launcher.terminate()
+        assert second.wait() != 0
+    elastic.train(10, [first], 1)
+    if how == "drain":
+        out, _ = drained.communicate(timeout=30)
+        assert out.startswith("host b is drained: generation 2 runs on a and has committed step "), out
+        assert second.launcher is not None
+        second.launcher.terminate()
+    elastic.assert_trained([first], {step: 2 if step <= 6 else 1 for step in range(1, 13)})
+    (event,) = first.recoveries()
+    assert (event["kind"], event["restored_step"], event["resized"], event["steps_lost"]) == ("membership", 6, [2, 1], 0)
+    assert ("host b is drained" if how == "drain" else "host b leaves: its launcher got SIGTERM") in event["cause"]
 
 
 def made(host: Host) -> dict[int, int]:
