@@ -222,7 +222,8 @@ def test_host_that_leaves_on_purpose_is_not_waited_for(run: Run, etcd_endpoint: 
         second.launcher.terminate()
     elastic.assert_trained([first], {step: 2 if step <= 6 else 1 for step in range(1, 13)})
     (event,) = first.recoveries()
-    assert (event["kind"], event["restored_step"], event["resized"], event["steps_lost"]) == ("membership", 6, [2, 1], 0)
+    told = [event[name] for name in ("kind", "restored_step", "resized", "steps_lost")]
+    assert told == ["membership", 6, [2, 1], 0]
     assert ("host b is drained" if how == "drain" else "host b leaves: its launcher got SIGTERM") in event["cause"]
 
 
