@@ -1,7 +1,8 @@
-"""Deterministic steps in any number of ranks, whose number may change: python elastic_trainer.py STEPS GATE [fsdp].
+"""Deterministic steps in any number of ranks, whose number may change: python elastic_trainer.py STEPS GATE.
 
 A step has the same samples whatever the number of ranks, and gradients are summed in the order of ranks. No step begins
-before the one before it is committed, and before the file GATE says at least its number.
+before the one before it is committed, and before the file GATE says at least its number. With STEPS 0 the run ends with
+the step that GATE names.
 """
 
 import hashlib
@@ -66,7 +67,9 @@ def main(steps: str, gate: str) -> None:
     dist.init_process_group("gloo")
     model, optimizer = begin()
     checkpointer = Checkpointer(model=model, optimizer=optimizer, samples=0)
-    for step in range(checkpointer.restore() + 1, int(steps) + 1):
+    step = checkpointer.restore()
+    while step < (int(steps) or int(Path(gate).read_text())):
+        step += 1
         while int(Path(gate).read_text()) < step:
             time.sleep(0.01)
         optimizer.zero_grad()
@@ -82,7 +85,7 @@ def main(steps: str, gate: str) -> None:
         checkpointer.step(step)
         while (checkpointer.watermark or (0, 0))[1] < step:
             time.sleep(0.001)
-        say(step=step, of=world_size, samples=checkpointer.values["samples"])
+        say(step=step, of=world_size, samples=checkpointer.values["samples"], monotonic_s=time.monotonic())
     say(params_sha256=sha256_of(model.parameters()))
     checkpointer.close()
     dist.barrier()
