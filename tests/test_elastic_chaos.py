@@ -62,7 +62,8 @@ def test_hosts_come_and_go(tmp_path: Path, etcd_endpoint: str, seed: int) -> Non
             gone = sorted(set(HOSTS) - there)
             kind = chance.choice(["lose", "leave", "worker", "return"] if len(there) > 2 else ["worker", "return"])
             if kind == "return" and gone:
-                hosts[name := chance.choice(gone)] = run.launch(name)
+                name = chance.choice(gone)
+                hosts[name] = run.launch(name)
                 there.add(name)
             elif kind == "worker":
                 started = [line["pid"] for line in list(hosts[chance.choice(sorted(there))].lines) if "pid" in line]
