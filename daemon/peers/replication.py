@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from .daemon_transport import DaemonTransport
 from .fetch import Peer, PeerError
 from .handover import hand_over
 from .pacing import Pacer
+from .reading import SlotReader, Wanted
 from .sources import Sources
 from .trainer_transport import TrainerTransport
 from .transport import ReplicaTransport
@@ -66,6 +67,7 @@ class Replicator:
         observe: Takes why a replica cannot be kept here.
 
     Attributes:
+        reader: Reads for trainers what another number of ranks captured.
         trainers: The transport that is asked first.
         daemons: The one that brings what trainers do not.
     """
@@ -92,6 +94,7 @@ class Replicator:
         self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier, identity=identity)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lent: set[int] = set()
+        self.reader = SlotReader(view=view, slots=slots, sources=self._sources, tier=tier)
         self.trainers = TrainerTransport(run_id=run_id, view=view, slots=slots, spawn=self._once)
         self.daemons = DaemonTransport(
             view=view,
@@ -147,6 +150,7 @@ class Replicator:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lent.clear()
+        self.reader.end()
         self._sources.origins.clear()
         for transport in self._transports:
             transport.end()
@@ -185,8 +189,15 @@ class Replicator:
             RestoreError: Nobody who can be asked holds a verified copy, or the generation ended meanwhile.
             TopologyError: The checkpoint was made by another topology.
         """
+        return await self._answer(rank, self._restore(rank, topology))
+
+    async def read(self, rank: int, pair: Pair, wanted: Sequence[Wanted]) -> dict[str, Any]:
+        """Do what `SlotReader.read` says; RestoreError if the generation ended meanwhile."""
+        return await self._answer(rank, self.reader.read(rank, pair, wanted))
+
+    async def _answer(self, rank: int, work: Coroutine[Any, Any, _T]) -> _T:
         # Not in the task group: its failure is the answer to one trainer.
-        task = self._track(asyncio.create_task(self._restore(rank, topology)))
+        task = self._track(asyncio.create_task(work))
         try:
             await asyncio.wait([task])
         finally:
