@@ -170,8 +170,9 @@ class Elastic:
         for host in hosts:
             wait_until(lambda host=host: worlds(host)[-1:] == [ranks], timeout_s=90, what=f"{ranks} ranks", host=host)
         self.open(step)
+        outputs = lambda: f"step {step}\n" + "\n".join(f"== {host.name}\n{host.output}" for host in hosts)  # noqa: E731
         for host in hosts:
-            wait_until(lambda host=host: made(host).get(step) == ranks, timeout_s=90, what=f"step {step}", host=host)
+            wait_until(lambda host=host: made(host).get(step) == ranks, timeout_s=90, what=outputs)
 
     def assert_trained(self, hosts: list[Host], worlds_of_steps: dict[int, int]) -> None:
         """Let all end, and compare with the same steps in one process."""

@@ -109,9 +109,7 @@ class Captures:
 
     def want(self, rank: int, start: int, end: int) -> None:
         """Let the next `fetch` bring bytes of the payload of `rank`."""
-        for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            if (rank, chunk) not in self._chunks:
-                self._wanted.add((rank, chunk))
+        self._wanted.update((rank, chunk) for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))
 
     def data(self, rank: int, start: int, end: int) -> bytes | None:
         """Return bytes of the payload of `rank`; None if they are yet to be fetched, which the next `fetch` does."""
@@ -130,9 +128,10 @@ class Captures:
         Raises:
             RestoreError: Nobody has a verified copy of it.
         """
-        wanted, self._wanted = self._wanted, set()
+        asked_for, self._wanted = self._wanted, set()
+        wanted = asked_for - self._chunks.keys()
         if not keep:
-            self._chunks = {}
+            self._chunks = {key: piece for key, piece in self._chunks.items() if key in asked_for}
         runs: dict[int, list[range]] = {}
         for rank, chunk in sorted(wanted):
             known = runs.setdefault(rank, [])
