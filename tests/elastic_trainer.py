@@ -82,10 +82,11 @@ def main(steps: str, gate: str) -> None:
                 parameter.grad += grad
         optimizer.step()
         checkpointer.values["samples"] += SAMPLES
+        say(begun=step, by=world_size, samples=checkpointer.values["samples"], monotonic_s=time.monotonic())
         checkpointer.step(step)
         while (checkpointer.watermark or (0, 0))[1] < step:
             time.sleep(0.001)
-        say(step=step, of=world_size, samples=checkpointer.values["samples"], monotonic_s=time.monotonic())
+        say(step=step, of=world_size, samples=checkpointer.values["samples"])
     say(params_sha256=sha256_of(model.parameters()))
     checkpointer.close()
     dist.barrier()

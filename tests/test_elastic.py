@@ -181,7 +181,7 @@ class Elastic:
         for host in hosts:
             assert host.wait() == 0, host.output
             assert made(host).items() <= worlds_of_steps.items()
-            samples = {line["step"]: line["samples"] for line in host.lines if "samples" in line}
+            samples = {line["step"]: line["samples"] for line in host.lines if "of" in line}
             assert all(count == step * elastic_trainer.SAMPLES for step, count in samples.items())
         assert {host.params_sha256() for host in hosts} == {elastic_trainer.trained(worlds_of_steps)}
 

@@ -83,12 +83,14 @@ def test_hosts_come_and_go(tmp_path: Path, etcd_endpoint: str, seed: int) -> Non
             assert hosts[name].wait() == 0, hosts[name].output[-4000:]
         made: dict[int, tuple[float, int, int]] = {}
         for host in hosts.values():
-            for line in (line for line in host.lines if "of" in line):
-                found = (line["monotonic_s"], line["of"], line["samples"])
-                made[line["step"]] = max(made.get(line["step"], found), found)
+            # A step is made again, maybe in another number of ranks, if it was not committed.
+            for line in (line for line in host.lines if "begun" in line):
+                found = (line["monotonic_s"], line["by"], line["samples"])
+                made[line["begun"]] = max(made.get(line["begun"], found), found)
         assert sorted(made) == list(range(1, last + 1))
         assert all(samples == step * elastic_trainer.SAMPLES for step, (_, _, samples) in made.items())
-        assert {hosts[name].params_sha256() for name in there} == {
+        # A host that was back too late for the last round has trained nothing.
+        assert {hosts[name].params_sha256() for name in there} - {None} == {
             elastic_trainer.trained({step: of for step, (_, of, _) in made.items()})
         }
     finally:
