@@ -1029,7 +1029,7 @@ KEPT: Final = {
     "2026-11-28-gpt-together.json": "the code after that, on the same machine at once",
     "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",
 }
-"""Results that documents cite beside the newest, or that no script writes: why each is kept. None is made again."""
+"""Results beside the newest, or that no script writes: why each is kept. None is made again."""
 
 
 def entries() -> Iterator[tuple[Benchmark, Result]]:

@@ -4,9 +4,11 @@
     python benchmarks/reproduce.py --check         # those that are stale, and why; exit status 1 if there are any
     python benchmarks/reproduce.py --figure 6.16   # makes what a figure of a paper has beside it
     python benchmarks/reproduce.py goodput zen-rows # makes results by name; without any, all of them
+    python benchmarks/reproduce.py --page          # writes benchmarks/README.md, the list of all results, anew
 
 A result goes to benchmarks/results/ with today's date, and replaces one of the same name and day. When all are made,
-the plots of the documents are drawn anew, and the documents that still cite an older result are named. What needs more
+the plots of the documents are drawn anew, the list of results is written anew, and the documents that still cite an
+older result are named. What needs more
 than this machine has is not begun: a line says what is missing, the rest is made, and the exit status is 1.
 
 A result is *stale* if a file or folder that it depends on (`catalogue.py`) differs from when it was made, or if a
@@ -16,6 +18,7 @@ on, are all there is to go by. Neither says that its figures are wrong.
 """
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
@@ -31,10 +34,12 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from catalogue import RESULTS, ROOT, Benchmark, Result, digests, entries, latest
+from catalogue import BENCHMARKS, KEPT, RESULTS, ROOT, Benchmark, Result, digests, entries, latest, name_of
 from report import Constant, table
 
 Entry = tuple[Benchmark, Result]
+
+PAGE = ROOT / "benchmarks" / "README.md"
 
 
 def main() -> int:
@@ -45,7 +50,11 @@ def main() -> int:
     what = arguments.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="what there is, and what it needs")
     what.add_argument("--check", action="store_true", help="what is stale, and why; exit status 1")
+    what.add_argument("--page", action="store_true", help="write the list of results, benchmarks/README.md")
     options = arguments.parse_args()
+    if options.page:
+        PAGE.write_text(list_of_results())
+        return 0
     try:
         chosen = select(options.names, options.figure)
     except LookupError as error:
@@ -183,6 +192,7 @@ def make(chosen: Sequence[Entry]) -> int:
             made.append(result)
     if made:
         subprocess.run([sys.executable, str(ROOT / "docs" / "result_pictures.py")], check=True)
+        PAGE.write_text(list_of_results())
     for result in made:
         for page, cited in older(result):
             print(f"{page} cites {cited}: put today's figures there, and remove that file or list it in KEPT")
@@ -215,6 +225,31 @@ def older(result: Result) -> Iterator[tuple[str, str]]:
     for page in pages():
         text = page.read_text()
         yield from ((page.relative_to(ROOT).as_posix(), file) for file in sorted(files) if file in text)
+
+
+def list_of_results() -> str:
+    """Return the list of all results: what each answers, which script makes it, and its plots."""
+    lines = [
+        "# Benchmarks and their results",
+        "",
+        "Written by `python benchmarks/reproduce.py --page`; do not edit. Each result is the committed output of a",
+        "script, whose docstring says more. `python benchmarks/reproduce.py NAME` makes a result again. Figures are",
+        "those of [the papers](../docs/papers.md) beside which a result stands.",
+    ]
+    for benchmark in BENCHMARKS:
+        path = ROOT / benchmark.script
+        text = (path / "__main__.py" if path.is_dir() else path).read_text()
+        head = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
+        lines += ["", f"## {benchmark.script}", "", head, "", "| result | plot | figures |", "|---|---|---|"]
+        for result in benchmark.results:
+            newest = latest(result.name)
+            made = f"[{result.name}](results/{newest.name})" if newest else f"{result.name} (not made)"
+            plots = [Path(each).name for each in result.arguments.split() if Path(each).parent.name == "results"]
+            shown = ", ".join(f"[{plot}](results/{plot})" for plot in plots)
+            lines.append(f"| {made} | {shown} | {', '.join(result.figures)} |")
+    lines += ["", "## Older results", "", "| result | why it is kept |", "|---|---|"]
+    lines += [f"| [{name_of(file)}](results/{file}) | {why} |" for file, why in KEPT.items()]
+    return "\n".join(lines) + "\n"
 
 
 def pages() -> list[Path]:

@@ -1,4 +1,4 @@
-"""Draws the plots of these documents from the newest committed results: recovery, starts, stall, Zen and SparDL.
+"""Draws the plots of these documents from the newest committed results: recovery, starts, stall, steps and losses.
 
     python docs/result_pictures.py
 
@@ -38,8 +38,6 @@ _NAMES: Final = {
     "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "async_save": "DCP async_save",
     "resilient-run, 2 hosts": "resilient-run, two hosts",
-    "spardl": "SparDL",
-    "ok-topk": "Ok-Topk",
 }
 
 
@@ -81,17 +79,17 @@ def bars(title: str, note: str, groups: Sequence[Group], *, unit: str, limit: fl
         note: Under which conditions, for the last line.
         groups: The bars from above to below.
         unit: Behind each figure.
-        limit: Where a vertical line marks a limit or a rival that all bars are measured against.
+        limit: Where a line marks the rival of all bars; then each group has its own scale.
     """
     rows = sum(len(group.bars) for group in groups) + sum(1 for group in groups if group.title)
     height = _HEAD + _ROW * rows + 10 * (len(groups) - 1) + _FOOT
     longest = max(bar.high or bar.median for group in groups for bar in group.bars)
-    scale = (_WIDTH - _LABELS - _VALUES) / longest
-    picture = Picture(_WIDTH, height, title)
-    picture.box(0.5, 0.5, _WIDTH - 1, height - 1, stroke="#d9e2ec", radius=12, weight=1)
-    picture.text(20, 32, title, size=15, bold=True)
+    picture = _frame(title, note, height)
     y: float = _HEAD
     for group in groups:
+        if limit is not None:
+            longest = max(bar.high or bar.median for bar in group.bars)
+        scale = (_WIDTH - _LABELS - _VALUES) / longest
         if group.title:
             picture.text(20, y + 12, group.title, size=12.5, bold=True, color=MUTED)
             y += _ROW
@@ -116,11 +114,46 @@ def bars(title: str, note: str, groups: Sequence[Group], *, unit: str, limit: fl
                 )
             picture.text(_LABELS + end + 8, y + 12, f"{_figure(bar.median)} {unit}".rstrip(), size=12.5, bold=ours)
             y += _ROW
+        if limit is not None:
+            tall = _ROW * len(group.bars)
+            picture.box(_LABELS + scale * limit, y - tall - 2, 1, tall, fill=INK, stroke=INK, radius=0, weight=0)
         y += 10
-    if limit is not None:
-        picture.box(_LABELS + scale * limit, _HEAD - 6, 1, y - _HEAD, fill=LINE, stroke=LINE, radius=0, weight=0)
-    picture.text(20, height - 14, note, size=11, color=MUTED)
     return picture.to_svg()
+
+
+def points(title: str, note: str, groups: Sequence[Group], *, unit: str) -> str:
+    """Return an SVG of medians as dots, which may be negative, on lines from the tenth percentile to the ninetieth."""
+    values = [value for group in groups for bar in group.bars for value in (bar.median, bar.low, bar.high)]
+    low, high = min(0.0, *filter(None, values)), max(filter(None, values))
+    scale = (_WIDTH - _LABELS - _VALUES) / (high - low)
+    picture = _frame(title, note, _HEAD + sum(_ROW * (1 + len(group.bars)) + 10 for group in groups) - 10 + _FOOT)
+    y: float = _HEAD
+    for group in groups:
+        picture.text(20, y + 12, group.title, size=12.5, bold=True, color=MUTED)
+        y += _ROW
+        tall = _ROW * len(group.bars)
+        picture.box(_LABELS - scale * low, y - 2, 1, tall, fill=LINE, stroke=LINE, radius=0, weight=0)
+        for bar in group.bars:
+            left, middle, right = (
+                _LABELS + scale * ((bar.median if value is None else value) - low)
+                for value in (bar.low, bar.median, bar.high)
+            )
+            picture.text(_LABELS - 10, y + 12, bar.name, size=12.5, anchor="end")
+            picture.box(left, y + _BAR / 2 - 0.5, max(right - left, 1), 1, fill=INK, stroke=INK, radius=0, weight=0)
+            picture.box(middle - 4, y + _BAR / 2 - 4, 8, 8, fill=bar.color, stroke=bar.color, radius=4, weight=0)
+            picture.text(max(right, middle + 4) + 8, y + 12, f"{round(bar.median, 1) + 0.0:+.1f} {unit}", size=12.5)
+            y += _ROW
+        y += 10
+    return picture.to_svg()
+
+
+def _frame(title: str, note: str, height: float) -> Picture:
+    """Return a picture that has its title and its last line."""
+    picture = Picture(_WIDTH, height, title)
+    picture.box(0.5, 0.5, _WIDTH - 1, height - 1, stroke="#d9e2ec", radius=12, weight=1)
+    picture.text(20, 32, title, size=15, bold=True)
+    picture.text(20, height - 14, note, size=11, color=MUTED)
+    return picture
 
 
 def recovery() -> str:
@@ -184,48 +217,80 @@ def stall() -> str:
     )
 
 
-def zen() -> str:
-    """Return the plot of how much faster than all-reduce sparse schemes sum a gradient, with rows for all of them."""
-    measured = _load("zen-rows")["measured"]
+def steps_sparse() -> str:
+    """Return the plot of whole steps with a sparse gradient, over those with all-reduce."""
     shown = {
-        "zen": "Zen",
-        "sparcml, rows": "SparCML, rows",
-        "agsparse, rows": "all-gather, rows",
-        "sparse-ps, rows": "sparse servers, rows",
+        "zen, sparse table": "Zen",
+        "sparcml, rows, sparse table": "SparCML, rows",
+        "torch's all-gather, sparse table": "torch's all-gather",
         "omnireduce": "OmniReduce",
     }
-    groups = []
-    for workload in ("LSTM", "DeepFM"):
-        for ranks in (4, 8, 16):
-            rows = [row for row in measured if (row["ranks"], row["workload"]) == (ranks, workload)]
-            best = sorted((row for row in rows if row["scheme"] in shown), key=lambda row: -float(row["speedup"]))
-            found = [Bar(name=shown[row["scheme"]], median=row["speedup"], color=_color(row["scheme"])) for row in best]
-            groups.append(Group(title=f"{workload}, {ranks} hosts", bars=found))
+    names = [f"whole-steps-lstm{which}" for which in ("", "-16", "-16-1000", "-4000", "-16-4000")]
     return bars(
-        "Sum of a sparse gradient: how many times as fast as all-reduce",
-        "100 Mbit/s, 2 million elements, messages alone. The line is all-reduce.",
-        groups,
+        "Whole steps with a sparse gradient: how many times as fast as with all-reduce",
+        "An embedding as sparse as that of the thesis; dilated time. Line: all-reduce; each group has its own scale.",
+        _steps(names, shown, hosts=(4, 16)),
         unit="",
         limit=1.0,
     )
 
 
-def spardl() -> str:
-    """Return the plot of how near SparDL and its rivals come to the time that their bytes need at least."""
-    measured = [row for row in _load("spardl")["measured"] if "refused" not in row]
-    groups = []
-    for numel in sorted({row["numel"] for row in measured}):
-        for ranks in (4, 14):
-            rows = [row for row in measured if (row["ranks"], row["numel"]) == (ranks, numel)]
-            best = sorted(rows, key=lambda row: float(row["over_limit"]))
-            shown = [Bar.of(row["scheme"], row["messages_s"], scale=1 / row["limit_s"]) for row in best]
-            groups.append(Group(title=f"{numel / 1e6:.1f} million elements, {ranks} hosts", bars=shown))
+def steps_dense() -> str:
+    """Return the plot of whole steps with dense gradients, over those with all-reduce."""
+    shown = {
+        "spardl": "SparDL, 1 %",
+        "plan of espresso-fused": "plan (espresso-fused)",
+        "powersgd": "PowerSGD",
+        "torch's powerSGD_hook": "torch's PowerSGD",
+        "topk-a": "TopkA, 1 %",
+        "local steps": "local steps, every 5",
+        "int8": "int8",
+        "torch's fp16_compress_hook": "torch's fp16",
+    }
     return bars(
-        "Sum of the greatest 1 % of a gradient: times the least possible time",
-        "100 Mbit/s; messages alone. The line is the time of 4k(P - 1)/P words, the least that SparDL has to move.",
-        groups,
+        "Whole steps with dense gradients: how many times as fast as with all-reduce",
+        "Twelve equal matrices; dilated time. Line: all-reduce; each group has its own scale.",
+        _steps(("whole-steps-dense", "whole-steps-dense-4000"), shown, hosts=(4,)),
         unit="",
         limit=1.0,
+    )
+
+
+def losses() -> str:
+    """Return the plot of how far from all-reduce's the loss ends, by what sums the gradients."""
+    shown = {
+        "fp16": "fp16",
+        "int8": "int8",
+        "fp8": "fp8",
+        "powersgd": "PowerSGD",
+        "topk": "top-k, 1 %",
+        "onebit": "1-bit",
+        "efsignsgd": "EFSignSGD",
+        "dgc": "DGC, 1 %",
+        "local 50": "local steps, every 50",
+        "local 10": "local steps, every 10",
+    }
+    groups = []
+    for model, name, spread in (("GPT", "gpt", "2 to 3"), ("LSTM", "lstm", "about 2")):
+        network = "slow-network-convergence" + ("" if name == "gpt" else "-lstm")
+        found = _load(f"compressor-convergence-{name}") | _load(network)
+        results = {each: found[each]["over_reference"] for each in shown}
+        dots = [
+            Bar(
+                name=shown[each],
+                median=100 * (ratio["median"] - 1),
+                low=100 * (ratio["p10"] - 1),
+                high=100 * (ratio["p90"] - 1),
+                color=OURS,
+            )
+            for each, ratio in results.items()
+        ]
+        groups.append(Group(title=f"{model}; seeds of all-reduce differ by {spread} %", bars=dots))
+    return points(
+        "Loss at the end, over that of all-reduce, in percent",
+        "Small models, three seeds, 4 ranks, 600 steps; LSTM with fp16, top-k, 1-bit, EFSignSGD and DGC: 3000.",
+        groups,
+        unit="%",
     )
 
 
@@ -233,9 +298,34 @@ PLOTS: Final[Mapping[str, Callable[[], str]]] = {
     "recovery.svg": recovery,
     "starts.svg": starts,
     "stall.svg": stall,
-    "zen.svg": zen,
-    "spardl.svg": spardl,
+    "steps-sparse.svg": steps_sparse,
+    "steps-dense.svg": steps_dense,
+    "losses.svg": losses,
 }
+
+
+def _steps(names: Sequence[str], shown: Mapping[str, str], *, hosts: Sequence[int]) -> list[Group]:
+    """Return a group of speed-ups for each rate and number of hosts, the fastest first."""
+    lines = [line for name in names for line in _load(name)["steps"]]
+    groups = []
+    for rate in sorted({line["rate_mbit_s"] for line in lines}):
+        for count in hosts:
+            found = {line["contender"]: line for line in lines if (line["rate_mbit_s"], line["hosts"]) == (rate, count)}
+            base = found["all-reduce"]["step_s"]["median"]
+            speeds = [
+                Bar(
+                    name=shown[name],
+                    median=base / line["step_s"]["median"],
+                    low=base / line["step_s"]["p90"],
+                    high=base / line["step_s"]["p10"],
+                    color=OURS if not name.startswith(("torch", "sparcml", "omni")) else OTHERS,
+                )
+                for name, line in found.items()
+                if name in shown
+            ]
+            title = f"{rate:.0f} Mbit/s, {count} hosts" if rate < 1000 else f"{rate / 1000:.0f} Gbit/s, {count} hosts"
+            groups.append(Group(title=title, bars=sorted(speeds, key=lambda bar: -bar.median)))
+    return groups
 
 
 def _load(name: str) -> Any:
@@ -249,7 +339,7 @@ def _load(name: str) -> Any:
 def _color(name: str) -> str:
     if name == "floor":
         return FLOOR
-    return OURS if name.startswith(("resilient-run", "zen", "spardl")) else OTHERS
+    return OURS if name.startswith("resilient-run") else OTHERS
 
 
 def _figure(value: float) -> str:

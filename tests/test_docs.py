@@ -83,6 +83,26 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [wrong for target in links(page) if (wrong := broken(page, target))] == []
 
 
+LONGEST = {
+    ("comm.md", "comm/schemes.md", "comm/planning.md", "comm/code.md"): 7500,
+    ("comm/measured.md",): 3000,
+    ("papers.md",): 4000,
+}
+"""How many words pages have together at most."""
+
+
+@pytest.mark.parametrize("names", LONGEST, ids=lambda names: names[-1])
+def test_pages_are_short(names: tuple[str, ...]) -> None:
+    """Pages, cells (25 words) and paragraphs (80 words) stay short enough to be read."""
+    texts = [(DOCS / name).read_text() for name in names]
+    assert sum(len(text.split()) for text in texts) <= LONGEST[names]
+    lines = [LINK.sub("]", line) for text in texts for line in FENCE.sub("", text).splitlines()]
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+    paragraphs = [line for line in lines if not line.startswith("|")]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []
+    assert [paragraph for paragraph in paragraphs if len(paragraph.split()) > 80] == []
+
+
 def test_source_names_documents_that_exist() -> None:
     sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     named = {

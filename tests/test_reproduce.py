@@ -13,7 +13,7 @@ import catalogue
 import pytest
 import reproduce
 from catalogue import BENCHMARKS, KEPT, RESULTS, ROOT, Benchmark, Result, digests, entries, latest, name_of
-from reproduce import changed, lacking, outdated, pages, select
+from reproduce import PAGE, changed, lacking, list_of_results, outdated, pages, select
 from test_docs import CONTENTS, contents, rows
 
 ENTRIES = [result for _, result in entries()]
@@ -65,7 +65,11 @@ def test_what_a_benchmark_imports_is_what_its_figures_depend_on(benchmark: Bench
     assert {each for each in needed if not any(each == path or each.startswith(f"{path}/") for path in own)} == set()
 
 
-def test_every_result_is_the_newest_of_the_table_or_kept_and_documents_cite_it() -> None:
+def test_the_list_of_results_is_of_today() -> None:
+    assert PAGE.read_text() == list_of_results(), "write it anew: python benchmarks/reproduce.py --page"
+
+
+def test_every_result_is_the_newest_of_the_table_or_kept_and_listed() -> None:
     newest = {path.name for result in ENTRIES if (path := latest(result.name))}
     there = {path.name for path in RESULTS.iterdir()}
     pictures = {
@@ -75,9 +79,7 @@ def test_every_result_is_the_newest_of_the_table_or_kept_and_documents_cite_it()
     cited = set(re.findall(r"\d{4}-\d\d-\d\d-[\w-]+\.json", text))
     assert cited <= newest | KEPT.keys(), "older or unknown: cite the newest, or list it in KEPT of catalogue.py"
     assert there == newest | KEPT.keys() | pictures, "neither in the table nor in KEPT"
-    assert {name for name in there if f"results/{name})" not in text} == set(), (
-        "no document shows it: link or remove it"
-    )
+    assert {name for name in there if f"results/{name})" not in text} == set(), "not in the list of results"
     assert not newest & KEPT.keys()
 
 
