@@ -109,9 +109,7 @@ class Captures:
 
     def want(self, rank: int, start: int, end: int) -> None:
         """Let the next `fetch` bring bytes of the payload of `rank`."""
-        for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            if (rank, chunk) not in self._chunks:
-                self._wanted.add((rank, chunk))
+        self._wanted.update((rank, chunk) for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))
 
     def data(self, rank: int, start: int, end: int) -> bytes | None:
         """Return bytes of the payload of `rank`; None if they are yet to be fetched, which the next `fetch` does."""
@@ -125,14 +123,15 @@ class Captures:
         )
 
     def fetch(self, *, keep: bool = True) -> bool:
-        """Read and verify what is wanted, and tell whether anything was; without `keep`, forget all that is not.
+        """Read and verify what is wanted and not here, and tell whether anything was; without `keep`, forget the rest.
 
         Raises:
             RestoreError: Nobody has a verified copy of it.
         """
         wanted, self._wanted = self._wanted, set()
         if not keep:
-            self._chunks = {}
+            self._chunks = {each: data for each, data in self._chunks.items() if each in wanted}
+        wanted -= self._chunks.keys()
         runs: dict[int, list[range]] = {}
         for rank, chunk in sorted(wanted):
             known = runs.setdefault(rank, [])
