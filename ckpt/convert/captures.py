@@ -123,15 +123,15 @@ class Captures:
         )
 
     def fetch(self, *, keep: bool = True) -> bool:
-        """Read and verify what is wanted, and tell whether anything was; without `keep`, forget all that is not.
+        """Read and verify what is wanted and not here, and tell whether anything was; without `keep`, forget the rest.
 
         Raises:
             RestoreError: Nobody has a verified copy of it.
         """
-        asked_for, self._wanted = self._wanted, set()
-        wanted = asked_for - self._chunks.keys()
+        wanted, self._wanted = self._wanted, set()
         if not keep:
-            self._chunks = {key: piece for key, piece in self._chunks.items() if key in asked_for}
+            self._chunks = {each: data for each, data in self._chunks.items() if each in wanted}
+        wanted -= self._chunks.keys()
         runs: dict[int, list[range]] = {}
         for rank, chunk in sorted(wanted):
             known = runs.setdefault(rank, [])

@@ -193,8 +193,8 @@ class _Reshaping:
             if len(nodes) < len(found):
                 self.refused.append(f"{name} is in the checkpoint of only some ranks: {_EXPORT}")
             item = self._state.objects.get(name)
-            reshard = getattr(type(item), "reshard", None)
-            if reshard is not None:
+            # FSDP2's modules have a method of that name.
+            if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
             elif _has_key(nodes[min(nodes)], FSDP1):
                 self.refused.append(
