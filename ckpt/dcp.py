@@ -30,10 +30,8 @@ from .checkpointer import Checkpointer
 from .convert.export import merge, read
 from .convert.pieces import TensorPieces
 from .errors import DaemonError, StateError
-from .format.pair import Pair
 from .format.slot import Slot
 from .link.env import TrainerEnv
-from .link.link import Link
 from .state.state import TrainingState
 from .state.tree import Flattener
 
@@ -323,9 +321,9 @@ class _RankCheckpointer(Checkpointer):
             "made of with dcp.load itself, and start a run id without it"
         )
 
-    def _load_reshaped(self, plan: Pair, link: Link, env: TrainerEnv) -> None:
+    def _check_reshaped(self, step: int) -> None:
         raise StateError(
-            f"step {plan[1]} is of {self._made_by} ranks, and a MemoryTier loads what this rank itself has saved: start "
+            f"step {step} is of {self._made_by} ranks, and a MemoryTier loads what this rank itself has saved: start "
             "as many ranks as before, or load an export of it, or PersistedReader, with dcp.load in a new run id"
         )
 

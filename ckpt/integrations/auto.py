@@ -241,9 +241,9 @@ class UnaskedCheckpointer(Checkpointer):
             )
         super()._load(slot)
 
-    def _load_reshaped(self, plan: Pair, link: Link, env: TrainerEnv) -> None:
+    def _check_reshaped(self, step: int) -> None:
         raise StateError(
-            f"step {plan[1]} is of {self._made_by} ranks, and --rr-auto goes on with no other number, because the place "
+            f"step {step} is of {self._made_by} ranks, and --rr-auto goes on with no other number, because the place "
             "in the data is each rank's own: start as many ranks as before, or protect the training in the script"
         )
 
