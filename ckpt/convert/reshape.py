@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NoReturn
 
-import numpy as np
 import torch
 
 from ..errors import SlotError, StateError
 from ..format.manifest import Manifest, Node, TensorSpec, leaf_paths, plan_payload
 from ..state.held import FSDP1, keyed_parameters
+from ..state.rng import derived_rng
 from ..state.state import TrainingState
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from ..state.unsaved import parse as parse_unsaved
@@ -23,7 +23,6 @@ from .captures import Captures
 from .export import held_leaf
 from .payload import Made, Piece, fill
 from .pieces import Box, missing, place
-from .rng import derived_rng
 
 _SHOWN: Final = 5
 _BUFFERS: Final = "buffers"

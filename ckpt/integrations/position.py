@@ -5,6 +5,7 @@ how many batches were drawn since. These are the position. Going on is to draw a
 indices are enough, unless worker processes have random states of their own, which drawing moves on.
 """
 
+import copy
 import warnings
 import weakref
 from collections import deque
@@ -14,10 +15,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ..errors import StateError
 from ..state.memory import memory
+from ..state.rng import derived_rng
 from ..state.state import due_rng, get_rng, set_rng
 from ..state.tree import bytes_of
 
@@ -91,6 +93,10 @@ class PositionedLoader:
             draws.begin()
         else:
             self._resumed = due_rng.steps, _Draws.ended
+            if "of" in at:
+                draws.share_out(at)
+                self._draws = weakref.ref(draws)
+                return draws
             draws.go_on(at, 0 if self._whole else at["drawn"] - (0 if at["finished"] else self._ahead))
         self._draws = weakref.ref(draws)
         return draws
@@ -166,6 +172,43 @@ class ResumableLoader(PositionedLoader):
         """Let the next iterator go on from there."""
         self.go_to(state)
 
+    def reshard(self, states: Mapping[int, Any], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the position of a rank where another number of them goes on.
+
+        What the ranks had not read yet of the order of a `DistributedSampler` is dealt out to those that there are now.
+
+        Raises:
+            StateError: The position cannot be another number's.
+        """
+        first, places = states[min(states)], [state["at"] for state in states.values()]
+        if not all(_same(state["generators"], first["generators"]) for state in states.values()):
+            raise StateError(
+                "its generators were seeded by rank, and another number of ranks has others: end the epoch first, or "
+                "seed them alike"
+            )
+        if all(at is None for at in places):
+            return dict(first)
+        own = states.get(rank, first)["at"] or first["at"]
+        now = own and (own["now"] if rank in states else derived_rng(own["now"], rank))
+        sampler = _distributed(self.loader)
+        if None not in places and all(_where(at) == _where(first["at"]) for at in places):
+            if "of" in first["at"] or sampler is None:
+                return {**first, "at": {**first["at"], "now": now}}
+            if len(states) > 1:
+                sampler = None
+        read = {(at["drawn"], at["finished"], at.get("offset", 0)) for at in places if at and "of" not in at}
+        if sampler is None or len(read) != 1 or None in places or sampler.num_replicas != world_size:
+            raise StateError(
+                f"the loader of {type(self.loader.dataset).__qualname__} is in the middle of an epoch, which another "
+                "number of ranks can only end with a DataLoader that has a batch_size and a DistributedSampler for all "
+                "ranks: make one, or change the number of ranks between two epochs"
+            )
+        drawn, finished, before = read.pop()
+        length = len(sampler.dataset)
+        done = length if finished else min(length, before + drawn * self.loader.batch_size * len(states))
+        at = {"of": len(states), "batches": drawn, "from": before, "offset": done, "now": now}
+        return {**first, "at": {**at, "seen": [states[each]["at"]["seen"] for each in sorted(states)]}}
+
 
 class _Draws(Iterator[Any]):
     """The iterator of one epoch, which knows what its batches follow from.
@@ -187,6 +230,7 @@ class _Draws(Iterator[Any]):
         self._finished = False
         self._lost = False
         self._target: dict[str, Any] | None = None
+        self._offset = 0  # where in the order of all ranks the part begins that these ranks share
 
     def begin(self) -> None:
         """Make the iterator of a new epoch."""
@@ -203,6 +247,7 @@ class _Draws(Iterator[Any]):
         now, due_rng.states = due_rng.states or get_rng(), None
         self._made, self._first, self._last = at["made"], at["first"], at["last"]
         self._made_generators = at["made_generators"]
+        self._offset = at.get("offset", 0)
         self._target = at
         set_rng(self._made)
         _set_generators(self._loader, self._made_generators)
@@ -214,6 +259,31 @@ class _Draws(Iterator[Any]):
         while self._drawn < dropped and self._draw() is not _END:
             pass
         self._arrive()
+        set_rng(now)
+
+    def share_out(self, at: dict[str, Any]) -> None:
+        """Make the iterator of the rest of an epoch that another number of ranks began.
+
+        Raises:
+            StateError: They have read something else of it than this loader gives.
+        """
+        now, due_rng.states = due_rng.states or get_rng(), None
+        sampler, size = _distributed(self._loader), self._loader.batch_size
+        assert sampler is not None, "the position was shared out for one"
+        rest = _order(sampler)[at["from"] :]
+        for rank, digest in enumerate(at["seen"]):
+            given, seen = _dealt(rest, at["of"], rank, sampler.drop_last), xxhash.xxh3_128()
+            for number in range(at["batches"]):
+                seen.update(repr(given[number * size : (number + 1) * size]).encode())
+            if seen.hexdigest() != digest:
+                raise StateError(
+                    f"the loader of {type(self._loader.dataset).__qualname__} does not give the order of the epoch "
+                    f"that {at['of']} ranks have begun: call set_epoch() of its sampler as for them, and leave seed "
+                    "and batch_size as they were"
+                )
+        set_rng(now)
+        self._offset = at["offset"]
+        self.begin()
         set_rng(now)
 
     def state(self) -> dict[str, Any]:
@@ -228,6 +298,7 @@ class _Draws(Iterator[Any]):
             "drawn": self._drawn,
             "finished": self._finished,
             "seen": self._seen.hexdigest(),
+            **({"offset": self._offset} if self._offset else {}),
         }
 
     def __next__(self) -> Any:
@@ -262,7 +333,7 @@ class _Draws(Iterator[Any]):
             return iter(self._loader)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(self._loader, name)
-        self._indices = _Indices(sampler)
+        self._indices = _Indices(self._rest(sampler) if self._offset else sampler)
         # A DataLoader lets nobody set it. It is read once, when an iterator is made.
         vars(self._loader)[name] = self._indices
         try:
@@ -273,6 +344,13 @@ class _Draws(Iterator[Any]):
             # A class of the script's own makes it at its first batch, or elsewhere: what it gives has to tell.
             self._indices, self._strict = None, not self._loader.num_workers
         return iterator
+
+    def _rest(self, batches: Any) -> Any:
+        """Return a batch sampler of this rank's part of what is left of the epoch."""
+        sampler, rest = _distributed(self._loader), copy.copy(batches)
+        assert sampler is not None, "the position was shared out for one"
+        rest.sampler = _dealt(_order(sampler)[self._offset :], sampler.num_replicas, sampler.rank, sampler.drop_last)
+        return rest
 
     def _draw(self) -> Any:
         batch = next(self._iterator, _END)
@@ -369,6 +447,33 @@ class _Indices(Iterator[Any]):
         """Return the first element that was not popped before."""
         self.first += 1
         return self._given.popleft()
+
+
+def _distributed(loader: Any) -> DistributedSampler[Any] | None:
+    """Return the sampler of a loader that deals one order out to all ranks, in batches of one size; None without."""
+    batches = loader.batch_sampler
+    found = getattr(batches, "sampler", None)
+    return found if type(batches) is BatchSampler and type(found) is DistributedSampler else None
+
+
+def _order(sampler: DistributedSampler[Any]) -> list[int]:
+    """Return the order of an epoch, of which the sampler deals out parts."""
+    whole = copy.copy(sampler)
+    whole.num_replicas, whole.rank = 1, 0
+    whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+    return list(whole)
+
+
+def _dealt(order: list[int], ranks: int, rank: int, drop_last: bool) -> list[int]:
+    """Return what a DistributedSampler gives of `order` to one of so many ranks."""
+    size = len(order) // ranks * ranks if drop_last else -(-len(order) // ranks) * ranks
+    padded = (order * -(-size // len(order)))[:size] if order else []
+    return padded[rank::ranks]
+
+
+def _where(at: Mapping[str, Any]) -> Any:
+    """Return what two ranks that have read the same have in common."""
+    return at["seen"], at.get("drawn"), at.get("offset", 0)
 
 
 def _check(loader: Any) -> None:
