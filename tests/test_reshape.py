@@ -1,6 +1,7 @@
 """What a rank makes of the slots of another number of ranks: bit for bit what their export has, or a refusal."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from fake_ranks import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from resilient_run.ckpt.convert.export import gather
 from resilient_run.ckpt.errors import RestoreError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
+from resilient_run.ckpt.integrations.position import ResumableLoader
 from resilient_run.ckpt.state.state import TrainingState, get_rng, set_rng
 
 Registered = Callable[[int, int], dict[str, Any]]
@@ -283,3 +286,92 @@ def test_what_is_damaged_comes_from_elsewhere(tmp_path: Path, made: Callable[...
         corrupt(other.slots["a"][1], at)
         with pytest.raises(RestoreError, match="no verified copy of rank 1 is left"):
             holders.load(TrainingState({"model": fsdp(5, 1)}, rng=False), 0, 1, 2)
+
+
+def rank_loader(rank: int, ranks: int, epoch: int = 2) -> ResumableLoader:
+    """Return the loader of a rank in an epoch of 47 samples in batches of 3."""
+    sampler = DistributedSampler(range(47), ranks, rank, seed=5)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    return ResumableLoader(DataLoader(range(47), batch_size=3, sampler=sampler))  # type: ignore[arg-type]
+
+
+def read(loader: ResumableLoader, batches: int | None = None) -> tuple[Any, list[int]]:
+    """Return the iterator, which has to be held, and what it gave first, or all of it."""
+    iterator = iter(loader)
+    given = [sample for batch in islice(iterator, batches) for sample in batch.tolist()]
+    return iterator, given
+
+
+@pytest.mark.parametrize(("first", "second", "third"), [(4, 2, 3), (2, 4, 1), (3, 4, 2)])
+def test_each_sample_of_an_epoch_is_read_once(
+    made: Callable[..., Holders], first: int, second: int, third: int
+) -> None:
+    """Also if ranks come and go twice in one epoch, and a restart comes between."""
+    seen: list[int] = []
+    held: list[Any] = []
+
+    def begin(rank: int, ranks: int) -> dict[str, Any]:
+        loader = rank_loader(rank, ranks)
+        iterator, given = read(loader, 2)
+        held.append(iterator)
+        seen.extend(given)
+        return {"loader": loader}
+
+    before = get_rng()
+    try:
+        holders = made(begin, first, rng=True)
+
+        def go_on(rank: int, ranks: int) -> dict[str, Any]:
+            loader = rank_loader(rank, ranks)
+            holders.load(TrainingState({"loader": loader}, rng=True), rank, ranks, first)
+            iterator, given = read(loader, 1)
+            held.append(iterator)
+            seen.extend(given)
+            again = rank_loader(rank, ranks)
+            again.load_state_dict(loader.state_dict())
+            iterator, given = read(again, 1)
+            held.append(iterator)
+            seen.extend(given)
+            return {"loader": again}
+
+        others = made(go_on, second, rng=True)
+        assert len(seen) == len(set(seen)) == 6 * (first + second)
+        for rank in range(third):
+            loader = rank_loader(rank, third)
+            others.load(TrainingState({"loader": loader}, rng=True), rank, third, second)
+            seen.extend(read(loader)[1])
+        # What is left over for the last rank is filled up, as a DistributedSampler does.
+        assert set(seen) == set(range(47))
+        assert len(seen) - 47 < third
+        loader = rank_loader(0, third, epoch=3)
+        others.load(TrainingState({"loader": loader}, rng=True), 0, third, second)
+        with pytest.raises(StateError, match="does not give the first"):
+            iter(loader)
+    finally:
+        set_rng(before)
+
+
+def test_a_loader_that_cannot_be_shared_out_is_refused_in_the_middle_of_an_epoch(made: Callable[..., Holders]) -> None:
+    held: list[Any] = []
+
+    def begin(rank: int, ranks: int) -> dict[str, Any]:
+        loader = ResumableLoader(DataLoader(range(rank, 40, ranks), batch_size=3))  # type: ignore[arg-type]
+        held.append(read(loader, 2 if begins else None)[0])
+        if not begins:
+            held.clear()
+        return {"loader": loader}
+
+    def begin_other(rank: int, ranks: int) -> dict[str, Any]:
+        sampler = SequentialSampler(range(rank, 40))
+        loader = ResumableLoader(DataLoader(range(40), batch_size=3 + rank, sampler=sampler))  # type: ignore[arg-type]
+        held.append(read(loader, 2)[0])
+        return {"loader": loader}
+
+    begins = False
+    holders = made(begin, 2)
+    loader = ResumableLoader(DataLoader(range(40), batch_size=3))  # type: ignore[arg-type]
+    holders.load(TrainingState({"loader": loader}, rng=False), 0, 1, 2)
+    assert len(read(loader)[1]) == 40
+    holders = made(begin_other, 2)
+    with pytest.raises(StateError, match="loader: the loader of range is in the middle of an epoch"):
+        holders.load(TrainingState({"loader": loader}, rng=False), 0, 1, 2)

@@ -5,26 +5,25 @@ on all ranks; where it is not, each kind of object has a rule (`_Reshaping`), an
 result is loaded as any slot is: exactly, or not at all.
 """
 
-import random
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NoReturn
 
-import numpy as np
 import torch
-import xxhash
 
 from ..errors import SlotError, StateError
 from ..format.manifest import Manifest, Node, TensorSpec, leaf_paths, plan_payload
 from ..state.held import FSDP1, keyed_parameters
+from ..state.rng import derived_rng
 from ..state.state import TrainingState
-from ..state.tree import OPTIONAL_PARTS, Flattener, Leaf, bytes_of, entries, shard_spec, unflatten
+from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from ..state.unsaved import parse as parse_unsaved
 from .captures import Captures
+from .export import held_leaf
+from .payload import Made, Piece, fill
 from .pieces import Box, missing, place
 
-_BATCH_BYTES: Final = 64 << 20
 _SHOWN: Final = 5
 _BUFFERS: Final = "buffers"
 _EXPORT: Final = "start as many ranks as before, or export the step (resilientctl export) and load that in a new run id"
@@ -69,29 +68,7 @@ def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: 
             f"the checkpoint of {len(captures.ranks)} ranks does not fit {world_size}, nothing was loaded: "
             f"{'; '.join(reshaping.refused[:_SHOWN])}"
         )
-    manifest, payload = reshaping.filled(tree)
-    return Reshaped(manifest=manifest, payload=payload, told=reshaping.told)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """A part of a tensor that one rank's slot has: leaf `index` of `rank`, which lies at `offset` and has `size`."""
-
-    rank: int
-    index: int
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
-    """A leaf to be made: the part of `size` at `offset` of the tensor that `pieces` are; or `given`."""
-
-    spec: TensorSpec
-    pieces: tuple[_Piece, ...] = ()
-    offset: tuple[int, ...] = ()
-    size: tuple[int, ...] = ()
-    given: Leaf | None = None
+    return reshaping.filled(tree)
 
 
 class _Reshaping:
@@ -123,7 +100,7 @@ class _Reshaping:
             if parts.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
                 raise SlotError(f"the manifest of rank {each} has the parts {list(parts)}, not objects, values and rng")
         self._first = min(self._saved)
-        self._made: list[_Made] = []
+        self._made: list[Made] = []
         self._known: dict[Hashable, int] = {}
         self._origins: dict[tuple[int, int], int] = {}
         self._others: list[str] = []  # of which the lowest rank's is taken
@@ -151,36 +128,14 @@ class _Reshaping:
             )
         return ["d", list(saved), [made[name] for name in saved]]
 
-    def filled(self, tree: Node) -> tuple[Manifest, torch.Tensor]:
-        """Return the manifest and the payload, which is read now."""
-        specs = [self._placed(each.spec) for each in self._made]
+    def filled(self, tree: Node) -> Reshaped:
+        """Return what is to be loaded, which is read now."""
+        leaves = [replace(each, spec=self._placed(each.spec)) for each in self._made]
+        specs = tuple(each.spec for each in leaves)
         layout = plan_payload(specs)
-        payload = torch.empty(layout.payload_bytes, dtype=torch.uint8, device="cpu")
-        whole = payload.numpy()
-        batch: list[tuple[_Made, Any]] = []
-        size_bytes = 0
-
-        def fill() -> None:
-            self._captures.fetch(keep=False)
-            for one, place_ in batch:
-                self._fill(one, place_)
-            batch.clear()
-
-        for one, spec, offset in zip(self._made, specs, layout.offsets, strict=True):
-            target = whole[offset : offset + spec.nbytes]
-            if one.given is not None:
-                target[:] = np.frombuffer(_content(one.given), dtype=np.uint8)
-                continue
-            for piece in one.pieces:
-                if (rows := self._rows(one, piece)) is not None:
-                    self._captures.want(piece.rank, *rows[:2])
-            batch.append((one, target))
-            size_bytes += spec.nbytes
-            if size_bytes >= _BATCH_BYTES:
-                fill()
-                size_bytes = 0
-        fill()
-        return Manifest(tree=tree, tensors=tuple(specs), offsets=layout.offsets), payload
+        payload = fill(self._captures, leaves, layout)
+        manifest = Manifest(tree=tree, tensors=specs, offsets=layout.offsets)
+        return Reshaped(manifest=manifest, payload=payload, told=self.told)
 
     # Parts of the tree.
 
@@ -306,19 +261,14 @@ class _Reshaping:
 
     def _resharded(self, name: str, item: Any, nodes: dict[int, Node]) -> Node:
         self._rebuilt.add(name)
-        states = {}
-        for rank, node in sorted(nodes.items()):
-            state = self._value(rank, node)
-            if state is _LATER:
-                return nodes[min(nodes)]
-            states[rank] = state
         try:
-            made = item.reshard(states, self._rank, self._world_size)
-            flat = Flattener({name: made})
+            states = {rank: self._value(rank, node) for rank, node in sorted(nodes.items())}
+            if not any(each is _LATER for each in states.values()):
+                flat = Flattener({name: item.reshard(states, self._rank, self._world_size)})
+                return self._given(flat, entries(flat.node)[name])
         except StateError as error:
-            self.refused.append(str(error))
-            return nodes[min(nodes)]
-        return self._given(flat, entries(flat.node)[name])
+            self.refused.append(f"{name}: {error}")
+        return nodes[min(nodes)]
 
     def _value(self, rank: int, node: Node) -> Any:
         """Return what `node` of a rank is, `_LATER` if it is not all here."""
@@ -328,7 +278,9 @@ class _Reshaping:
             nonlocal later
             spec, data = self._captures.ranks[rank].manifest.tensors[index], self._bytes(rank, index)
             later = later or data is None
-            return None if data is None else _leaf(spec, data)
+            if spec.shard is not None:
+                raise StateError("reshard() gets no shards of tensors: let state_dict() leave them out")
+            return None if data is None else held_leaf(spec, torch.tensor(bytearray(data), dtype=torch.uint8))
 
         value = unflatten(node, leaf)
         return _LATER if later else value
@@ -426,12 +378,12 @@ class _Reshaping:
             return self._plain(path, indices, spec, rule)
         if target is None and not rule.is_whole_here(shape):
             self.refused.append(f"{path} is a shard in the checkpoint, and no DTensor of its shape is there now")
-            return ["x", self._make(first, indices[first], _Made(spec=spec))]
+            return ["x", self._make(first, indices[first], Made(spec=spec))]
         try:
             return self._part(path, indices, specs, target)
         except StateError as error:
             self.refused.append(str(error))
-            return ["x", self._make(first, indices[first], _Made(spec=spec))]
+            return ["x", self._make(first, indices[first], Made(spec=spec))]
 
     def _plain(self, path: str, indices: Mapping[int, int], spec: TensorSpec, rule: "_Rule") -> Node:
         """A leaf of which each rank has all: any one's, if it is the same on all."""
@@ -445,8 +397,8 @@ class _Reshaping:
             if not equal:
                 self._differs(path, rule)
         rank = min(indices, key=self._distance) if equal else first
-        piece = _Piece(rank=rank, index=indices[rank], offset=(0,) * len(spec.shape), size=spec.shape)
-        made = _Made(spec=spec, pieces=(piece,), offset=piece.offset, size=piece.size)
+        piece = Piece(rank=rank, index=indices[rank], offset=(0,) * len(spec.shape), size=spec.shape)
+        made = Made(spec=spec, pieces=(piece,), offset=piece.offset, size=piece.size)
         return ["x", self._make(first, indices[first], made)]
 
     def _part(self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any) -> Node:
@@ -457,7 +409,7 @@ class _Reshaping:
         """
         first = min(indices)
         spec, shape = specs[first], _shape(specs[first])
-        parts: dict[tuple[int, ...], _Piece] = {}
+        parts: dict[tuple[int, ...], Piece] = {}
         for rank in sorted(indices, key=self._distance):
             shard, size = specs[rank].shard, specs[rank].shape
             offset: tuple[int, ...] = (0,) * len(shape)
@@ -465,7 +417,7 @@ class _Reshaping:
                 offset, size = place(path, shard, rank, size)
             if 0 in size:
                 continue
-            piece = _Piece(rank=rank, index=indices[rank], offset=offset, size=size)
+            piece = Piece(rank=rank, index=indices[rank], offset=offset, size=size)
             known = parts.setdefault(offset, piece)
             if known.size != size or not self._same((known.rank, known.index), (rank, piece.index)):
                 raise StateError(f"{path}: ranks {known.rank} and {rank} hold different values of the same part")
@@ -479,7 +431,7 @@ class _Reshaping:
             now, local = shard_spec(target), tuple(target.to_local().shape)
             box = place(path, now, self._rank, local)
             made_spec = replace(made_spec, shape=local, shard=now)
-        made = _Made(spec=made_spec, pieces=tuple(parts.values()), offset=tuple(box[0]), size=tuple(box[1]))
+        made = Made(spec=made_spec, pieces=tuple(parts.values()), offset=tuple(box[0]), size=tuple(box[1]))
         return ["x", self._make(first, indices[first], made)]
 
     def _distance(self, rank: int) -> tuple[bool, int]:
@@ -501,7 +453,7 @@ class _Reshaping:
         start = manifest.offsets[index]
         return self._captures.data(rank, start, start + manifest.tensors[index].nbytes)
 
-    def _make(self, rank: int, index: int, made: _Made) -> int:
+    def _make(self, rank: int, index: int, made: Made) -> int:
         """Return the index of a leaf to be made, the same for what was one tensor and is one now."""
         key = (rank, index, made.spec.shard)
         if key not in self._known:
@@ -511,12 +463,6 @@ class _Reshaping:
             self._made.append(made if rank == self._first else replace(made, spec=replace(made.spec, within=None)))
         return self._known[key]
 
-    def _given(self, flat: Flattener, node: Node) -> Node:
-        begin = len(self._made)
-        for leaf, spec in zip(flat.leaves, flat.specs(), strict=True):
-            self._made.append(_Made(spec=replace(spec, within=None), given=leaf))
-        return _shifted(node, begin)
-
     def _placed(self, spec: TensorSpec) -> TensorSpec:
         """Return `spec` with the number that the first leaf which it shares memory with has now."""
         if spec.within is None:
@@ -524,43 +470,11 @@ class _Reshaping:
         first = self._origins.get((self._first, spec.within[0]))
         return replace(spec, within=None if first is None else (first, spec.within[1]))
 
-    # Content.
-
-    def _rows(self, made: _Made, piece: _Piece) -> tuple[int, int, tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return which bytes of a rank's payload have what is wanted of `piece`, and where that is in both.
-
-        Those are whole rows of its first dimension.
-        """
-        begins = [max(*pair) for pair in zip(made.offset, piece.offset, strict=True)]
-        ends = [
-            min(start + size, other + length)
-            for start, size, other, length in zip(made.offset, made.size, piece.offset, piece.size, strict=True)
-        ]
-        if any(begin >= end for begin, end in zip(begins, ends, strict=True)) or 0 in made.size:
-            return None
-        manifest = self._captures.ranks[piece.rank].manifest
-        spec, start = manifest.tensors[piece.index], manifest.offsets[piece.index]
-        source = [slice(begin - at, end - at) for begin, end, at in zip(begins, ends, piece.offset, strict=True)]
-        target = tuple(slice(begin - at, end - at) for begin, end, at in zip(begins, ends, made.offset, strict=True))
-        if not source:
-            return start, start + spec.nbytes, (), ()
-        row_bytes = spec.nbytes // piece.size[0]
-        rows = source[0]
-        source[0] = slice(0, rows.stop - rows.start)
-        return start + rows.start * row_bytes, start + rows.stop * row_bytes, tuple(source), target
-
-    def _fill(self, made: _Made, target: Any) -> None:
-        if not target.size:
-            return
-        place_ = target.reshape(*made.size, -1)
-        for piece in made.pieces:
-            if (rows := self._rows(made, piece)) is not None:
-                begin, end, source, where = rows
-                data = self._captures.data(piece.rank, begin, end)
-                assert data is not None, "it was fetched"
-                count = source[0].stop if source else 1
-                shape = (count, *piece.size[1:], place_.shape[-1]) if source else (place_.shape[-1],)
-                place_[where] = np.frombuffer(data, dtype=np.uint8).reshape(shape)[source]
+    def _given(self, flat: Flattener, node: Node) -> Node:
+        begin = len(self._made)
+        for leaf, spec in zip(flat.leaves, flat.specs(), strict=True):
+            self._made.append(Made(spec=replace(spec, within=None), given=leaf))
+        return _shifted(node, begin)
 
 
 _LATER: Final = object()
@@ -595,51 +509,8 @@ class _Rule:
         )
 
 
-def derived_rng(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the states of the generators of a rank that there was not, made of those of rank 0.
-
-    The seed of all is the XXH3-64 of the words of rank 0's generators of Python, NumPy and torch and of "rank <rank>".
-    """
-    hashed = xxhash.xxh3_64()
-    words = (state["python"][1], state["numpy"]["state"]["key"], state["torch"].numpy())
-    for each in words:
-        hashed.update(each.tobytes())
-    hashed.update(f"rank {rank}".encode())
-    seed = hashed.intdigest()
-    version, numbers, gauss = random.Random(seed).getstate()
-    return {
-        "python": (version, np.array(numbers, dtype=np.uint32), gauss),
-        "numpy": np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).get_state(legacy=False),
-        "torch": torch.Generator("cpu").manual_seed(seed >> 1).get_state(),
-        # A seed and an offset of 8 bytes each.
-        "cuda": [
-            torch.tensor([*((seed >> 1) + index).to_bytes(8, "little"), *bytes(8)], dtype=torch.uint8)
-            for index in range(len(state["cuda"]))
-        ],
-    }
-
-
 def _shape(spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape if spec.shard is None else spec.shard.shape
-
-
-def _content(leaf: Leaf) -> bytes:
-    if isinstance(leaf, bytes):
-        return leaf
-    return leaf.tobytes() if isinstance(leaf, np.ndarray) else bytes_of(leaf).numpy().tobytes()
-
-
-def _leaf(spec: TensorSpec, data: bytes) -> Any:
-    if spec.shard is not None:
-        raise StateError("reshard() gets no shards of tensors: let state_dict() leave them out")
-    if spec.kind == "bytes":
-        return data
-    if spec.kind == "numpy":
-        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=bytearray(data))
-    dtype = getattr(torch, spec.dtype)
-    if not spec.nbytes:
-        return torch.empty(spec.shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(spec.shape)
 
 
 def _has_key(node: Node, key: str) -> bool:

@@ -11,6 +11,7 @@ import xxhash
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ..errors import StateError
+from ..state.rng import derived_rng
 
 
 def reshard(loader: Any, states: Mapping[int, Mapping[str, Any]], rank: int) -> dict[str, Any]:
@@ -19,21 +20,29 @@ def reshard(loader: Any, states: Mapping[int, Mapping[str, Any]], rank: int) -> 
     Raises:
         StateError: Some of the epoch would be lost or given twice.
     """
-    first = states[min(states)]
-    positions = [state["at"] for state in states.values()]
-    own = states.get(rank, first)
+    first, positions = states[min(states)], [state["at"] for state in states.values()]
+    if len({_bytes_of(state["generators"]) for state in states.values()}) > 1:
+        raise StateError(
+            "the generators of the loader were seeded by rank, and another number of ranks has others: seed them alike"
+        )
     if not any(positions) or all(at is not None and at["finished"] for at in positions):
-        return {**own, "at": None}
+        return {**first, "at": None}
+    at = states.get(rank, first)["at"] or {}
+    if at and rank not in states:
+        # Else it would draw what rank 0 draws.
+        at = {**at, **dict.fromkeys(("made", "first", "last", "now"), derived_rng(at["now"], rank))}
+    alike = {(each["seen"], each["drawn"], each["finished"], *each["share"]) if each else None for each in positions}
+    if len(alike) == 1 and not at["share"] and not share_of(loader):
+        return {**first, "at": at}
     _, batch_size = _dealt(loader)
-    at = own["at"] or {}
-    if len({(each["drawn"], each["skipped"], each["share"][1:]) if each else None for each in positions}) > 1:
-        raise StateError("ranks have drawn different numbers of batches of an epoch, so what is left is not known")
-    if not at["share"]:
-        raise StateError("the position is of a loader without a DistributedSampler")
-    seen = {each["share"][0]: each["seen"] for each in positions if each}
-    was = {"drawn": at["drawn"], "skipped": at["skipped"], "ranks": at["share"][1], "seen": seen}
-    skipped = at["skipped"] + at["drawn"] * batch_size * at["share"][1]
-    return {**own, "at": {**at, "drawn": 0, "seen": xxhash.xxh3_128().hexdigest(), "skipped": skipped, "was": was}}
+    read = {(each["drawn"], each["skipped"], each["share"][1:]) if each else None for each in positions}
+    if len(read) > 1 or not at["share"]:
+        raise _unknown(loader)
+    ranks = at["share"][1]
+    was = {"drawn": at["drawn"], "skipped": at["skipped"], "ranks": ranks}
+    was["seen"] = {each["share"][0]: each["seen"] for each in positions}
+    skipped = at["skipped"] + at["drawn"] * batch_size * ranks
+    return {**first, "at": {**at, "drawn": 0, "seen": xxhash.xxh3_128().hexdigest(), "skipped": skipped, "was": was}}
 
 
 def share_of(loader: Any) -> tuple[int, int] | tuple[()]:
@@ -100,9 +109,17 @@ def _dealt(loader: Any) -> tuple[Any, int]:
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or type(sampler) is not DistributedSampler:
-        raise StateError(
-            f"the loader of {type(loader.dataset).__qualname__} is in the middle of an epoch, and another number of "
-            "ranks can go on there only with a DistributedSampler and a batch_size of torch's DataLoader: change the "
-            "number of ranks at the end of an epoch"
-        )
+        raise _unknown(loader)
     return sampler, batches.batch_size
+
+
+def _unknown(loader: Any) -> StateError:
+    return StateError(
+        f"the loader of {type(loader.dataset).__qualname__} is in the middle of an epoch, and what is left of it is known "
+        "only where a DataLoader with a batch_size and a DistributedSampler has given each rank as many batches: change "
+        "the number of ranks between two epochs"
+    )
+
+
+def _bytes_of(generators: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+    return tuple((name, state.numpy().tobytes()) for name, state in sorted(generators.items()))

@@ -24,7 +24,7 @@ class Part:
     target: memoryview
 
 
-class Parts(Protocol):
+class PartQueue(Protocol):
     """What hands parts out to holders, and hears what became of them."""
 
     @property
