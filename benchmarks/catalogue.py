@@ -109,6 +109,11 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/fewer_hosts.py",
+        depends=(*JOB, "benchmarks/peers", "benchmarks/recovery_worker.py"),
+        results=(Result(name="fewer-hosts", arguments="--state-mb 64 256", minutes=20),),
+    ),
+    Benchmark(
         script="benchmarks/recovery_phases.py",
         depends=(*JOB, "benchmarks/recovery_worker.py"),
         results=(Result(name="recovery-phases", arguments="--rounds 5 --after 60", minutes=8, figures=("6.14",)),),

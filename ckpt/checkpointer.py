@@ -22,7 +22,7 @@ from .capture.protection import Protection
 from .capture.stats import CaptureStats
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
 from .foreign import foreign
-from .format.manifest import parse
+from .format.manifest import Manifest, parse
 from .format.pair import IMPORT_GENERATION, Pair, read_pair
 from .format.slot import Slot, SlotHeader
 from .format.wire import Message
@@ -87,11 +87,12 @@ class Checkpointer:
         self._accumulation = Accumulation()
         self._step = 0
         self._plan: Pair | None = None
+        self._made_by = 0
         self._restored = False
         self._pid = os.getpid()
         self._closed = self._warned = self._looked = False
         self._told: set[str] = set()
-        self._knows_plan = False
+        self._knows_plan = self._knows_world = False
         self._env = TrainerEnv.from_environ(os.environ)
         self._link: Link | None = None
         self._capturer: Capturer | None = None
@@ -156,6 +157,16 @@ class Checkpointer:
         self._knows_plan = True
         return 0 if self._plan is None else self._plan[1]
 
+    @property
+    def planned_world(self) -> int:
+        """How many ranks made what `restore()` continues from; 0 if there is nothing to restore, or it is an import.
+
+        A script that keeps its global batch when ranks come or go divides it by the ranks that there are, and has what
+        it counts in samples or steps of the optimizer from before.
+        """
+        self._knows_world = True
+        return self._made_by
+
     def replace(self, **objects: Any) -> None:
         """Keep other objects from the next `step()` on, under names that are registered: an optimizer made anew.
 
@@ -168,10 +179,15 @@ class Checkpointer:
     def restore(self) -> int:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
+        What other ranks than there are now have made is put together and shared out anew: tensors with shards
+        (DTensor) by where the objects have theirs, what all ranks had alike as it is. An object in which ranks differ
+        needs a method `reshard(states, rank, world_size)`, which returns what `load_state_dict` is to get, from what
+        `state_dict()` returned on each rank.
+
         Raises:
             StateError: The registered objects do not fit (nothing was loaded), an object did not take back exactly what
                 was captured (the state is loaded in part), or `restore()` or `step()` was called before.
-            TopologyError: It was made by another world size or device mesh; nothing was loaded.
+            TopologyError: It was made on another device mesh; nothing was loaded.
             RestoreError: No verified copy of it is left.
             SlotError: It is an import, and damaged.
         """
@@ -188,11 +204,15 @@ class Checkpointer:
     def _restore(self, plan: Pair, link: Link, capturer: Capturer) -> None:
         started_s = time.monotonic()
         try:
-            path = link.request("restore", timeout_s=_RESTORE_S)["path"]
-            if plan[0] == IMPORT_GENERATION:
-                self._load_import(path)
+            assert self._env is not None
+            if self._made_by not in (0, self._env.world_size):
+                self._load_reshaped(plan, link, self._env)
             else:
-                self._load_slot(path, capturer)
+                path = link.request("restore", timeout_s=_RESTORE_S)["path"]
+                if plan[0] == IMPORT_GENERATION:
+                    self._load_import(path)
+                else:
+                    self._load_slot(path, capturer)
         except CheckpointError as error:
             if isinstance(error, StateError | TopologyError) or plan[0] == IMPORT_GENERATION:
                 self._refuse(error)
@@ -380,7 +400,7 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
-        self._plan = read_pair(answer.get("restore"))
+        self._plan, self._made_by = read_pair(answer.get("restore")), answer.get("made_by") or 0
         self._link = link
         self._pulse = Pulse(link)
         self._pulse.start()
@@ -495,18 +515,52 @@ class Checkpointer:
         if fresh and self._env.rank == 0:
             warnings.warn(fresh, RuntimeWarning, stacklevel=4)
 
+    def _check_reshaped(self, step: int) -> None:
+        """Refuse what another number of ranks made, where no other number can go on with it."""
+
+    def _load_reshaped(self, plan: Pair, link: Link, env: TrainerEnv) -> None:
+        """Load what another number of ranks made."""
+        self._check_reshaped(plan[1])
+        from .convert.captures import Answer, Captures
+        from .convert.reshape import reshape
+
+        def ask(wanted: list[dict[str, Any]]) -> Answer:
+            answer = link.request("read", timeout_s=_RESTORE_S, wanted=wanted)
+            slot = Slot.open(answer["path"])
+            data = memoryview(bytes(slot.buffer[slot.payload_offset :]))
+            slot.close()
+            return Answer(data=data, sources=answer["sources"], host=answer["host"])
+
+        captures = Captures(ask, run_id=env.run_id, pair=plan, world_size=self._made_by)
+        made = reshape(self._state, captures, rank=env.rank, world_size=env.world_size)
+        self._load_state(made.manifest, made.payload, plan[1])
+        told = list(made.told)
+        if not self._knows_world:
+            told.append(
+                "the global batch is another one unless the script accounts for that (Checkpointer.planned_world)"
+            )
+        if told and env.rank == 0:
+            warnings.warn(
+                f"{self._made_by} ranks made step {plan[1]}, and {env.world_size} go on with it: {'; '.join(told)}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
     def _load(self, slot: Slot) -> None:
         header = slot.header()
         self._check(header)
         manifest = parse(slot.manifest(), header.payload_bytes)
         whole = torch.frombuffer(slot.buffer, dtype=torch.uint8)
-        others = self._state.load(manifest, whole[header.payload_offset : header.used_bytes])
+        self._load_state(manifest, whole[header.payload_offset : header.used_bytes], header.step)
+
+    def _load_state(self, manifest: Manifest, payload: torch.Tensor, step: int) -> None:
+        others = self._state.load(manifest, payload)
         if others:
             warnings.warn(
-                f"not everything is what step {header.step} had, which may be right for what is applied later "
+                f"not everything is what step {step} had, which may be right for what is applied later "
                 f"or counts loads: {'; '.join(others)}",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _check(self, header: SlotHeader) -> None:

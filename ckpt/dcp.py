@@ -321,6 +321,12 @@ class _RankCheckpointer(Checkpointer):
             "made of with dcp.load itself, and start a run id without it"
         )
 
+    def _check_reshaped(self, step: int) -> None:
+        raise StateError(
+            f"step {step} is of {self._made_by} ranks, and a MemoryTier loads what this rank itself has saved: start "
+            "as many ranks as before, or load an export of it, or PersistedReader, with dcp.load in a new run id"
+        )
+
     def _load(self, slot: Slot) -> None:
         header = slot.header()
         self._check(header)

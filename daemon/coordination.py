@@ -310,6 +310,7 @@ class Coordinator:
                 group=requests,
                 supervisor=self._supervisor,
                 also_commit=None if self._persister is None else self._persister.requested_with,
+                made_by=None if self._persister is None else self._persister.made_by,
             )
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(agent.run())

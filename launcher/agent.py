@@ -111,6 +111,8 @@ class ResilientAgent(LocalElasticAgent):
             key_proof="" if run_key is None else key_proof(run_key, self._rdzv.get_run_id()),
             fingerprint=fingerprint(spec.entrypoint, spec.args, run_key),
             allow_different=run_config.allow_different_script,
+            elastic_s=run_config.elastic_s,
+            sizes=run_config.sizes,
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.
@@ -170,6 +172,17 @@ class ResilientAgent(LocalElasticAgent):
             self._sum_up()
             left = self._rdzv.leave()
             self._link.close(discard=self._config.ephemeral or (succeeded and left and self._is_over()))
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except SignalException as error:
+            # Before the workers here are stopped: those elsewhere would be blamed for what they make of that.
+            if self._rdzv.round is not None and len(self._rdzv.round.seats) > 1:
+                self._rdzv.report_failure(
+                    kind="membership", message=f"host {self._rdzv.host} leaves: its launcher got {error.sigval.name}"
+                )
+            raise
 
     def _is_over(self) -> bool:
         """Tell whether the run ended as a success for all hosts, not for this one alone: nobody resumes from it."""
@@ -233,16 +246,18 @@ class ResilientAgent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._finished = None
+        self._finished, whole = None, self._rdzv.round
+        assert whole is not None, "workers start after the rendezvous"
         os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
         os.environ["RESILIENT_RUN_ID"], os.environ["RESILIENT_HOST"] = self._rdzv.get_run_id(), self._rdzv.host
         os.environ["RESILIENT_GENERATION"] = str(self._rdzv.generation)
         os.environ.pop(AUTO, None)
         if self._config.auto:
-            assert self._rdzv.round is not None, "workers start after the rendezvous"
-            os.environ[AUTO] = "begin" if self._rdzv.round.restore is None else "restore"
+            os.environ[AUTO] = "begin" if whole.restore is None else "restore"
         self._timeline.spawned(
-            generation=self._rdzv.generation, ranks={worker.global_rank for worker in worker_group.workers}
+            generation=self._rdzv.generation,
+            ranks={worker.global_rank for worker in worker_group.workers},
+            resized=(whole.made_by, whole.world_size) if whole.made_by is not None and whole.reshapes else None,
         )
         ids: dict[int, Any] = super()._start_workers(worker_group)
         # When a worker fails, torch closes the context by itself, and would give its siblings 30 s.

@@ -180,6 +180,12 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
         with installed(config):
             yield
         return
+    fewest, most = parse_min_max_nnodes(args.nnodes)
+    if config.elastic_s is not None and (args.standalone or fewest == most):
+        raise click.UsageError(
+            f"--rr-elastic lets a run go on with other numbers of hosts, and --nnodes={args.nnodes} is one number: "
+            "give --nnodes=MIN:MAX, or leave it out"
+        )
     # Read by the rendezvous, which torch makes from its own options.
     os.environ["RESILIENT_HOST_ID"], os.environ["RESILIENT_LABEL"] = config.host_id, config.label
     with _signals_unwind(args.signals_to_handle), ExitStack() as stack:

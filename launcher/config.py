@@ -16,6 +16,7 @@ from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.base.spec import parse_ports, parse_size
+from resilient_run.daemon.run.rounds import MAX_WORLD_SIZE
 from resilient_run.daemon.trust.private import open_to_append
 from resilient_run.daemon.trust.secret import check_url, find_key
 
@@ -45,6 +46,8 @@ class RunConfig:
         run_key: The secret of the run's hosts, None where the one in etcd has to do.
         ports: Where this host's daemon may listen for those of the others, None for a port that the kernel chooses.
         insecure: The run may have several hosts, an etcd that everybody reaches, and no run key.
+        elastic_s: How long a run waits for a host before it goes on with fewer ranks; None: it keeps their number.
+        sizes: The numbers of ranks that it may have then, none for any.
         ephemeral: Nobody can ask for this run again, so its slots are of no use after it.
     """
 
@@ -66,6 +69,8 @@ class RunConfig:
     ports: range | None = None
     insecure: bool = False
     allow_different_script: bool = False
+    elastic_s: float | None = None
+    sizes: tuple[int, ...] = ()
     ephemeral: bool = False
 
     @classmethod
@@ -83,6 +88,9 @@ class RunConfig:
                     f"{_SOCKET_PATH_MAX_BYTES - len(path.name) - 1} bytes",
                     param_hint=option,
                 )
+        if params["rr_sizes"] and params["rr_elastic"] is None:
+            why = "it goes with --rr-elastic SECONDS, without which the number of ranks stays as it is"
+            raise click.BadParameter(why, param_hint="--rr-sizes")
         return cls(
             run_dir=settings.run_dir,
             shm_dir=settings.shm_dir,
@@ -102,6 +110,8 @@ class RunConfig:
             ports=params["rr_port"],
             insecure=params["rr_insecure"],
             allow_different_script=params["rr_allow_different_script"],
+            elastic_s=params["rr_elastic"],
+            sizes=params["rr_sizes"],
         )
 
     @property
@@ -210,6 +220,21 @@ def options() -> list[click.Parameter]:
             "without it, such a launcher is refused.",
         ),
         _option(
+            "--rr-elastic",
+            metavar="SECONDS",
+            type=click.FloatRange(min=0),
+            help="With --nnodes MIN:MAX: after a lost host wait so long for another one, then go on from memory with "
+            "fewer ranks; grow when hosts come, once a generation has lasted so long. Default: the number of ranks "
+            "stays as it was at the first commit.",
+        ),
+        _option(
+            "--rr-sizes",
+            metavar="N,…",
+            callback=_parse_sizes,
+            default="",
+            help="With --rr-elastic: the numbers of ranks that the script's mesh allows, such as 2,4,8. Default: any.",
+        ),
+        _option(
             "--rr-persist",
             metavar="URL",
             callback=check_url,
@@ -280,6 +305,13 @@ def _parse_modules(ctx: click.Context, param: click.Parameter, value: str | None
                 param,
             )
     return modules
+
+
+def _parse_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    sizes = [size.strip() for size in value.split(",") if size.strip()]
+    if not all(size.isdecimal() and 0 < int(size) <= MAX_WORLD_SIZE for size in sizes):
+        raise click.BadParameter(f"{value!r} must be numbers of ranks with commas between them, as 2,4,8", ctx, param)
+    return tuple(sorted({int(size) for size in sizes}))
 
 
 def _find_key(path: Path | None) -> str | None:

@@ -52,6 +52,7 @@ class _Recovery:
     not_before_s: float = -math.inf
     ends_s: dict[str, float] = field(default_factory=dict)
     generation: int = 0
+    resized: tuple[int, int] | None = None
     restored_step: int | None = None
     sources: dict[int, str] = field(default_factory=dict)
     waiting: dict[str, set[int]] = field(default_factory=dict)
@@ -144,11 +145,14 @@ class RecoveryTimeline:
                 for later in PHASES[PHASES.index(phase) + 1 :]:
                     self._recovery.ends_s.pop(later, None)
 
-    def spawned(self, *, generation: int, ranks: set[int]) -> None:
-        """Workers with these global ranks were started for `generation`; their own events end the later phases."""
+    def spawned(self, *, generation: int, ranks: set[int], resized: tuple[int, int] | None = None) -> None:
+        """Workers with these global ranks were started for `generation`; their own events end the later phases.
+
+        `resized` is how many ranks captured what they restore, and how many there are now, if that is not the same.
+        """
         with self._lock:
             if self._recovery is not None:
-                self._recovery.generation = generation
+                self._recovery.generation, self._recovery.resized = generation, resized
                 self._recovery.waiting = {event: set(ranks) for event in _WORKER_PHASE}
 
     def on_event(self, message: dict[str, Any]) -> None:
@@ -253,6 +257,7 @@ class RecoveryTimeline:
             "sources": sorted(set(recovery.sources.values())),
             "ranks": {str(rank): source for rank, source in sorted(recovery.sources.items())},
             "steps_lost": steps_lost,
+            "resized": recovery.resized,
             **durations,
             "total_s": round(previous_s - recovery.start_s, 4),
         }
@@ -302,7 +307,7 @@ def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # A host that is new knows of a worker's exit, and not that it was because of a host that was lost.
     lost_host = next((event for event in events if event["kind"] == "host_lost"), slowest)
     why = lost_host if slowest["kind"] == "worker_exit" else slowest
-    told = {name: slowest[name] for name in ("generation", "restored_step", "total_s")}
+    told = {name: slowest.get(name) for name in ("generation", "restored_step", "resized", "total_s")}
     lost = [event["steps_lost"] for event in events if event["steps_lost"] is not None]
     return {
         "event": "recovered",
@@ -384,4 +389,5 @@ def _outcome(event: Mapping[str, Any], sources: str) -> str:
         where = "from the beginning"
     elif not event["restored_step"]:
         where = "step 0 (nothing was committed yet)"
-    return where + ("" if event["steps_lost"] is None else f", {event['steps_lost']} step(s) lost")
+    where += "" if event["steps_lost"] is None else f", {event['steps_lost']} step(s) lost"
+    return where + ("" if not event.get("resized") else ", into {1} ranks in place of {0}".format(*event["resized"]))

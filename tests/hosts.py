@@ -347,6 +347,7 @@ class Hosts:
         nproc: int = 1,
         labels: Mapping[str, str] | None = None,
         sessions: Mapping[str, str] | None = None,
+        made_by: int | None = None,
     ) -> tuple[int, int] | None:
         """Form a round as a launcher does, with the watermark in one transaction, and return what it restores."""
         session_of = dict.fromkeys(names, "s") | dict(sessions or {})
@@ -361,6 +362,7 @@ class Hosts:
                     "generation": generation,
                     "members": seats,
                     "restore": None if watermark is None else watermark.value,
+                    "made_by": made_by,
                 }
                 guards = {f"{self.prefix}state/watermark": 0 if watermark is None else watermark.revision}
                 if await etcd.commit(guards, {f"{self.prefix}rdzv/round": value}):

@@ -1,14 +1,19 @@
 """`--nnodes MIN:MAX`: a run keeps the size that can restore what is committed; with nothing committed it is elastic."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import elastic_trainer
 import pytest
 from cluster import Cluster, Host, assert_same_training, wait_until
 
 pytestmark = pytest.mark.jobs
 
+RESILIENTCTL = str(Path(sys.executable).with_name("resilientctl"))
 HELD = 8
 SCRIPT = [str(Path(__file__).parent / "held_trainer.py"), "16"]
 WAITING = "waiting for a host; lost: "
@@ -44,16 +49,16 @@ class Run:
     """One elastic run whose hosts have a rank each."""
 
     def __init__(self, root: Path, endpoint: str) -> None:
-        self.cluster = Cluster(root)
+        self.cluster, self.root = Cluster(root), root
         self._arguments = ["--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--local-addr", "127.0.0.1"]
         self._arguments += ["--rdzv-endpoint", endpoint, "--rdzv-id", root.name]
 
-    def launch(self, names: str, nnodes: str, script: list[str], *, join_timeout_s: int = 100) -> list[Host]:
+    def launch(self, names: str, nnodes: str, script: list[str], *more: str, join_timeout_s: int = 100) -> list[Host]:
         """Start a launcher on each of these hosts; one that comes alone to a first round does not wait for others."""
         conf = f"lease_ttl=3,last_call_timeout={30 if len(names) > 1 else 0.1},join_timeout={join_timeout_s}"
         hosts = [self.cluster.host(name) for name in names]
         for host in hosts:
-            host.launch(["--nnodes", nnodes, *self._arguments, "--rdzv-conf", conf], script)
+            host.launch(["--nnodes", nnodes, *self._arguments, "--rdzv-conf", conf, *more], script)
         return hosts
 
 
@@ -142,6 +147,101 @@ def test_nothing_committed_is_as_elastic_as_torchrun(run: Run, tmp_path: Path, a
     assert first.wait() == 0, first.output
 
 
+class Elastic:
+    """A run with --rr-elastic whose steps the test allows."""
+
+    def __init__(self, run: Run, *more: str, steps: int = 20) -> None:
+        self._run, self._more = run, ("--rr-elastic", "1", *more)
+        self._gate = run.root / "gate"
+        self._script = [str(Path(elastic_trainer.__file__)), str(steps), str(self._gate)]
+        self.steps = steps
+        self.open(0)
+
+    def open(self, step: int) -> None:
+        """Let every rank train up to `step`."""
+        new = self._gate.with_suffix(".new")
+        new.write_text(str(step))
+        new.rename(self._gate)
+
+    def launch(self, names: str, nnodes: str) -> list[Host]:
+        return self._run.launch(names, nnodes, self._script, *self._more)
+
+    def train(self, step: int, hosts: list[Host], ranks: int) -> None:
+        """Wait until these hosts have made `step`, which is allowed now, in so many ranks."""
+        for host in hosts:
+            wait_until(lambda host=host: worlds(host)[-1:] == [ranks], timeout_s=90, what=f"{ranks} ranks", host=host)
+        self.open(step)
+        outputs = lambda: f"step {step}\n" + "\n".join(f"== {host.name}\n{host.output}" for host in hosts)  # noqa: E731
+        for host in hosts:
+            wait_until(lambda host=host: made(host).get(step) == ranks, timeout_s=90, what=outputs)
+
+    def assert_trained(self, hosts: list[Host], worlds_of_steps: dict[int, int]) -> None:
+        """Let all end, and compare with the same steps in one process."""
+        self.open(self.steps)
+        for host in hosts:
+            assert host.wait() == 0, host.output
+            assert made(host).items() <= worlds_of_steps.items()
+            samples = {line["step"]: line["samples"] for line in host.lines if "of" in line}
+            assert all(count == step * elastic_trainer.SAMPLES for step, count in samples.items())
+        assert {host.params_sha256() for host in hosts} == {elastic_trainer.trained(worlds_of_steps)}
+
+
+def test_elastic_run_goes_on_without_a_lost_host_and_grows_when_it_is_back(run: Run) -> None:
+    elastic = Elastic(run)
+    first, second, third = elastic.launch("abc", "1:3")
+    elastic.train(8, [first, second, third], 3)
+    third.lose()
+    elastic.train(12, [first, second], 2)
+    second.lose()
+    elastic.train(14, [first], 1)
+    for host in (second, third):
+        host.shm_dir.mkdir(mode=0o700)
+    back = elastic.launch("bc", "1:3")
+    elastic.train(16, [first, *back], 3)
+    sizes = {8: 3, 12: 2, 14: 1, elastic.steps: 3}
+    of_steps = {step: next(sizes[end] for end in sizes if step <= end) for step in range(1, elastic.steps + 1)}
+    elastic.assert_trained([first, *back], of_steps)
+    assert "goes on with fewer after 1 s without a host; lost: c" in first.output
+
+
+@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+def test_host_that_leaves_on_purpose_is_not_waited_for(run: Run, etcd_endpoint: str, how: str) -> None:
+    elastic = Elastic(run, "--rr-elastic", "100", steps=300)
+    first, second = elastic.launch("ab", "1:2")
+    elastic.train(6, [first, second], 2)
+    if how == "drain":
+        options = ["--run-id", run.root.name, "--etcd-endpoint", etcd_endpoint]
+        drained = subprocess.Popen([RESILIENTCTL, "drain", "b", *options], stdout=subprocess.PIPE, text=True)
+        step = 6
+        while worlds(first)[-1:] != [1]:  # it happens right after a commit
+            elastic.open(step := step + 1)
+            wait_until(lambda step=step: step in made(first) or worlds(first)[-1:] == [1], timeout_s=60, what="a step")
+            time.sleep(0.1)
+    else:
+        assert second.launcher is not None
+        second.launcher.terminate()
+        assert second.wait() != 0
+    elastic.train(max(made(first)) + 2, [first], 1)
+    if how == "drain":
+        out, _ = drained.communicate(timeout=30)
+        assert out.startswith("host b is drained: generation 2 runs on a and has committed step "), out
+        assert second.launcher is not None
+        second.launcher.terminate()
+    elastic.open(elastic.steps)
+    assert first.wait() == 0, first.output
+    elastic.assert_trained([first], made(first))
+    assert set(made(first)) == set(range(1, elastic.steps + 1))
+    (event,) = first.recoveries()
+    assert (event["kind"], event["resized"]) == ("membership", [2, 1])
+    assert event["steps_lost"] <= 1
+    assert ("host b is drained" if how == "drain" else "host b leaves: its launcher got SIGTERM") in event["cause"]
+
+
+def made(host: Host) -> dict[int, int]:
+    """Return in how many ranks each step was made last."""
+    return {line["step"]: line["of"] for line in list(host.lines) if "of" in line}
+
+
 def wait_for_commit(*hosts: Host) -> None:
     """Wait until the step that all hosts wait after is committed, and printed."""
     wait_until(lambda: hosts[0].committed_step() == HELD, timeout_s=120, what="a commit", host=hosts[0])
@@ -149,5 +249,5 @@ def wait_for_commit(*hosts: Host) -> None:
         wait_until(lambda host=host: host.reached(HELD), timeout_s=30, what="the last step", host=host)
 
 
-def worlds(host: Host) -> list[str]:
+def worlds(host: Host) -> list[str | int]:
     return [line["world"] for line in list(host.lines) if "world" in line]

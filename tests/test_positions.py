@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launchers import run_apart, run_python
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.integrations.position import PositionedLoader
@@ -234,6 +234,63 @@ def test_several_loaders_set_the_random_numbers_back_once() -> None:
     np.random.seed(3)
     undisturbed, state = both()
     assert both(state)[0] == undisturbed[2:]
+
+
+def dealt(rank: int, ranks: int, *, even: bool = False, epoch: int = 1) -> ResumableLoader:
+    """Return a loader of what a sampler deals this rank of 103 samples."""
+    sampler = DistributedSampler(range(103), num_replicas=ranks, rank=rank, seed=3, drop_last=even)
+    sampler.set_epoch(epoch)
+    return ResumableLoader(DataLoader(range(103), batch_size=4, sampler=sampler))
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4, 3), (3, 4, 1), (1, 4), (2, 2, 5), (4, 3, 3, 2)])
+def test_another_number_of_ranks_gets_what_is_left_of_the_epoch(sizes: tuple[int, ...], even: bool) -> None:
+    """Every sample once, but for those with which a DistributedSampler makes the ranks' shares equal."""
+    drawn: list[int] = []
+    states: dict[int, dict[str, Any]] = {}
+    for number, ranks in enumerate(sizes):
+        loaders = [dealt(rank, ranks, even=even) for rank in range(ranks)]
+        for rank, loader in enumerate(loaders):
+            if states:
+                same = len(states) == ranks
+                loader.load_state_dict(deepcopy(states[rank] if same else loader.reshard(states, rank, ranks)))
+        iterators = [iter(loader) for loader in loaders]
+        for iterator in iterators:
+            batches = list(iterator) if number == len(sizes) - 1 else [next(iterator) for _ in range(2)]
+            drawn += torch.cat(batches).tolist()
+        states = {rank: deepcopy(loader.state_dict()) for rank, loader in enumerate(loaders)}
+    missing = set(range(103)) - set(drawn)
+    if even:
+        assert len(missing) < sizes[-1]
+        assert len(drawn) == len(set(drawn))
+    else:
+        assert missing == set()
+        assert len(drawn) - len(set(drawn)) < max(sizes)
+
+
+def test_another_number_of_ranks_is_refused_where_what_is_left_is_not_known() -> None:
+    loaders = [dealt(rank, 2) for rank in range(2)]
+    iterators = [iter(loader) for loader in loaders]
+    for iterator in iterators:
+        next(iterator)
+    states = {rank: deepcopy(loader.state_dict()) for rank, loader in enumerate(loaders)}
+    other = dealt(0, 3, epoch=2)
+    other.load_state_dict(other.reshard(states, 0, 3))
+    with pytest.raises(StateError, match="does not give the first 1 batches of this epoch again that rank 0 of 2 had"):
+        next(iter(other))
+    with pytest.raises(StateError, match="change the number of ranks between two epochs"):
+        ResumableLoader(DataLoader(range(103), batch_size=4, shuffle=True)).reshard(states, 0, 3)
+    next(iterators[0])
+    ahead = states | {0: deepcopy(loaders[0].state_dict())}
+    with pytest.raises(StateError, match="has given each rank as many batches"):
+        other.reshard(ahead, 0, 3)
+    for iterator in iterators:
+        assert list(iterator)
+    ended = {rank: deepcopy(loader.state_dict()) for rank, loader in enumerate(loaders)}
+    anew = dealt(0, 3)
+    anew.load_state_dict(anew.reshard(ended, 0, 3))
+    assert len(torch.cat(list(anew))) == 35
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])

@@ -45,7 +45,9 @@ def view(members: Iterable[Member] = (), before: str = "", generation: int = 1, 
     return View(members={item.host: item for item in members}, **known)
 
 
-def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0) -> FormingDecision:
+def decide(
+    state: View, generation: int, nnodes: tuple[int, int], since_arrival_s: float = 0.0, broken_s: float = 0.0
+) -> FormingDecision:
     return next_round(
         state,
         generation=generation,
@@ -54,6 +56,7 @@ def decide(state: View, generation: int, nnodes: tuple[int, int], since_arrival_
         since_arrival_s=since_arrival_s,
         last_call_s=30.0,
         now_unix_s=NOW_S,
+        broken_s=broken_s,
     )
 
 
@@ -339,6 +342,84 @@ def test_only_what_fits_no_other_number_of_ranks_binds_a_run() -> None:
         assert waits is not None
         assert waits.notable
         assert waits.reason.startswith("no number of ranks but 1 can restore what is committed, so generation 4 does")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "sizes", "broken_s", "taken"),
+    [
+        # A lost host is waited for, and then the run goes on without it.
+        ("a1 b1 c1", "a1 b1", (), 29.0, "2 of 3 ranks are ready, and the run goes on with fewer after 30 s"),
+        ("a1 b1 c1", "a1 b1", (), 30.0, "ab"),
+        ("a1 b1 c1", "a1 b1 d1", (), 0.0, "abd"),
+        ("a2 b2 c2 d2", "a2 b2 c2", (2, 4, 8), 30.0, "ab"),
+        ("a2 b2 c2 d2", "b2 c2 d2", (2, 4, 8), 30.0, "bc"),
+        ("a2 b2 c2 d2", "a2 b2 c2", (8,), 30.0, "6 ranks are ready, and --rr-sizes allows 8 on at least 1 hosts"),
+        # Hosts that were lost are in the round again: all who are ready take part, whatever committed last.
+        ("a1", "a1 b1 c1", (), 0.0, "abc"),
+        ("a1", "a1 b1 c1", (1, 2, 4), 0.0, "ab"),
+    ],
+)
+def test_elastic_run_goes_on_with_those_that_are_left(
+    before: str, now: str, sizes: tuple[int, ...], broken_s: float, taken: str
+) -> None:
+    formed = Round(generation=4, seats=tuple(item.seat for item in sized(before)), restore=RESTORES)
+    members = {item.host: item for item in sized(now)}
+    state = View(
+        members=members,
+        round=formed,
+        committed=formed.world_size,
+        stores={},
+        failures={},
+        done=frozenset(),
+        job=elastic(sizes),
+    )
+    decision = decide(state, 5, (1, 8), since_arrival_s=60.0, broken_s=broken_s)
+    if decision.members is None:
+        assert decision.reason.startswith(taken)
+        assert decision.notable
+        assert decision.wait_s is not None
+    else:
+        assert hosts(decision) == taken
+
+
+def test_elastic_run_grows_to_the_sizes_that_it_may_have() -> None:
+    formed = Round(generation=4, seats=tuple(item.seat for item in sized("a1 b1")), restore=RESTORES, made_by=3)
+    two = [*ready("ab", 0), member("c", ready=5)]
+    grows = view(two, round=formed, committed=3, job=elastic())
+    assert (grows.bound, grows.captured_by, newcomers(grows, 4, NOW_S)) == (None, 3, ["c"])
+    waits = standby(grows, 4, NOW_S)
+    assert waits is not None
+    assert waits.reason == "generation 4 grows once it has lasted for 30 s: this host waits until then"
+    assert newcomers(replace(grows, job=elastic((2, 4))), 4, NOW_S) == []
+    more = replace(grows, members={**grows.members, "d": member("d", ready=5)})
+    assert newcomers(replace(more, job=elastic((2, 4))), 4, NOW_S) == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("restore", "made_by", "committed", "watermark", "expected"),
+    [
+        (None, None, None, None, None),
+        (None, None, None, (4, 9), 2),  # committed in the round that broke
+        ((3, 7), 3, 3, (3, 7), 3),  # nothing was committed in the round
+        ((3, 7), 3, 2, (4, 9), 2),
+        ((3, 7), 3, 4, (1, 2), 4),  # set back to what the persistent tier has
+        ((0, 7), None, None, (0, 7), None),  # an import
+    ],
+)
+def test_round_knows_how_many_ranks_captured_what_it_restores(
+    restore: tuple[int, int] | None,
+    made_by: int | None,
+    committed: int | None,
+    watermark: tuple[int, int] | None,
+    expected: int | None,
+) -> None:
+    formed = Round(generation=4, seats=(seat("a"), seat("b")), restore=restore, made_by=made_by)
+    state = view(ready("ab", 5), round=formed, committed=committed)
+    assert state.made_by(watermark) == expected
+
+
+def elastic(sizes: tuple[int, ...] = ()) -> Agreement:
+    return Agreement(incarnation="i", min_nodes=1, max_nodes=8, token="t", elastic_s=30.0, sizes=sizes)
 
 
 def quarantined(names: str, *, left_s: float = 60.0) -> dict[str, Quarantine]:

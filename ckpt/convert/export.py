@@ -165,7 +165,7 @@ def read(slot: Slot, *, own: bool = False) -> Any:
     def leaf(index: int) -> Any:
         spec, offset = manifest.tensors[index], manifest.offsets[index]
         data = whole[offset : offset + spec.nbytes]
-        return _leaf(spec, data.clone() if own else data)
+        return held_leaf(spec, data.clone() if own else data)
 
     tree = unflatten(manifest.tree, leaf)
     if (
@@ -177,7 +177,8 @@ def read(slot: Slot, *, own: bool = False) -> Any:
     return tree
 
 
-def _leaf(spec: TensorSpec, data: torch.Tensor) -> Any:
+def held_leaf(spec: TensorSpec, data: torch.Tensor) -> Any:
+    """Return the leaf of which `data` is the content, a tensor as a view of it."""
     if spec.kind == "bytes":
         return data.numpy().tobytes()
     if spec.kind == "numpy":

@@ -241,6 +241,12 @@ class UnaskedCheckpointer(Checkpointer):
             )
         super()._load(slot)
 
+    def _check_reshaped(self, step: int) -> None:
+        raise StateError(
+            f"step {step} is of {self._made_by} ranks, and --rr-auto goes on with no other number, because the place "
+            "in the data is each rank's own: start as many ranks as before, or protect the training in the script"
+        )
+
     def _load_import(self, url: str) -> None:
         raise StateError("an import is restored by a Checkpointer in the script only: leave out --rr-auto")
 

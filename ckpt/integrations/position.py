@@ -20,6 +20,7 @@ from ..errors import StateError
 from ..state.memory import memory
 from ..state.state import due_rng, get_rng, set_rng
 from ..state.tree import bytes_of
+from .samples import reshard, rest, share_of
 
 _END: Final = object()
 
@@ -166,6 +167,17 @@ class ResumableLoader(PositionedLoader):
         """Let the next iterator go on from there."""
         self.go_to(state)
 
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return what `rank` of `world_size` loads of what another number of ranks had, by rank.
+
+        In the middle of an epoch the ranks share what is left of it, so that no sample is lost or given twice.
+
+        Raises:
+            StateError: That is not known for the samplers of this loader.
+        """
+        del world_size  # the sampler has it
+        return reshard(self.loader, states, rank)
+
 
 class _Draws(Iterator[Any]):
     """The iterator of one epoch, which knows what its batches follow from.
@@ -187,6 +199,7 @@ class _Draws(Iterator[Any]):
         self._finished = False
         self._lost = False
         self._target: dict[str, Any] | None = None
+        self._skipped = 0
 
     def begin(self) -> None:
         """Make the iterator of a new epoch."""
@@ -206,7 +219,8 @@ class _Draws(Iterator[Any]):
         self._target = at
         set_rng(self._made)
         _set_generators(self._loader, self._made_generators)
-        self._iterator = self._make()
+        self._skipped = at.get("skipped", 0)
+        self._iterator = self._make(rest(self._loader, at) if self._skipped else None)
         set_rng(self._first)
         if self._indices is not None and not self._loader.num_workers:
             self._drawn = self._indices.drop(dropped)
@@ -228,6 +242,8 @@ class _Draws(Iterator[Any]):
             "drawn": self._drawn,
             "finished": self._finished,
             "seen": self._seen.hexdigest(),
+            "skipped": self._skipped,
+            "share": share_of(self._loader),
         }
 
     def __next__(self) -> Any:
@@ -254,7 +270,8 @@ class _Draws(Iterator[Any]):
             raise StopIteration
         return batch
 
-    def _make(self) -> Iterator[Any]:
+    def _make(self, left: Any = None) -> Iterator[Any]:
+        """Make the loader's iterator; `left` takes the place of its sampler of batches."""
         if getattr(self._loader, "_initial_iter_for_state_dict", False):
             # A StatefulDataLoader has made its iterator for a state_dict(), at another time than now.
             self._loader._iterator, self._loader._initial_iter_for_state_dict = None, False
@@ -262,7 +279,7 @@ class _Draws(Iterator[Any]):
             return iter(self._loader)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(self._loader, name)
-        self._indices = _Indices(sampler)
+        self._indices = _Indices(sampler if left is None else left)
         # A DataLoader lets nobody set it. It is read once, when an iterator is made.
         vars(self._loader)[name] = self._indices
         try:

@@ -19,6 +19,7 @@ from ..slots.vault import Vault
 from ..trust.private import open_directory
 from .ask import ask
 from .doctor import doctor
+from .drain import drain
 from .export import export
 from .exporter import exporter
 from .forget import forget
@@ -65,6 +66,7 @@ def _collect_without_daemon(settings: Settings) -> dict[str, Any]:
 
 
 resilientctl.add_command(doctor)
+resilientctl.add_command(drain)
 resilientctl.add_command(export)
 resilientctl.add_command(exporter)
 resilientctl.add_command(forget)

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,23 @@ class Part:
 
     offset: int
     target: memoryview
+
+
+class PartQueue(Protocol):
+    """What hands parts out to holders, and hears what became of them."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether everything has landed."""
+
+    def take(self, holder: str) -> Part | None:
+        """Hand the next part to `holder`; None when there is none for it now."""
+
+    def landed(self, holder: str, part: Part) -> None:
+        """Take a part that `holder` delivered; SlotError if it is not what it should be."""
+
+    async def changed(self) -> None:
+        """Return when there may be another part, or everything has landed."""
 
 
 class Download:

@@ -17,7 +17,7 @@ from ..base.fields import Fields
 from ..slots.slots import Geometry
 from ..trust.identity import Identity
 from ..trust.secure import SecureSocket
-from .download import Download, Part
+from .download import Part, PartQueue
 
 _IN_FLIGHT = 2
 _CONNECT_TIMEOUT_S = 5.0
@@ -81,7 +81,7 @@ class Peer:
                 return None
             return Geometry.parse(Fields(answer, "answer to have"), "used_bytes")
 
-    async def fetch(self, rank: int, pair: Pair, download: Download, pace: OfferPace | None = None) -> None:
+    async def fetch(self, rank: int, pair: Pair, download: PartQueue, pace: OfferPace | None = None) -> None:
         """Fetch parts of `download` until it is complete, whoever delivers the last one.
 
         Args:

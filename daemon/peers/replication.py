@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from .daemon_transport import DaemonTransport
 from .fetch import Peer, PeerError
 from .handover import hand_over
 from .pacing import Pacer
+from .reading import SlotReader, Wanted
 from .sources import Sources
 from .trainer_transport import TrainerTransport
 from .transport import ReplicaTransport
@@ -66,6 +67,7 @@ class Replicator:
         observe: Takes why a replica cannot be kept here.
 
     Attributes:
+        reader: Reads for trainers what another number of ranks captured.
         trainers: The transport that is asked first.
         daemons: The one that brings what trainers do not.
     """
@@ -92,6 +94,7 @@ class Replicator:
         self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier, identity=identity)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lent: set[int] = set()
+        self.reader = SlotReader(view=view, slots=slots, sources=self._sources, tier=tier)
         self.trainers = TrainerTransport(run_id=run_id, view=view, slots=slots, spawn=self._once)
         self.daemons = DaemonTransport(
             view=view,
@@ -147,6 +150,7 @@ class Replicator:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lent.clear()
+        self.reader.end()
         self._sources.origins.clear()
         for transport in self._transports:
             transport.end()
@@ -154,14 +158,15 @@ class Replicator:
     def repair(self) -> None:
         """Begin to fetch every replica of the round's step that this host must hold and does not, own ranks first.
 
-        What it has of other ranks is handed over to those who must hold it now.
+        What it has of other ranks is handed over to those who must hold it now; but where another number of ranks
+        captured that step, all of it stays where it is until this round commits something.
         """
         if self._view.round is None:
             return
         restore, kept = self._view.round.restore, self._view.kept_ranks
         for rank in {file.rank for file in self._slots.files()}.difference(kept):
             self._slots.surrender(rank, but=restore)
-            if restore is not None and self._slots.find(rank, restore) is not None:
+            if restore is not None and not self._view.round.reshapes and self._slots.find(rank, restore) is not None:
                 work = partial(
                     hand_over, rank, restore, view=self._view, slots=self._slots, find_peer=self._sources.peer
                 )
@@ -170,7 +175,9 @@ class Replicator:
 
     def _replenish(self) -> None:
         """Begin to fetch what is committed of every rank that this host must hold and does not, own ranks first."""
-        committed = self._view.committed
+        committed, round_ = self._view.committed, self._view.round
+        if round_ is not None and round_.reshapes and committed == round_.restore:
+            return
         for rank in self._view.kept_ranks:
             if committed is not None and not is_import(committed) and self._slots.find(rank, committed) is None:
                 self._spawn(self._supervisor.keep(f"repair rank {rank}", partial(self._repair, rank, committed)))
@@ -182,8 +189,15 @@ class Replicator:
             RestoreError: Nobody who can be asked holds a verified copy, or the generation ended meanwhile.
             TopologyError: The checkpoint was made by another topology.
         """
+        return await self._answer(rank, self._restore(rank, topology))
+
+    async def read(self, rank: int, pair: Pair, wanted: Sequence[Wanted]) -> dict[str, Any]:
+        """Do what `SlotReader.read` says; RestoreError if the generation ended meanwhile."""
+        return await self._answer(rank, self.reader.read(rank, pair, wanted))
+
+    async def _answer(self, rank: int, work: Coroutine[Any, Any, _T]) -> _T:
         # Not in the task group: its failure is the answer to one trainer.
-        task = self._track(asyncio.create_task(self._restore(rank, topology)))
+        task = self._track(asyncio.create_task(work))
         try:
             await asyncio.wait([task])
         finally:

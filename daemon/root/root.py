@@ -74,6 +74,7 @@ class Root:
         group: Runs the requests to it.
         supervisor: Of the job's tasks.
         also_commit: Returns what else is put when a pair is committed, by key.
+        made_by: Returns how many ranks captured a pair that the persistent tier has, None if it cannot be read.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Root:
         group: asyncio.TaskGroup,
         supervisor: Supervisor,
         also_commit: Callable[[Pair], Mapping[str, Any]] | None,
+        made_by: Callable[[Pair], Awaitable[int | None]] | None,
     ) -> None:
         self._run_id = run_id
         self._prefix = keys.prefix(run_id)
@@ -99,6 +101,7 @@ class Root:
         self._tree = tree
         self._policy = policy
         self._operator = operator
+        self._made_by = made_by
         self._group = group
         self._supervisor = supervisor
         self._state = RootState(view.host, view.replicas)
@@ -229,6 +232,10 @@ class Root:
     async def _carry_out(self, seen: RootView, decision: Decision, now_unix_s: float) -> bool:
         guards, puts = transaction(seen, decision, now_unix_s)
         lease = None
+        for action in decision.actions:
+            if isinstance(action, FallBack) and not is_import(action.pair) and self._made_by is not None:
+                ranks = await self._made_by(action.pair)
+                puts |= {} if ranks is None else {keys.COMMITTED: {"world_size": ranks}}
         stop = next((action for action in decision.actions if isinstance(action, Stop)), None)
         if stop is not None:
             closed = Closed(reason=stop.reason, failed=True).to_value()

@@ -96,4 +96,6 @@ class RootView:
                 found.update(() if hosts.isdisjoint(holders) else self.round.ranks(holders[0]))
         else:
             found.update(*(self.held.get(host, ()) for host in hosts))
+            if self.round.made_by is not None:
+                return [rank for rank in range(self.round.made_by) if rank not in found]
         return [rank for rank in range(self.round.world_size) if rank not in found]

@@ -60,6 +60,9 @@ class Agreement:
         after_generation: Of the persisted pair that this life begins with, 0 without one.
         ended_generation: The newest one with which a failure has ended the run, 0 without one.
         fingerprint: What its launchers start.
+        elastic_s: How long a committed run waits for a host before it goes on with fewer ranks, and how long a
+            generation lasts before it grows; None: it keeps its number of ranks.
+        sizes: The numbers of ranks that it may have then, none for any.
     """
 
     incarnation: str
@@ -70,6 +73,8 @@ class Agreement:
     after_generation: int = 0
     ended_generation: int = 0
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    elastic_s: float | None = None
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> Self:
@@ -88,11 +93,13 @@ class Agreement:
             after_generation=fields.optional_integer("after_generation") or 0,
             ended_generation=fields.optional_integer("ended_generation") or 0,
             fingerprint=Fingerprint.parse(fields.object("fingerprint") if "fingerprint" in value else {}),
+            elastic_s=fields.optional_number("elastic_s"),
+            sizes=tuple(fields.integers("sizes")) if "sizes" in value else (),
         )
 
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value."""
-        return asdict(self)
+        return {**asdict(self), "sizes": list(self.sizes)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

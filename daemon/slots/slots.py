@@ -235,6 +235,23 @@ class JobSlots:
         file.pair = header.pair
         self.received_bytes += header.used_bytes
 
+    async def lend_scratch(self, rank: int, size_bytes: int) -> Slot:
+        """Return an empty slot whose payload has room for `size_bytes`, for what `rank` reads of other slots.
+
+        Raises:
+            MemoryBudgetError: It does not fit.
+        """
+        offset = 2 * HEADER_BYTES
+        path = self.directory / f"read{rank}.slot"
+        _remove(path)
+        return await self._allocate(path, Geometry(capacity_bytes=offset + size_bytes, payload_offset=offset))
+
+    def return_scratch(self, slot: Slot) -> None:
+        """Remove what `lend_scratch` returned."""
+        slot.path.unlink(missing_ok=True)
+        self.budget.free(self.key, slot.capacity_bytes)
+        slot.close()
+
     def discard(self, file: SlotFile) -> None:
         """Remove the busy `file`: somebody else may still write to it, so it cannot be used again."""
         if file in self._files.get(file.rank, ()):
@@ -346,10 +363,15 @@ class JobSlots:
     async def _create(self, rank: int, geometry: Geometry) -> SlotFile:
         paths = (self.directory / f"rank{rank}.{i}.slot" for i in itertools.count())
         path = next(path for path in paths if not os.path.lexists(path))
+        file = SlotFile(slot=await self._allocate(path, geometry), rank=rank)
+        self._files.setdefault(rank, []).append(file)
+        return file
+
+    async def _allocate(self, path: Path, geometry: Geometry) -> Slot:
         capacity_bytes = -(-geometry.capacity_bytes // HEADER_BYTES) * HEADER_BYTES
         apart = self.budget.allocate(self.key, capacity_bytes)
         try:
-            slot = await in_thread(self._create_slot, path, capacity_bytes, geometry.payload_offset, apart)
+            return await in_thread(self._create_slot, path, capacity_bytes, geometry.payload_offset, apart)
         except BaseException as error:
             # Also when cancelled: the thread has made the file all the same.
             path.unlink(missing_ok=True)
@@ -366,9 +388,6 @@ class JobSlots:
                 f"cannot allocate a slot of {capacity_bytes} bytes in {'memory' if apart else self.directory.parent}: "
                 f"{error}; make room, or {FEWER}"
             ) from error
-        file = SlotFile(slot=slot, rank=rank)
-        self._files.setdefault(rank, []).append(file)
-        return file
 
     def _create_slot(self, path: Path, capacity_bytes: int, payload_offset: int, apart: bool) -> Slot:
         slot = Slot.create(path, capacity_bytes=capacity_bytes, payload_offset=payload_offset, apart=apart)

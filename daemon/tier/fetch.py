@@ -1,6 +1,6 @@
 """The persistent tier as a place to fetch replicas from, with the calls of a peer daemon."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from resilient_run.ckpt.errors import SlotError, TopologyError
 from resilient_run.ckpt.format.pair import Pair
@@ -8,7 +8,7 @@ from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
 from ..run.view import JobView
 from ..slots.slots import Geometry
-from .tier import Tier, call
+from .tier import FRAME_BYTES, Tier, call
 
 
 class TierSource:
@@ -44,7 +44,7 @@ class TierSource:
         """Return the geometry of `rank` at `pair`, None when that is not published.
 
         Raises:
-            TopologyError: It is of another world size.
+            TopologyError: It is of another world size than the round says.
             SlotError: It was found damaged before.
             TierError: The storage does not answer.
         """
@@ -55,11 +55,12 @@ class TierSource:
         except SlotError:
             return None
         round_ = self._view.round
-        if round_ is not None and manifest.world_size != round_.world_size:
+        expected = manifest.world_size if round_ is None else round_.made_by or round_.world_size
+        if manifest.world_size != expected:
             raise TopologyError(
                 f"step {pair[1]} in {self._tier.shown} was saved by {manifest.world_size} ranks, this run has "
-                f"{round_.world_size}: start as many workers as before, or turn it into a DCP checkpoint, which loads "
-                "into any world size (resilientctl export), and start a new run id"
+                f"{expected}: start as many workers as before, or turn it into a DCP checkpoint, which loads into any "
+                "world size (resilientctl export), and start a new run id"
             )
         return manifest.ranks[rank].geometry
 
@@ -83,6 +84,30 @@ class TierSource:
             slot.buffer[start:end] = data
             start = end
         return page
+
+    async def read(self, rank: int, pair: Pair, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+        """Fill `target` with ranges (offset and size) of the file of `rank`; nothing is verified yet.
+
+        Raises:
+            SlotError: The file is damaged.
+            TierError: The storage does not answer.
+        """
+        wanted = {
+            number
+            for offset, size in ranges
+            for number in range(offset // FRAME_BYTES, (offset + size - 1) // FRAME_BYTES + 1)
+        }
+        frames, found = self._tier.read_frames(pair, rank, wanted), dict[int, bytes]()
+        while (frame := await call(self._tier, next, frames, None)) is not None:
+            found[frame[0]] = frame[1]
+        at = 0
+        for offset, size in ranges:
+            end = offset + size
+            while offset < end:
+                number, start = divmod(offset, FRAME_BYTES)
+                data = memoryview(found[number])[start : start + end - offset]
+                target[at : at + len(data)] = data
+                at, offset = at + len(data), offset + len(data)
 
     async def refuse(self, pair: Pair, reason: str) -> None:
         """Take back the publication of `pair`: it is damaged."""

@@ -138,6 +138,14 @@ class Persister:
         self._refused.add(pair)
         self._view.notify()
 
+    async def made_by(self, pair: Pair) -> int | None:
+        """Return how many ranks captured a published pair, None if that cannot be read now."""
+        try:
+            return (await call(self._tier, self._tier.manifest, pair)).world_size
+        except (TierError, SlotError) as error:
+            log.warning("how many ranks captured generation %d step %d is not known: %s", *pair, error)
+            return None
+
     def describe(self) -> dict[str, Any]:
         """Return what `resilientctl status` shows."""
         written = self._answer.pair if self._answer is not None and self._answer.error is None else None

@@ -5,10 +5,11 @@ A pair is a directory `<target>/<run id>/<generation>-<step>` with a file for ea
 trusts no byte; what comes out is verified as any slot is. Every call here may block for as long as the storage does.
 """
 
+import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -223,6 +224,14 @@ class Tier:
         Raises:
             SlotError: The pair is not published, or the file is damaged.
         """
+        return (data for _, data in self.read_frames(pair, rank))
+
+    def read_frames(self, pair: Pair, rank: int, wanted: Container[int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """Yield number and content of the frames in `wanted`, without it of all, of the slot file of `rank`.
+
+        Raises:
+            SlotError: The pair is not published, or the file is damaged.
+        """
         manifest = self.manifest(pair)
         if rank not in manifest.ranks:
             raise SlotError(f"{self.shown} has ranks 0 to {manifest.world_size - 1} of {pair}, not rank {rank}")
@@ -232,10 +241,12 @@ class Tier:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise SlotError(f"{what} is no file of this format")
             decompressor = zstandard.ZstdDecompressor()
-            while left_bytes:
-                data = _read_frame(file, decompressor, min(FRAME_BYTES, left_bytes), what)
-                left_bytes -= len(data)
-                yield data
+            for number in range(-(-left_bytes // FRAME_BYTES)):
+                size = min(FRAME_BYTES, left_bytes)
+                left_bytes -= size
+                frame = _read_frame(file, decompressor, size, what, skip=wanted is not None and number not in wanted)
+                if frame is not None:
+                    yield number, frame
             if file.read(1):
                 raise SlotError(f"{what} goes on after its end")
 
@@ -472,13 +483,19 @@ def _name_of(pair: Pair) -> str:
     return f"{pair[0]}-{pair[1]}"
 
 
-def _read_frame(file: Any, decompressor: zstandard.ZstdDecompressor, size: int, what: str) -> bytes:
+def _read_frame(
+    file: Any, decompressor: zstandard.ZstdDecompressor, size: int, what: str, *, skip: bool
+) -> bytes | None:
+    """Return the next frame, of `size` bytes, or None and leave it out if `skip`."""
     prefix = file.read(_FRAME.size)
     if len(prefix) != _FRAME.size:
         raise SlotError(f"{what} is cut short")
     stored_bytes, raw_bytes, checksum = _FRAME.unpack(prefix)
     if raw_bytes != size or stored_bytes > _MAX_STORED_BYTES:
         raise SlotError(f"{what} announces {stored_bytes} bytes for {raw_bytes} where {size} are due")
+    if skip:
+        file.seek(stored_bytes, os.SEEK_CUR)
+        return None
     frame = file.read(stored_bytes)
     if len(frame) != stored_bytes or xxhash.xxh3_64_intdigest(frame) != checksum:
         raise SlotError(f"{what} does not match its checksums")

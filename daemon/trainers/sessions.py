@@ -198,6 +198,8 @@ class Sessions:
                 return await trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
             case "restore":
                 return await trainer.restore()
+            case "read":
+                return await trainer.read(fields)
             case "allocate_replica":
                 return await trainer.allocate_replica(fields.binary("header"))
             case "received":
@@ -238,6 +240,7 @@ class Sessions:
             del self._trainers[trainer.rank]
             self._hang.detached(trainer.rank)
             self._replicator.trainers.detached(trainer.rank)
+            self._replicator.reader.end(trainer.rank)
             self._pacer.detach(trainer.rank)
 
     def describe_failures(self) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format.slot import SlotHeader
 
+from ..base.fields import Fields
 from ..peers.pacing import Pacer
+from ..peers.reading import Wanted
 from ..peers.replication import Replicator
 from ..run.hang import HangDetector
 from ..run.view import JobView
@@ -75,8 +77,27 @@ class Trainer:
         self._source = restored.source
         return {"path": restored.path, "source": restored.source}
 
+    async def read(self, fields: Fields) -> dict[str, Any]:
+        """Give the trainer ranges of what another number of ranks captured.
+
+        Raises:
+            RestoreError: Nobody has them any more.
+            MemoryBudgetError: They do not fit.
+            DaemonError: The trainer's generation is over, or its round restores nothing of that kind.
+        """
+        self._check_current()
+        round_ = self.view.round
+        if round_ is None or round_.restore is None or round_.made_by is None or not round_.reshapes:
+            raise DaemonError(f"rank {self.rank}: what this round restores was captured by as many ranks as it has")
+        self.hang.restoring(self.rank)
+        wanted = Wanted.parse(fields, round_.made_by)
+        answer = await self.replicator.read(self.rank, round_.restore, wanted)
+        self._source = self.replicator.reader.source
+        return answer
+
     def restored(self, step: int, seconds: float) -> None:
         """Record that the trainer has its state back."""
+        self.replicator.reader.end(self.rank)
         self.hang.restored(self.rank, step)
         self.event("restored", rank=self.rank, step=step, source=self._source, seconds=seconds)
 

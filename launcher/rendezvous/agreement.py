@@ -31,6 +31,8 @@ class Terms:
         key_proof: What follows from the run key, "" without one.
         fingerprint: What it starts.
         allow_different: Whether it joins a run of another user, script, arguments or torch all the same.
+        elastic_s: As in `Agreement`.
+        sizes: As in `Agreement`.
         persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
             many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
             Called in a thread.
@@ -41,6 +43,8 @@ class Terms:
     key_proof: str = ""
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     allow_different: bool = False
+    elastic_s: float | None = None
+    sizes: tuple[int, ...] = ()
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
@@ -73,6 +77,8 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> En
             max_nodes=terms.max_nodes,
             key_proof=terms.key_proof,
             fingerprint=terms.fingerprint,
+            elastic_s=terms.elastic_s,
+            sizes=terms.sizes,
         )
         if ours == job:
             return entry
@@ -103,6 +109,8 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
         token=secrets.token_hex(16),
         key_proof=terms.key_proof,
         fingerprint=terms.fingerprint,
+        elastic_s=terms.elastic_s,
+        sizes=terms.sizes,
         after_generation=generation,
     )
     puts = {keys.JOB: job.to_value()}
@@ -123,6 +131,8 @@ def _described(job: Agreement) -> dict[str, str]:
     known = job.fingerprint
     return {
         "bounds": f"--nnodes={job.min_nodes}:{job.max_nodes}",
+        "elastic": "no --rr-elastic" if job.elastic_s is None else f"--rr-elastic={job.elastic_s:g}",
+        "sizes": f"--rr-sizes={','.join(map(str, job.sizes))}" if job.sizes else "no --rr-sizes",
         # Daemons with different keys would not let each other in.
         "key": f"the run key with proof {_shortened(job.key_proof)}" if job.key_proof else "no run key",
         "user": f"user {known.user or 'unknown'}",

@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from resilient_run.daemon.run.rounds import Member, Seat
 
-from .rounds import View, assign_ranks, newcomers
+from .rounds import View, allowed, assign_ranks, fitting, newcomers
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,12 @@ class FormingDecision:
 
 def standby(view: View, max_nodes: int, now_unix_s: float) -> FormingDecision | None:
     """Return why a host outside of the current round, which is whole, can only stand by; None when it can join."""
-    if newcomers(view, max_nodes, now_unix_s):
-        return None
     number = view.generation
+    if newcomers(view, max_nodes, now_unix_s):
+        if view.elastic_s is None or view.captured_by is None:
+            return None
+        reason = f"generation {number} grows once it has lasted for {view.elastic_s:g} s: this host waits until then"
+        return FormingDecision(members=None, reason=reason, notable=True)
     if view.round is None or view.bound is None or len(view.round.seats) >= max_nodes:
         reason = f"generation {number} is full: this host waits as a standby"
         return FormingDecision(members=None, reason=reason, notable=True)
@@ -51,6 +54,7 @@ def next_round(
     since_arrival_s: float,
     last_call_s: float,
     now_unix_s: float,
+    broken_s: float = 0.0,
 ) -> FormingDecision:
     """Decide whether generation `generation` can be formed now.
 
@@ -58,8 +62,8 @@ def next_round(
     Then `max_nodes` hosts form the round at once, and fewer, at least `min_nodes`, after the last call. Hosts in
     quarantine take part only as far as the others are fewer than `min_nodes` or than the round before.
 
-    A run that has something to restore goes on with the same number of ranks only, because no other can restore it: it
-    waits for a host in the place of a lost one.
+    A run that has something to restore goes on with the same number of ranks only: it waits for a host in the place of
+    a lost one. With `elastic_s` it waits so long, and then goes on with fewer.
 
     Args:
         view: The run's keys.
@@ -69,6 +73,7 @@ def next_round(
         since_arrival_s: Seconds since a host last became ready.
         last_call_s: Last call of a first round, seconds; later ones use at most `LATER_LAST_CALL_S`.
         now_unix_s: The time, which says which quarantines are over.
+        broken_s: For how long there has been no whole generation.
     """
     before = view.round.seats if view.round else ()
     ready = {host: member for host, member in view.members.items() if member.ready == generation}
@@ -77,12 +82,27 @@ def next_round(
     missing = f"; lost: {', '.join(gone)}" if gone else ""
     if awaited:
         return FormingDecision(members=None, reason=f"waiting for {', '.join(awaited)} to stop its workers{missing}")
-    ready, avoided = _usable(view, ready, max(min_nodes, min(len(before), max_nodes)), now_unix_s)
+    elastic_s = None if view.captured_by is None else view.elastic_s
+    needed = min_nodes if elastic_s is not None else max(min_nodes, min(len(before), max_nodes))
+    ready, avoided = _usable(view, ready, needed, now_unix_s)
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
         return FormingDecision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
     if view.bound is not None:
         return _same_size(view.bound, before, ready, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
+    if view.job is not None and view.elastic_s is not None:
+        fits = allowed(view.job.sizes, before, ready, max_nodes)
+        if len(fits) < min_nodes:
+            why = f"{_ranks(ready.values())} ranks are ready, and --rr-sizes allows "
+            why += f"{', '.join(map(str, view.job.sizes))} on at least {min_nodes} hosts{missing}"
+            return FormingDecision(members=None, reason=why, wait_s=_REMIND_S, notable=True)
+        ready = fits
+    if elastic_s is not None and (ranks := _ranks(ready.values())) < (view.captured_by or 0):
+        failure = view.failures.get(view.generation)
+        # Who leaves on purpose is not waited for.
+        if (failure is None or failure.kind != "membership") and (left_s := elastic_s - broken_s) > 0:
+            why = f"{ranks} of {view.captured_by} ranks are ready, and the run goes on with fewer after {elastic_s:g} s"
+            return FormingDecision(members=None, reason=f"{why} without a host{missing}", wait_s=left_s, notable=True)
     ranked = assign_ranks(before, ready, max_nodes)
     if len(ready) >= max_nodes:
         return FormingDecision(members=ranked, reason=f"{max_nodes} hosts are ready")
@@ -103,7 +123,7 @@ def _same_size(
     lost = [seat for seat in before if seat.host not in ready]
     ranked = assign_ranks(before, ready, min(len(before) or max_nodes, max_nodes))
     if _ranks(ranked) != bound:
-        ranked = assign_ranks(before, _fitting(bound, before, lost, ready, max_nodes), max_nodes)
+        ranked = assign_ranks(before, fitting(bound, before, lost, ready, max_nodes), max_nodes)
     if _ranks(ranked) == bound and len(ranked) >= min_nodes:
         return FormingDecision(members=ranked, reason=f"{bound} ranks are ready to restore what is committed")
     if len(ready) >= max_nodes and len(lost) <= max(0, len(before) - max_nodes):
@@ -113,22 +133,7 @@ def _same_size(
     return FormingDecision(members=None, reason=f"{why}: waiting for a host{missing}", wait_s=_REMIND_S, notable=True)
 
 
-def _fitting(
-    bound: int, before: tuple[Seat, ...], lost: list[Seat], ready: Mapping[str, Member], max_nodes: int
-) -> dict[str, Member]:
-    """Return up to `max_nodes` of the ready hosts with at most `bound` ranks together, survivors first."""
-    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in lost}
-    chosen: dict[str, Member] = {}
-    for member in sorted(
-        ready.values(),
-        key=lambda member: (member.host not in kept, member.nproc not in sizes, member.arrival, member.host),
-    ):
-        if len(chosen) < max_nodes and sum(item.nproc for item in chosen.values()) + member.nproc <= bound:
-            chosen[member.host] = member
-    return chosen
-
-
-def _ranks(seats: tuple[Seat, ...]) -> int:
+def _ranks(seats: Iterable[Seat]) -> int:
     return sum(seat.nproc for seat in seats)
 
 
@@ -178,7 +183,7 @@ class Announcer:
     def tell(self, decision: FormingDecision, generation: int, left_s: float) -> None:
         """Log `decision` about `generation`, for which this launcher waits another `left_s`, if it is time."""
         now_s = time.monotonic()
-        if decision.reason == self._said and not (decision.wait_s and now_s - self._said_s >= decision.wait_s):
+        if decision.reason == self._said and not (decision.wait_s and now_s - self._said_s >= _REMIND_S):
             return
         self._said, self._said_s = decision.reason, now_s
         level = logging.WARNING if decision.notable else logging.INFO

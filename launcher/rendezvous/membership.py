@@ -193,7 +193,8 @@ class Membership:
             restore = None if watermark is None else Fields(watermark.value, keys.WATERMARK).pair()
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
-        if restore is not None and not is_import(restore) and view.bound is None and view.round:
+        elastic = view.elastic_s is not None
+        if restore is not None and not is_import(restore) and view.bound is None and view.round and not elastic:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
             await self._create(keys.COMMITTED, {"world_size": view.round.world_size})
             return False

@@ -102,6 +102,7 @@ class EtcdRendezvous(RendezvousHandler):
         self.generation = 0
         self.round: Round | None = None
         self._store: TCPStore | None = None
+        self._joined_s = 0.0
         member = Member(
             host=machine,
             session=self._session,
@@ -147,7 +148,7 @@ class EtcdRendezvous(RendezvousHandler):
             return 0
         if self.closed is not None or self.failure is not None:
             return 1
-        return len(newcomers(self._link.membership.view, self._max_nodes, time.time()))
+        return len(self._joining())
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this host's place in the next generation; wait as a standby while the generation is full.
@@ -296,6 +297,7 @@ class EtcdRendezvous(RendezvousHandler):
         self.stood_by, self.broke, self._avoided = False, None, None
         self._break_own_generation(deadline)
         arrivals, announcer = Arrivals(), Announcer(self._run_id)
+        broken_s = time.monotonic()
         while True:
             view, version = self._link.look()
             self._raise_if_over()
@@ -311,10 +313,12 @@ class EtcdRendezvous(RendezvousHandler):
             now_unix_s = time.time()
             self._warn_of_quarantine(view, now_unix_s)
             waiting = standby(view, self._max_nodes, now_unix_s) if whole is not None and rank is None else None
+            if whole is not None:
+                broken_s = time.monotonic()
             if waiting is not None:
                 self.stood_by = True
                 deadline.restart()
-            decision = waiting or self._next_round(view, arrivals, now_unix_s)
+            decision = waiting or self._next_round(view, arrivals, now_unix_s, time.monotonic() - broken_s)
             announcer.tell(decision, view.generation + 1, deadline.left_s)
             self._raise_if_late(deadline, view.generation + 1, decision.reason)
             wait_s = decision.wait_s
@@ -330,11 +334,18 @@ class EtcdRendezvous(RendezvousHandler):
         """Make everyone stop before this host waits for them, whatever made it come here."""
         if self.generation == 0 or self.failure is not None or self.closed is not None:
             return
-        if joining := newcomers(self._link.membership.view, self._max_nodes, time.time()):
+        if joining := self._joining():
             failure = self._failure("membership", f"the run grows by {', '.join(joining)}")
         else:
             failure = self._failure("restart", f"host {self.host} restarts its workers")
         self._link.report(self._link.membership.fail(failure), deadline.left_s)
+
+    def _joining(self) -> list[str]:
+        """Return the hosts with which the generation joined last is to grow now."""
+        view = self._link.membership.view
+        if view.elastic_s and view.captured_by is not None and time.monotonic() - self._joined_s < view.elastic_s:
+            return []
+        return newcomers(view, self._max_nodes, time.time())
 
     def _warn_of_quarantine(self, view: View, now_unix_s: float) -> None:
         """Log once that this host is in a quarantine, and again when it is in another one, if there may be others."""
@@ -343,7 +354,7 @@ class EtcdRendezvous(RendezvousHandler):
             self._avoided = quarantine
             log.warning("host %s %s", self.host, quarantine.describe(now_unix_s))
 
-    def _next_round(self, view: View, arrivals: Arrivals, now_unix_s: float) -> FormingDecision:
+    def _next_round(self, view: View, arrivals: Arrivals, now_unix_s: float, broken_s: float) -> FormingDecision:
         generation = view.generation + 1
         return next_round(
             view,
@@ -353,6 +364,7 @@ class EtcdRendezvous(RendezvousHandler):
             since_arrival_s=arrivals.since_last_s(view, generation),
             last_call_s=self._patience.last_call_s,
             now_unix_s=now_unix_s,
+            broken_s=broken_s,
         )
 
     def _form(self, view: View, members: tuple[Seat, ...], deadline: Deadline) -> bool:
@@ -369,6 +381,7 @@ class EtcdRendezvous(RendezvousHandler):
         store.set_timeout(_STORE_TIMEOUT)
         self._offer(0, deadline)
         self.generation, self.round, self._store = formed.generation, formed, store
+        self._joined_s = time.monotonic()
         log.info("run %s: generation %d has the hosts %s", self._run_id, formed.generation, ", ".join(formed.hosts))
         prefix = f"torch.rendezvous.{self._run_id}.{formed.generation}"
         info = RendezvousStoreInfo(addr, port)

@@ -3,7 +3,7 @@
 Group ranks are stable: a host that stays keeps its rank, a newcomer fills the hole that a lost host left.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -47,11 +47,21 @@ class View:
     def bound(self) -> int | None:
         """The only number of ranks that can restore what the run has, None when it has nothing or any number can.
 
-        An import, which is of generation 0, can be restored by any.
+        An import, which is of generation 0, can be restored by any; and what a run with --rr-elastic has, too.
         """
+        return None if self.elastic_s is not None else self.captured_by
+
+    @property
+    def elastic_s(self) -> float | None:
+        """How long a run with --rr-elastic waits before it goes on with fewer ranks, or grows; None without that."""
+        return None if self.job is None else self.job.elastic_s
+
+    @property
+    def captured_by(self) -> int | None:
+        """The number of ranks that made what the run has, None when it has nothing or an import."""
         if self.committed is not None or self.round is None or self.round.restore is None:
             return self.committed
-        return None if is_import(self.round.restore) else self.round.world_size
+        return None if is_import(self.round.restore) else self.round.made_by or self.round.world_size
 
     def made_by(self, restore: Pair | None) -> int | None:
         """Return how many ranks captured `restore`, which is what is committed now; None for an import, or nothing."""
@@ -162,8 +172,8 @@ def explained(failure: Failure, before: Round, view: View) -> Failure:
 def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
     """Return the hosts that wait to make the current round larger, in order of arrival; none when it cannot grow.
 
-    It cannot when it is full, or has something to restore that fits no other number of ranks. A host in quarantine
-    does not count.
+    It cannot when it is full, or has something to restore that fits no other number of ranks, or when no more of the
+    ranks of --rr-sizes come together. A host in quarantine does not count.
     """
     if view.round is None or len(view.round.seats) >= max_nodes or view.bound is not None:
         return []
@@ -174,7 +184,41 @@ def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
         and member.ready == view.round.generation + 1
         and view.quarantine_of(member.host, now_unix_s) is None
     ]
+    seats = view.round.seats
+    if waiting and view.job is not None and view.job.sizes:
+        here = {host: member for host, member in view.members.items() if host in view.round}
+        larger = allowed(view.job.sizes, seats, here | {member.host: member for member in waiting}, max_nodes)
+        if sum(member.nproc for member in larger.values()) <= view.round.world_size:
+            return []
     return [member.host for member in sorted(waiting, key=lambda member: (member.arrival, member.host))]
+
+
+def fitting(
+    size: int, before: tuple[Seat, ...], lost: Iterable[Seat], ready: Mapping[str, Member], max_nodes: int
+) -> dict[str, Member]:
+    """Return up to `max_nodes` of the ready hosts with at most `size` ranks together, survivors first."""
+    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in lost}
+    chosen: dict[str, Member] = {}
+    for member in sorted(
+        ready.values(),
+        key=lambda member: (member.host not in kept, member.nproc not in sizes, member.arrival, member.host),
+    ):
+        if len(chosen) < max_nodes and sum(item.nproc for item in chosen.values()) + member.nproc <= size:
+            chosen[member.host] = member
+    return chosen
+
+
+def allowed(
+    sizes: tuple[int, ...], before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int
+) -> dict[str, Member]:
+    """Return the ready hosts that make the largest of `sizes`, all of them if any will do; none if none can be made."""
+    if not sizes:
+        return dict(ready)
+    for size in sorted(sizes, reverse=True):
+        found = fitting(size, before, (), ready, max_nodes)
+        if sum(member.nproc for member in found.values()) == size:
+            return found
+    return {}
 
 
 def _lost(generation: int, host: str, message: str) -> Failure:

@@ -1,0 +1,106 @@
+"""The payload that a rank would have captured: of each leaf the part that it has, out of the slots of other ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ..format.manifest import Layout, TensorSpec
+from ..state.tree import Leaf, bytes_of
+from .captures import Captures
+
+_BATCH_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A part of a tensor that one rank's slot has: leaf `index` of `rank`, which lies at `offset` and has `size`."""
+
+    rank: int
+    index: int
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A leaf to be made: the part of `size` at `offset` of the tensor that `pieces` are; or `given`."""
+
+    spec: TensorSpec
+    pieces: tuple[Piece, ...] = ()
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    given: Leaf | None = None
+
+
+def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Tensor:
+    """Return the payload that has `leaves`, read and verified now, some at a time.
+
+    Raises:
+        RestoreError: Nobody has a verified copy of something.
+    """
+    payload = torch.empty(layout.payload_bytes, dtype=torch.uint8, device="cpu")
+    whole = payload.numpy()
+    batch: list[tuple[Made, Any]] = []
+    size_bytes = 0
+    for number, (one, offset) in enumerate(zip(leaves, layout.offsets, strict=True)):
+        target = whole[offset : offset + one.spec.nbytes]
+        if one.given is not None:
+            target[:] = np.frombuffer(_content(one.given), dtype=np.uint8)
+        for piece in one.pieces:
+            if (rows := _rows(captures, one, piece)) is not None:
+                captures.want(piece.rank, *rows[:2])
+        batch.append((one, target))
+        size_bytes += one.spec.nbytes
+        if size_bytes >= _BATCH_BYTES or number == len(leaves) - 1:
+            captures.fetch(keep=False)
+            for made, place in batch:
+                _fill(captures, made, place)
+            batch, size_bytes = [], 0
+    return payload
+
+
+def _content(leaf: Leaf) -> bytes:
+    if isinstance(leaf, bytes):
+        return leaf
+    return leaf.tobytes() if isinstance(leaf, np.ndarray) else bytes_of(leaf).numpy().tobytes()
+
+
+def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return which bytes of a rank's payload have what is wanted of `piece`, and where that is in both.
+
+    Those are whole rows of its first dimension.
+    """
+    begins = [max(*pair) for pair in zip(made.offset, piece.offset, strict=True)]
+    ends = [
+        min(start + size, other + length)
+        for start, size, other, length in zip(made.offset, made.size, piece.offset, piece.size, strict=True)
+    ]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)) or 0 in made.size:
+        return None
+    manifest = captures.ranks[piece.rank].manifest
+    spec, start = manifest.tensors[piece.index], manifest.offsets[piece.index]
+    source = [slice(begin - at, end - at) for begin, end, at in zip(begins, ends, piece.offset, strict=True)]
+    target = tuple(slice(begin - at, end - at) for begin, end, at in zip(begins, ends, made.offset, strict=True))
+    if not source:
+        return start, start + spec.nbytes, (), ()
+    row_bytes = spec.nbytes // piece.size[0]
+    rows = source[0]
+    source[0] = slice(0, rows.stop - rows.start)
+    return start + rows.start * row_bytes, start + rows.stop * row_bytes, tuple(source), target
+
+
+def _fill(captures: Captures, made: Made, target: Any) -> None:
+    if not target.size:
+        return
+    place = target.reshape(*made.size, -1)
+    for piece in made.pieces:
+        if (rows := _rows(captures, made, piece)) is not None:
+            begin, end, source, where = rows
+            data = captures.data(piece.rank, begin, end)
+            assert data is not None, "it was fetched"
+            count = source[0].stop if source else 1
+            shape = (count, *piece.size[1:], place.shape[-1]) if source else (place.shape[-1],)
+            place[where] = np.frombuffer(data, dtype=np.uint8).reshape(shape)[source]

@@ -1,0 +1,144 @@
+"""`resilientctl drain`: let a run go on without one of its hosts, which may be taken away then."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import click
+
+from resilient_run.ckpt.errors import DaemonError
+
+from ..base.fields import Fields
+from ..etcd.client import Etcd, EtcdConfig, EtcdError
+from ..run import keys
+from ..run.mirror import Mirror
+from ..run.quarantine import Quarantine
+from ..run.records import Agreement, Failure
+from ..run.rounds import Round
+from .etcd import check_run_id, etcd_options, parse_etcd
+
+
+@click.command()
+@click.argument("host")
+@click.option("--run-id", required=True, help="The run (--rdzv-id).")
+@click.option(
+    "--for",
+    "avoided_s",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the run does without the host, if it stays.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait until the run goes on elsewhere.",
+)
+@etcd_options("127.0.0.1:2379")
+def drain(host: str, run_id: str, avoided_s: float, timeout_s: float, etcd_endpoint: str, etcd_conf: str) -> None:
+    """Move the ranks of HOST to a standby, or let a run with --rr-elastic go on without them.
+
+    The run is interrupted once, right after a commit. The command ends when the run has committed a step elsewhere:
+    HOST then holds nothing that is needed, and its launcher may be ended.
+    """
+    check_run_id(run_id, "--run-id")
+    try:
+        done = asyncio.run(_drain(parse_etcd(etcd_endpoint, etcd_conf), run_id, host, avoided_s, timeout_s))
+    except TimeoutError:
+        raise click.ClickException(
+            f"run {run_id!r} has committed nothing without host {host} within {timeout_s:g} s: keep the host, and see "
+            "`resilientctl status` and the output of the launchers"
+        ) from None
+    except (EtcdError, DaemonError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(done)
+
+
+async def _drain(config: EtcdConfig, run_id: str, host: str, avoided_s: float, timeout_s: float) -> str:
+    """Take `host` out of its run, and return what to tell once something is committed without it.
+
+    Raises:
+        DaemonError: The host is not in the run, or the run cannot go on without it.
+        TimeoutError: Nothing was committed without it in time.
+        EtcdError: etcd cannot be reached or refuses.
+    """
+    etcd = await Etcd.connect(config)
+    prefix = keys.prefix(run_id)
+    mirror = Mirror({keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair()})
+    ordered = False
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(etcd.changes(prefix)) as states:
+            seen: object = None
+            async for changes in states:
+                mirror.apply({key.removeprefix(prefix): entry for key, entry in changes.items()})
+                round_: Round | None = mirror.get(keys.ROUND)
+                watermark = mirror.get(keys.WATERMARK)
+                if round_ is None:
+                    raise DaemonError(f"etcd has no run {run_id!r} that trains")
+                if host not in round_:
+                    if not ordered:
+                        raise DaemonError(f"host {host} trains nothing in generation {round_.generation} of the run")
+                    if watermark is not None and watermark[0] == round_.generation:
+                        return (
+                            f"host {host} is drained: generation {round_.generation} runs on "
+                            f"{', '.join(round_.hosts)} and has committed step {watermark[1]}"
+                        )
+                elif not ordered:
+                    _check_goes_on(mirror, round_, host)
+                    # Right after a commit the fewest steps are lost.
+                    if watermark in (None, round_.restore) or seen not in (None, watermark):
+                        ordered = await _order(etcd, prefix, mirror, round_, host, avoided_s)
+                    seen = watermark
+    finally:
+        await etcd.close()
+    raise DaemonError("etcd ended the watch")
+
+
+async def _order(etcd: Etcd, prefix: str, mirror: Mirror, round_: Round, host: str, avoided_s: float) -> bool:
+    """Break the generation for everyone and let launchers avoid `host`, unless something has changed meanwhile."""
+    now_unix_s, why = time.time(), f"host {host} is drained"
+    quarantine = Quarantine(since_unix_s=now_unix_s, until_unix_s=now_unix_s + avoided_s, reason=why)
+    failure = Failure(
+        generation=round_.generation,
+        host=host,
+        kind="membership",
+        began_step=round_.began_step,
+        unix_s=now_unix_s,
+        message=why,
+    )
+    broken = keys.FAILURES(round_.generation)
+    return (
+        await etcd.commit(
+            {prefix + keys.ROUND: round_.revision, prefix + broken: 0, prefix + keys.CLOSED: 0},
+            {prefix + keys.QUARANTINES(host): quarantine.to_value(), prefix + broken: failure.to_value()},
+        )
+        > 0
+    )
+
+
+def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
+    """Check that launchers can form a round without `host`.
+
+    Raises:
+        DaemonError: They cannot.
+    """
+    job: Agreement | None = mirror.get(keys.JOB)
+    members, now_unix_s = mirror.folders[keys.MEMBERS], time.time()
+    quarantines = mirror.folders[keys.QUARANTINES]
+    free = [
+        name
+        for name, member in members.items()
+        if name not in round_
+        and member.ready
+        and (name not in quarantines or quarantines[name].left_s(now_unix_s) == 0)
+    ]
+    left = len(round_.seats) - 1 + len(free)
+    if job is not None and left < job.min_nodes:
+        raise DaemonError(f"the run needs {job.min_nodes} hosts (--nnodes), and {left} would be left: start a standby")
+    if job is not None and job.elastic_s is None and not free:
+        raise DaemonError("no standby is ready, and without --rr-elastic the run keeps its number of ranks")
