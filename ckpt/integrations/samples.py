@@ -40,7 +40,7 @@ def reshard(loader: Any, states: Mapping[int, Mapping[str, Any]], rank: int) -> 
         raise _unknown(loader)
     ranks = at["share"][1]
     was = {"drawn": at["drawn"], "skipped": at["skipped"], "ranks": ranks}
-    was["seen"] = {each["share"][0]: each["seen"] for each in positions}
+    was["seen"] = {each["share"][0]: each["seen"] for each in positions if each}
     skipped = at["skipped"] + at["drawn"] * batch_size * ranks
     return {**first, "at": {**at, "drawn": 0, "seen": xxhash.xxh3_128().hexdigest(), "skipped": skipped, "was": was}}
 
