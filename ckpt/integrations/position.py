@@ -204,7 +204,7 @@ class ResumableLoader(PositionedLoader):
                 "ranks: make one, or change the number of ranks between two epochs"
             )
         drawn, finished, before = read.pop()
-        length = len(sampler.dataset)
+        length = len(_order(sampler))
         done = length if finished else min(length, before + drawn * self.loader.batch_size * len(states))
         at = {"of": len(states), "batches": drawn, "from": before, "offset": done, "now": now}
         return {**first, "at": {**at, "seen": [states[each]["at"]["seen"] for each in sorted(states)]}}
