@@ -176,8 +176,8 @@ class Captures:
                         for rank, ranges in left.items()
                     ]
                 )
-                self.read_bytes += len(answer.data)
                 at, again = 0, dict[int, Ranges]()
+                self.read_bytes += sum(size for ranges in left.values() for _, size in ranges)
                 for (rank, ranges), source in zip(left.items(), answer.sources, strict=True):
                     found = []
                     for _, size in ranges:
