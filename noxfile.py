@@ -27,8 +27,9 @@ def tests(session: nox.Session, torch: str) -> None:
 
 @nox.session(python="3.11")
 def engines(session: nox.Session) -> None:
-    """Kill training with DeepSpeed and Megatron, and compare; CI has neither. Results are in docs/versions.md."""
+    """Kill training with engines and frameworks, and compare; CI has few of them. Results are in docs/engines.md."""
     session.install("-c", "constraints.txt", "torch==2.13.0")
     session.install("-c", "constraints.txt", ".[engines,test,zoo]", env={"DS_BUILD_OPS": "0"})
-    tests = session.posargs or ["tests/test_megatron.py", "tests/test_deepspeed.py"]
-    session.run("python", "-P", "-m", "pytest", "-n", "0", *tests)
+    files = [f"tests/test_{name}.py" for name in ("megatron", "deepspeed", "fsdp1", "frameworks", "framework_loops")]
+    every = ["-m", "nightly or not nightly"]
+    session.run("python", "-P", "-m", "pytest", "-n", "0", *every, *(session.posargs or files))

@@ -312,3 +312,15 @@ def test_papers_name_what_exists() -> None:
     ]
     assert len(named) > 200
     assert [each for each in named if not exists(*each)] == []
+
+
+def test_the_page_of_engines_has_every_case() -> None:
+    rows = re.findall(r"^\| `([^`]+)`", (DOCS / "engines.md").read_text(), re.M)
+    for file, name in (("deepspeed", "CASES"), ("megatron", "CASES"), ("training_stacks", "LAYOUTS")):
+        text = (ROOT / "tests" / f"test_{file}.py").read_text()
+        (cases,) = re.findall(rf"^{name}\b.*?^}}", text, re.M | re.S)
+        assert set(re.findall(r'^    "([^"]+)":', cases, re.M)) <= set(rows)
+    fsdp1 = (ROOT / "tests" / "test_fsdp1.py").read_text()
+    ways = re.search(r'parametrize\(\n    "way",(.*?)^\)', fsdp1, re.M | re.S)
+    assert ways is not None
+    assert set(re.findall(r'"([^"]+)"', ways[1])) <= set(rows)

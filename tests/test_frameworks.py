@@ -55,11 +55,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def moments(steps: int, ranks: int, seed: int) -> list[tuple[str, int, int]]:
-    """Draw a moment in a training step, one in the evaluation that follows, and one right after a step."""
+    """Draw a moment in a step, which comes twice, one in the evaluation that follows, and one right after a step."""
     draw = random.Random(seed)
     epoch = steps // 3
+    twice = ("train", draw.randrange(2, epoch - 1), draw.randrange(ranks))
     return [
-        ("train", draw.randrange(2, epoch - 1), draw.randrange(ranks)),
+        twice,
+        twice,
         ("evaluate", epoch, draw.randrange(ranks)),
         ("after", draw.randrange(epoch + 2, 2 * epoch), draw.randrange(ranks)),
     ]
@@ -113,6 +115,14 @@ def test_killed_run_of_trainer_with_fsdp_ends_like_one_that_was_not(
     ends_alike(cluster, tmp_path, "transformers", script, 2)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_killed_run_of_a_trainer_of_its_own_ends_like_one_that_was_not(
+    cluster: Cluster, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    ends_alike(cluster, tmp_path, "trl", [str(KILLED.with_name("own_trl.py")), kind], ranks)
+
+
 def test_lightning_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     if find_spec("lightning") is None:
         pytest.skip("lightning is not installed (extra zoo)")
@@ -135,7 +145,7 @@ def test_fsdp1_of_lightning_needs_a_gpu_and_is_refused() -> None:
 
 
 def ends_alike(cluster: Cluster, tmp_path: Path, library: str, script: list[str], ranks: int, *options: str) -> str:
-    """Kill a script at three moments; it must end like one that nobody disturbed. Return what it printed."""
+    """Kill a script at four moments; it must end like one that nobody disturbed. Return what it printed."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed (extra zoo)")
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")

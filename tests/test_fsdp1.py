@@ -43,10 +43,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     [
         "example",
         "SHARD_GRAD_OP,scaler,early",
-        "FULL_SHARD,orig,bf16",
+        "FULL_SHARD,orig,bf16,again",
         *(
             pytest.param(way, marks=pytest.mark.nightly)
-            for way in ("FULL_SHARD", "NO_SHARD,orig", "SHARD_GRAD_OP,orig,early", "HYBRID_SHARD,bf16")
+            for way in ("FULL_SHARD,again", "NO_SHARD,orig", "SHARD_GRAD_OP,orig,early", "HYBRID_SHARD,bf16")
         ),
     ],
 )

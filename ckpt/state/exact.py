@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -28,8 +28,13 @@ def load_into(item: Any, state: Any) -> None:
         if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
             _reshard(unit, handle, True)
     for prefix, inner in inside(item, units):
-        # What it does not take is found by the comparison that follows.
-        inner._load_from_state_dict(state, prefix, {}, False, [], [], [])
+        # Hooks of `state_dict()` did not rename the keys, so those of loading (activation checkpointing has both) must
+        # not either. What a module does not take is found by the comparison that follows.
+        hooks, inner._load_state_dict_pre_hooks = inner._load_state_dict_pre_hooks, OrderedDict()
+        try:
+            inner._load_from_state_dict(state, prefix, {}, False, [], [], [])
+        finally:
+            inner._load_state_dict_pre_hooks = hooks
 
 
 def without_uncastable(state: Any) -> Any:

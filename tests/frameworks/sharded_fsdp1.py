@@ -1,5 +1,6 @@
-"""A loop with FSDP1, in one of its ways: `sharded_fsdp1.py STRATEGY[,orig][,bf16][,scaler][,early] STEPS`.
+"""A loop with FSDP1, in one of its ways: `sharded_fsdp1.py STRATEGY[,orig][,bf16][,scaler][,early][,again] STEPS`.
 
+"again" calculates the activations of blocks once more in the backward pass (torch's checkpoint wrapper).
 It evaluates before every third `step()`, and "early" before `restore()`, so that parameters are gathered there. Each
 rank prints a hash of what it has.
 """
@@ -12,6 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -55,6 +57,8 @@ wrap = functools.partial(
 # Without the original parameters a unit is frozen as a whole.
 blocks[0].linear = wrap(blocks[0].linear)
 model = wrap(nn.Sequential(*map(wrap, blocks), nn.Linear(9, 2)))
+if "again" in ways:
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
 torch.manual_seed(dist.get_rank())
 optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps)
