@@ -147,7 +147,7 @@ class TrainingState:
         Raises:
             StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
-        with _no_collection():
+        with no_collection():
             flat = self._flatten()
             if self.unsaved.of_optimizers and self._held() != self.held:
                 # A script has made them anew since: what the former ones have is in no state, and of no use.
@@ -181,8 +181,8 @@ class TrainingState:
             self._check_arrays(flat)
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
-        if self._begun is not None:
-            self._layout = layout(objects, self.modules, self._registered())
+        if self._begun is not None and (now := layout(objects, self.modules, self._registered())) != self._layout:
+            self._layout = now
         return flat
 
     def _states(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class TrainingState:
         # Only a restart needs it.
         from .loading import load
 
-        with _no_collection():
+        with no_collection():
             return load(self, manifest, payload)
 
     def find_trained(self) -> None:
@@ -333,8 +333,11 @@ class TrainingState:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from running: at thousands of tensors it would look at all of them dozens of times."""
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running: at thousands of tensors it would look at all of them dozens of times.
+
+    What is made and freed within costs it nothing; what outlives this makes it look at everything sooner.
+    """
     if not gc.isenabled():
         yield
         return
