@@ -201,9 +201,9 @@ class TrainingState:
                 if isinstance(made := state_of(optimizer), dict):
                     made.clear()
 
-    def estimate_bytes(self) -> int:
-        """Return the bytes of a capture, with those that torch's optimizers without a state will have for theirs."""
-        now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
+    def estimate_bytes(self, flat: Flattener) -> int:
+        """Return the bytes of a capture of `flat`, with those that torch's optimizers without a state will have."""
+        now_bytes = sum(spec.nbytes for spec in flat.specs())
         fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
         return now_bytes + sum(map(later_bytes, fresh))
 
@@ -225,9 +225,9 @@ class TrainingState:
         ):
             raise StateError(f"{self.order.unkept} is in no registered object: no checkpoint would have it. {REMEDY}")
 
-    def topology(self, world_size: int) -> int:
-        """Return the fingerprint of the world size and of the shapes of the device meshes in use."""
-        shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in self.flatten().shards.values()})
+    def topology(self, flat: Flattener, world_size: int) -> int:
+        """Return the fingerprint of the world size and of the shapes of the device meshes that `flat` uses."""
+        shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in flat.shards.values()})
         return xxhash.xxh3_64_intdigest(json.dumps([world_size, shapes]).encode())
 
     def load(self, manifest: Manifest, payload: torch.Tensor) -> list[str]:
