@@ -375,13 +375,14 @@ class Checkpointer:
             return
         if text := foreign(self._state.objects.values()):
             raise StateError(text)
-        self._topology = self._state.topology(env.world_size)
+        flat = self._state.flatten()
+        self._topology = self._state.topology(flat, env.world_size)
         self._state.check_kept()
         capturer = Capturer(env, topology=self._topology)
         link = Link(
             env,
             topology=self._topology,
-            estimate_bytes=self._state.estimate_bytes(),
+            estimate_bytes=self._state.estimate_bytes(flat),
             on_attached=lambda answer: self._on_attached(link, capturer, answer),
             on_agreed=lambda message: self._on_agreed(capturer, message),
             on_fault=self._injected.order,

@@ -1,6 +1,7 @@
 """Captures: they are what `step()` saw, whatever happens after it, and training never waits for a commit."""
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -207,7 +208,7 @@ def test_any_tensors_are_copied_bit_for_bit(
     early = digester.hashes(memory.numpy().data[:size])
     copier, released = Copier(), list[str]()
     with patch.object(copying, "_SHARE_BYTES", 1 << 16), patch.object(copying, "_cores", lambda: threads):
-        staged = copier.stage(plan, flat, memory, early)
+        staged = copier.stage(plan, flat.leaves, memory, early)
     assert early.complete == (threads == 1 or not size), "with cores to spare the hashes are left for later"
     copier.finish(
         plan,
@@ -865,3 +866,20 @@ def test_state_of_nothing_but_large_tensors(daemon: SoloDaemon) -> None:
     step, tree = _newest(daemon)
     assert step == 1
     assert torch.equal(tree["values"]["x"], x)
+
+
+def test_a_step_leaves_nothing_to_collect_for_each_tensor(daemon: SoloDaemon) -> None:
+    """Of the tree that a step makes of a state nothing remains: the garbage collector would look at all of it."""
+    values = {str(index): torch.zeros(1) for index in range(100)}
+    with Checkpointer(rng=False, values=values) as ckpt:
+        ckpt.restore()
+        before = _references()
+        ckpt.step(1)
+        assert is_committed(ckpt)
+        assert _references() == before
+
+
+def _references() -> int:
+    """Return how many nodes of leaves there are in this process."""
+    gc.collect()
+    return sum(type(each) is list and [*map(type, each)] == [str, int] and each[0] == "x" for each in gc.get_objects())

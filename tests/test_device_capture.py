@@ -53,7 +53,7 @@ def _slot(directory: Path, plan: CapturePlan) -> MappedSlot:
 
 def _stage(plan: CapturePlan, flat: Flattener, target: MappedSlot) -> copying.Staged:
     target.zero_gaps(plan.specs, plan.layout)
-    return Copier().stage(plan, flat, target.payload)
+    return Copier().stage(plan, flat.leaves, target.payload)
 
 
 def _copy(plan: CapturePlan, staged: copying.Staged, target: MappedSlot, **options: Any) -> str | None:

@@ -44,7 +44,7 @@ def captured(tree: dict[str, Any]) -> Captured:
     flat = Flattener(tree)
     plan = CapturePlan(flat)
     payload = torch.zeros(plan.layout.payload_bytes, dtype=torch.uint8)
-    Copier().stage(plan, flat, payload)
+    Copier().stage(plan, flat.leaves, payload)
     digester = Digester(plan.specs, plan.layout, flat.node, rank=0, trained={"model", "average"})
     manifest = encode(plan.tensors, flat.node)
     extended, checksums = digester.extend(manifest, digester.hashes(payload.numpy().data))

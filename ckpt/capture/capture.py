@@ -12,7 +12,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Literal
@@ -21,14 +21,14 @@ import torch
 
 from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
 from ..format.digests import Digester, Hashes
-from ..format.manifest import Node, encode, object_name
+from ..format.manifest import encode, object_name
 from ..format.pair import Pair
 from ..format.slot import plan_layout
 from ..format.wire import MAX_EAGER_BYTES, Message
 from ..link.env import TrainerEnv
 from ..link.link import Link
-from ..state.state import TrainingState
-from ..state.tree import Flattener
+from ..state.state import TrainingState, no_collection
+from ..state.tree import Leaf
 from .copying import CapturePlan, Copier, Staged
 from .slots import MappedSlot, TwoSlots
 from .stats import CaptureStats
@@ -52,7 +52,7 @@ class _Phase(IntEnum):
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Capture:
     step: int
-    node: Node
+    manifest: bytes
     plan: CapturePlan
     thread: int = field(default_factory=threading.get_ident)
     digester: Digester
@@ -88,10 +88,9 @@ class Capturer:
         self._refused_s = 0.0
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
-        self._plan: CapturePlan | None = None
+        self._plan: tuple[CapturePlan, Digester] | None = None
         # Memory for captures that no slot is free for in their step().
         self._beside: tuple[CapturePlan, torch.Tensor] | None = None
-        self._digester: tuple[CapturePlan, Digester] | None = None
         self._eager: set[str] = set()  # registered objects that were seen to change behind a capture
         self._on_complete: Callable[[str, Pair], None] = lambda path, version: None
         self._thread = threading.Thread(target=self._run, name="resilient-capture", daemon=True)
@@ -176,11 +175,8 @@ class Capturer:
                 self._pass(step)
                 return
         try:
-            flat = state.flatten()
-            plan = self._plan  # the capture thread takes it away when a capture is discarded
-            if plan is None or not plan.matches(flat):
-                plan = self._plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
-            capture = _Capture(step=step, node=flat.node, plan=plan, digester=self._digester_of(plan, flat.node, state))
+            with no_collection():
+                capture, leaves = self._begun(step, state, eager=eager)
             with self._changed:
                 self._changed.wait_for(lambda: self._capture is None or self._capture.phase >= _Phase.COPIED)
                 self._capture = capture
@@ -190,7 +186,7 @@ class Capturer:
                     self._skip(capture)
                 elif capture.phase is _Phase.PENDING and not self._busy and not self._must_allocate(capture):
                     self._claim(capture, _Phase.STAGING)
-            self._stage(capture, flat)
+            self._stage(capture, leaves)
         except BaseException:
             # The script may catch it and go on: then the other ranks must not wait for this capture.
             with self._changed:
@@ -204,7 +200,19 @@ class Capturer:
             raise
         self._raise_failure()
 
-    def _stage(self, capture: _Capture, flat: Flattener) -> None:
+    def _begun(self, step: int, state: TrainingState, *, eager: bool) -> tuple[_Capture, list[Leaf]]:
+        """Return a capture of `state`, and its leaves; of all else that is made of a state nothing outlives this."""
+        flat = state.flatten()
+        planned = self._plan  # the capture thread takes it away when a capture is discarded
+        if planned is None or not planned[0].matches(flat):
+            plan = CapturePlan(flat, eager={"*"} if eager else self._eager)
+            rank, trained, apart = self._env.rank, state.trained, state.apart
+            digester = Digester(plan.specs, plan.layout, flat.node, rank=rank, trained=trained, apart=apart)
+            planned = self._plan = plan, digester
+        plan, digester = planned
+        return _Capture(step=step, manifest=encode(plan.tensors, flat.node), plan=plan, digester=digester), flat.leaves
+
+    def _stage(self, capture: _Capture, leaves: Sequence[Leaf]) -> None:
         """Copy what is on the host: into the slot if there is one, else beside it."""
         plan, target = capture.plan, capture.target
         if target is not None:
@@ -223,7 +231,7 @@ class Capturer:
         else:
             return
         hashes = capture.digester.hashes(memory.numpy().data[: plan.layout.payload_bytes])
-        staged = self._copier.stage(plan, flat, memory, hashes)
+        staged = self._copier.stage(plan, leaves, memory, hashes)
         with self._changed:
             if capture.phase is not _Phase.SKIPPED:
                 capture.staged, capture.hashes = staged, hashes if hashes.complete else None
@@ -430,7 +438,7 @@ class Capturer:
 
     def _ask_slots(self, capture: _Capture) -> list[str]:
         """Return the paths of slots that the daemon has for captures like `capture`."""
-        manifest_bytes = len(encode(capture.plan.tensors, capture.node)) + capture.digester.encoded_bytes
+        manifest_bytes = len(capture.manifest) + capture.digester.encoded_bytes
         payload_bytes = capture.plan.layout.payload_bytes
         if self._slots.fits(manifest_bytes, payload_bytes):
             first = self._slots.slots[0].slot
@@ -480,14 +488,13 @@ class Capturer:
             on_copied=lambda: self._advance(capture, _Phase.COPIED),
         )
         digester = capture.digester
-        manifest = encode(plan.tensors, capture.node)
-        if not self._slots.fits(len(manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
+        if not self._slots.fits(len(capture.manifest) + digester.encoded_bytes, plan.layout.payload_bytes):
             with self._changed:
                 self._stale = True
                 self._skip(capture)
             return
         payload = target.slot.buffer[target.slot.payload_offset :][: plan.layout.payload_bytes]
-        manifest, checksums = digester.extend(manifest, capture.hashes or digester.hashes(payload))
+        manifest, checksums = digester.extend(capture.manifest, capture.hashes or digester.hashes(payload))
         changed = self._copier.prove(plan, staged, target)
         if changed is not None:
             self._discard(capture, changed)
@@ -509,13 +516,6 @@ class Capturer:
         self.stats.bytes += plan.layout.payload_bytes
         self.stats.capture_s += time.monotonic() - started_s
         self._advance(capture, _Phase.COMPLETE)
-
-    def _digester_of(self, plan: CapturePlan, node: Node, state: TrainingState) -> Digester:
-        if self._digester is None or self._digester[0] is not plan:
-            rank, trained, apart = self._env.rank, state.trained, state.apart
-            digester = Digester(plan.specs, plan.layout, node, rank=rank, trained=trained, apart=apart)
-            self._digester = plan, digester
-        return self._digester[1]
 
     def _discard(self, capture: _Capture, changed: str) -> None:
         name = object_name(changed)

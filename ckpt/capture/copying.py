@@ -147,15 +147,17 @@ class Copier:
         self._move_large, self._move_small = (_memmove(kind(None)) for kind in (ctypes.CDLL, ctypes.PyDLL))
         self._pool: ThreadPoolExecutor | None = None
 
-    def stage(self, plan: CapturePlan, flat: Flattener, memory: torch.Tensor, hashes: Hashes | None = None) -> Staged:
-        """Copy the leaves of `flat` that are on the host into `memory`, and let GPUs hash theirs.
+    def stage(
+        self, plan: CapturePlan, leaves: Sequence[Leaf], memory: torch.Tensor, hashes: Hashes | None = None
+    ) -> Staged:
+        """Copy the leaves that are on the host into `memory`, and let GPUs hash theirs.
 
         CUDA copies are only put on the current streams, where whatever training puts there later comes after them.
         As many threads copy at once as this rank has cores.
 
         Args:
-            plan: One that `flat` matches.
-            flat: The state.
+            plan: One that the flattened state matches.
+            leaves: Of that.
             memory: uint8 of the CPU, as long as the payload, with zeros between the leaves.
             hashes: Of `memory`: made here, while what was copied is in the processor's cache, if this rank has one
                 core, which training would share with a thread that hashes later. Else they are left for that, and so
@@ -163,11 +165,11 @@ class Copier:
         """
         for index in plan.others:
             start = plan.layout.offsets[index]
-            _fill(memory[start : start + plan.specs[index].nbytes], flat.leaves[index])
+            _fill(memory[start : start + plan.specs[index].nbytes], leaves[index])
         ready = [(device, torch.cuda.current_stream(device).record_event()) for device in plan.devices]
-        tensors = {index: _tensor(flat.leaves[index]) for index in plan.live}
+        tensors = {index: _tensor(leaves[index]) for index in plan.live}
         captures = [each.fingerprint(tensors) for each in plan.on_devices]
-        self._share(plan, [_tensor(flat.leaves[index]) for index in plan.moved], memory, None if ready else hashes)
+        self._share(plan, [_tensor(leaves[index]) for index in plan.moved], memory, None if ready else hashes)
         return Staged(memory=memory, captures=captures, ready=ready)
 
     def _share(
@@ -223,7 +225,7 @@ class Copier:
                 for _, ready in staged.ready:
                     ready.synchronize()
                 for start, end in plan.on_host:
-                    self._move(target.address + start, staged.memory.data_ptr() + start, end - start)
+                    self._move_large(target.address + start, staged.memory.data_ptr() + start, end - start)
             on_copied()
         finally:
             # Whatever happened: nothing may arrive in a slot that is used for something else, or is gone.
@@ -247,12 +249,10 @@ class Copier:
             self._pool.shutdown()
 
     def _copy(self, pieces: Iterator[_Piece], leaves: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-        base = memory.data_ptr()
+        base, move_small, move_large = memory.data_ptr(), self._move_small, self._move_large
         for to, place, offset, size in pieces:
-            self._move(base + to, leaves[place].data_ptr() + offset, size)
-
-    def _move(self, target: int, source: int, size: int) -> None:
-        (self._move_large if size > _SMALL_BYTES else self._move_small)(target, source, size)
+            move = move_large if size > _SMALL_BYTES else move_small
+            move(base + to, leaves[place].data_ptr() + offset, size)
 
 
 def _cores() -> int:

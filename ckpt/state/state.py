@@ -147,7 +147,7 @@ class TrainingState:
         Raises:
             StateError: It contains something that a checkpoint cannot hold, or could not bring back as it is.
         """
-        with _no_collection():
+        with no_collection():
             flat = self._flatten()
             if self.unsaved.of_optimizers and self._held() != self.held:
                 # A script has made them anew since: what the former ones have is in no state, and of no use.
@@ -181,8 +181,8 @@ class TrainingState:
             self._check_arrays(flat)
         except StateError as error:
             raise StateError(str(error).removeprefix("objects.")) from None
-        if self._begun is not None:
-            self._layout = layout(objects, self.modules, self._registered())
+        if self._begun is not None and (now := layout(objects, self.modules, self._registered())) != self._layout:
+            self._layout = now
         return flat
 
     def _states(self) -> dict[str, Any]:
@@ -201,9 +201,9 @@ class TrainingState:
                 if isinstance(made := state_of(optimizer), dict):
                     made.clear()
 
-    def estimate_bytes(self) -> int:
-        """Return the bytes of a capture, with those that torch's optimizers without a state will have for theirs."""
-        now_bytes = sum(spec.nbytes for spec in self.flatten().specs())
+    def estimate_bytes(self, flat: Flattener) -> int:
+        """Return the bytes of a capture of `flat`, with those that torch's optimizers without a state will have."""
+        now_bytes = sum(spec.nbytes for spec in flat.specs())
         fresh = [optimizer for optimizer in self.optimizers if not state_of(optimizer)]
         return now_bytes + sum(map(later_bytes, fresh))
 
@@ -225,9 +225,9 @@ class TrainingState:
         ):
             raise StateError(f"{self.order.unkept} is in no registered object: no checkpoint would have it. {REMEDY}")
 
-    def topology(self, world_size: int) -> int:
-        """Return the fingerprint of the world size and of the shapes of the device meshes in use."""
-        shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in self.flatten().shards.values()})
+    def topology(self, flat: Flattener, world_size: int) -> int:
+        """Return the fingerprint of the world size and of the shapes of the device meshes that `flat` uses."""
+        shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in flat.shards.values()})
         return xxhash.xxh3_64_intdigest(json.dumps([world_size, shapes]).encode())
 
     def load(self, manifest: Manifest, payload: torch.Tensor) -> list[str]:
@@ -246,7 +246,7 @@ class TrainingState:
         # Only a restart needs it.
         from .loading import load
 
-        with _no_collection():
+        with no_collection():
             return load(self, manifest, payload)
 
     def find_trained(self) -> None:
@@ -333,8 +333,11 @@ class TrainingState:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from running: at thousands of tensors it would look at all of them dozens of times."""
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running: at thousands of tensors it would look at all of them dozens of times.
+
+    What is made and freed within costs it nothing; what outlives this makes it look at everything sooner.
+    """
     if not gc.isenabled():
         yield
         return

@@ -135,6 +135,8 @@ class Flattener:
 
     def _encode(self, value: Any) -> Node:
         kind = type(value)
+        if kind in PLAIN_TENSORS:
+            return self._tensor(value)
         if value is None or kind is str or kind is bool:
             return value
         if kind is int:
@@ -162,7 +164,8 @@ class Flattener:
             node = ["l", *self._children(range(len(value)), value)]
         else:
             tag = "C" if type(value) is Counter else "d"
-            node = [tag, list(map(self._encode, value)), self._children(value, value.values())]
+            keys = [key if type(key) is str else self._encode(key) for key in value]
+            node = [tag, keys, self._children(value, value.values())]
             kind = _kind(value)
             if kind is not None and len(place) >= _ROOTS:
                 self.kinds.append((place, kind))
@@ -171,15 +174,19 @@ class Flattener:
 
     def _children(self, keys: Iterable[Any], items: Iterable[Any]) -> list[Node]:
         nodes: list[Node] = []
-        self._place.append(0)
+        place = self._place
+        place.append(0)
         try:
             for item in items:
-                nodes.append(self._encode(item))
-                self._place[-1] += 1
+                if type(item) in PLAIN_TENSORS:
+                    nodes.append(self._tensor(item))
+                else:
+                    place[-1] = len(nodes)
+                    nodes.append(self._encode(item))
         except _UnsupportedError as error:
             error.path.append(str(list(keys)[len(nodes)]))
             raise
-        self._place.pop()
+        place.pop()
         return nodes
 
     def _tensor(self, tensor: torch.Tensor) -> Node:
@@ -187,20 +194,19 @@ class Flattener:
         if self._dtensor and isinstance(tensor, self._dtensor):
             shard, tensor = tensor, tensor.to_local()
             shard_key = (shard.shape, shard.stride(), shard.placements, shard.device_mesh)
-        dtype = tensor.dtype
-        if (
-            type(tensor) not in PLAIN_TENSORS
-            or tensor.layout is not torch.strided
-            or tensor.is_nested
-            or dtype not in _DTYPES
-            or tensor.is_meta
-        ):
+        dtype, address = tensor.dtype, None
+        if type(tensor) in PLAIN_TENSORS and dtype in _DTYPES:
+            try:
+                address, shape = tensor.data_ptr(), tensor.shape
+            except RuntimeError:
+                address = None  # it has no memory that a shape and strides describe
+        if address is None or (not address and tensor.is_meta):
             raise _UnsupportedError(_why_unsupported(tensor))
-        shape, address, size = tensor.shape, tensor.data_ptr(), tensor.numel()
+        nbytes = tensor.nbytes
         stride = None if tensor.is_contiguous() else tensor.stride()
         key = (dtype, shape, tensor.device, stride, tensor.is_conj(), tensor.is_neg())
         # Empty tensors have no memory by which to tell them apart.
-        place = address if size else (id(tensor),)
+        place = address if nbytes else (id(tensor),)
         index = self._first.setdefault(place, len(self.leaves))
         if index < len(self.leaves):
             others = self._others.setdefault(place, [])
@@ -212,15 +218,20 @@ class Flattener:
             others.append(index)
         self.leaves.append(tensor)
         self.keys.append((key, tensor.requires_grad, shard_key))
-        if size:
+        if nbytes:
             if stride is not None:
                 size = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+                nbytes = size * dtype.itemsize
                 if any(count > 1 and not step for count, step in zip(shape, stride, strict=True)):
                     self.repeating.append(index)
-            _check_storage(tensor, size)
+            storage = tensor.untyped_storage()
+            held_bytes, end_bytes = storage.nbytes(), address + nbytes - storage.data_ptr()
+            if end_bytes > held_bytes:  # as `untyped_storage().resize_(0)` leaves it
+                reason = f"its storage holds {held_bytes} of the {end_bytes} bytes up to its end"
+                raise _UnsupportedError(f"its memory was freed: {reason}")
             self._tensors.append(index)
             self._begins.append(address)
-            self._ends.append(address + size * dtype.itemsize)
+            self._ends.append(address + nbytes)
         if shard is not None:
             self.shards[index] = shard
         return ["x", index]
@@ -550,16 +561,6 @@ def _why_unsupported(tensor: torch.Tensor) -> str:
     if tensor.dtype not in _DTYPES:
         return f"tensors of {tensor.dtype} are not supported"
     return "tensors on the meta device hold no data"
-
-
-def _check_storage(tensor: torch.Tensor, span: int) -> None:
-    """Refuse a tensor whose storage was made smaller than it, as `untyped_storage().resize_(0)` does to free memory."""
-    held_bytes = tensor.untyped_storage().nbytes()
-    end = (tensor.storage_offset() + span) * tensor.dtype.itemsize
-    if end > held_bytes:
-        raise _UnsupportedError(
-            f"its memory was freed: its storage holds {held_bytes} of the {end} bytes up to its end"
-        )
 
 
 def _name(value: object) -> str:
