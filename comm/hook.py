@@ -21,7 +21,7 @@ from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
-from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice
+from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice, check_number
 
 
 class GradientHook(BucketSum):
@@ -207,10 +207,12 @@ def make_hook(
     ignored = model.parameters_to_ignore
     device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
     # Over the group that is there, so that a mistake leaves nothing behind; and on all ranks alike.
-    check_alike(Transport(model.process_group, device), scheme=scheme, **options, least_elements=least_elements)
-    check_choice(scheme, options)
+    given = Transport(model.process_group, device)
+    check_alike(given, scheme=scheme, **options, least_elements=least_elements)
+    check_number("least_elements", int, least_elements)
+    ranks_per_host = _ranks_per_host(given, ranks_per_host)
+    check_choice(scheme, options, ranks=given.size // ranks_per_host)
     world = Transport.among(ranks, device)
-    ranks_per_host = _ranks_per_host(world, ranks_per_host)
     if ranks_per_host == 1:
         made = between = agreed_scheme(scheme, world, world, options, least_elements=least_elements)
     else:

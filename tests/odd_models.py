@@ -152,6 +152,11 @@ def mistakes(_: str) -> dict[str, Any]:
         "no longer": text(model, "ok-topk"),
         "neither": text(model, 5),
         "bare": text(model.module, "zen"),
+        "teams": text(model, "spardl", teams=7),
+        "no rank": text(model, "powersgd", rank=0),
+        "no pool": text(model, "dgc", pool=3),
+        "least": text(model, "zen", least_elements="1"),
+        "hosts": text(model, "zen", ranks_per_host=3),
     }
     after = threading.active_count(), len(dist.distributed_c10d._world.pg_names)
     hook = register(model, "dgc", rows=(16,), density=0.5)

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Final, get_args
 
 import torch
+import torch.distributed as dist
 
 from ..compress.compressed import Compressed
 from ..compress.compressors import NAMES
@@ -27,6 +28,11 @@ Choice = str | Callable[[Transport], Scheme]
 
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 _DEEPEST: Final = 8
+_KINDS: Final = (
+    (float, Real, "a number"),
+    (int, Integral, "an integer"),
+    (dist.ProcessGroup, dist.ProcessGroup, "a process group"),
+)
 
 
 def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
@@ -48,11 +54,16 @@ def scheme_of(choice: Choice, transport: Transport, **options: Any) -> Scheme:
     return Compressed(transport, ErrorFeedback(compressor_named(choice, **options)))
 
 
-def check_choice(choice: Choice, options: Mapping[str, Any]) -> None:
+def check_choice(choice: Choice, options: Mapping[str, Any], *, ranks: int = 0) -> None:
     """Check the name and the options of a scheme, before anything is made for it.
 
+    Args:
+        choice: Which one.
+        options: Its own.
+        ranks: How many it is for, to check also the values; 0 does not.
+
     Raises:
-        CommError: There is no scheme of that name, it has no such options, or one is no number that has to be one.
+        CommError: There is no scheme of that name, it has no such options, or one is not what it has to be.
     """
     if not isinstance(choice, str):
         if not callable(choice):
@@ -72,14 +83,18 @@ def check_choice(choice: Choice, options: Mapping[str, Any]) -> None:
     elif others:
         raise CommError(f"{choice} has no option {', '.join(others)}; it has {', '.join(takes) or 'none'}")
     for name in options.keys() & takes.keys():
-        _check_number(f"{choice}: {name}", takes[name].annotation, options[name])
+        check_number(f"{choice}: {name}", takes[name].annotation, options[name])
+    if ranks:
+        nobody = Transport(dist.ProcessGroup(0, ranks))  # type: ignore[call-arg]
+        scheme_of(choice, nobody, **{name: value for name, value in options.items() if name != "pool"})
 
 
-def _check_number(what: str, annotation: Any, value: object) -> None:
+def check_number(what: str, annotation: Any, value: object) -> None:
+    """Raise CommError unless a value is the number, or the process group, that its annotation asks for."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if value is None and NoneType in kinds:
         return
-    for kind, abstract, shown in ((float, Real, "a number"), (int, Integral, "an integer")):
+    for kind, abstract, shown in _KINDS:
         if kind in kinds and (isinstance(value, bool) or not isinstance(value, abstract)):
             raise CommError(f"{what} must be {shown}, got {value!r}")
 

@@ -1,0 +1,34 @@
+"""Models, calls and schemes drawn from seeds: sums are DDP's, or nothing of them is lost, and no rank waits for ever.
+
+To try a seed again: ``python tests/drawn_models.py RANKS SEED 1``.
+"""
+
+import json
+import time
+from dataclasses import asdict
+
+import pytest
+from drawn_models import drawn, run
+
+pytestmark = pytest.mark.jobs
+
+CASES = {2: 100, 3: 60, 4: 30, 5: 30}
+"""Ranks → cases."""
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_no_gradient_is_lost(ranks: int) -> None:
+    check(ranks, 0, CASES[ranks])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", CASES)
+def test_no_gradient_is_lost_in_cases_of_each_night(ranks: int) -> None:
+    check(ranks, int(time.time()) // 86400 * 100_000, 25_000, seconds=900)
+
+
+def check(ranks: int, first: int, count: int, **limit: float) -> None:
+    cases, wrong = run(ranks, first, count, **limit)
+    assert cases
+    assert not wrong, "\n".join(f"{json.dumps(asdict(drawn(seed, ranks)))}: {each}" for seed, each in wrong.items())
