@@ -115,9 +115,9 @@ def _dealt(loader: Any) -> tuple[Any, int]:
 
 def _unknown(loader: Any) -> StateError:
     return StateError(
-        f"the loader of {type(loader.dataset).__qualname__} is in the middle of an epoch, and what is left of it is known "
-        "only where a DataLoader with a batch_size and a DistributedSampler has given each rank as many batches: change "
-        "the number of ranks between two epochs"
+        f"the loader of {type(loader.dataset).__qualname__} is in the middle of an epoch, and what is left of it is "
+        "known only where a DataLoader with a batch_size and a DistributedSampler has given each rank as many batches: "
+        "change the number of ranks between two epochs"
     )
 
 

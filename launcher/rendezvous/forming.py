@@ -101,8 +101,9 @@ def next_round(
         failure = view.failures.get(view.generation)
         # Who leaves on purpose is not waited for.
         if (failure is None or failure.kind != "membership") and (left_s := elastic_s - broken_s) > 0:
-            why = f"{ranks} of {view.captured_by} ranks are ready, and the run goes on with fewer after {elastic_s:g} s"
-            return FormingDecision(members=None, reason=f"{why} without a host{missing}", wait_s=left_s, notable=True)
+            why = f"{ranks} of {view.captured_by} ranks are ready, and the run goes on with fewer after "
+            why += f"{elastic_s:g} s without a host{missing}"
+            return FormingDecision(members=None, reason=why, wait_s=left_s, notable=True)
     ranked = assign_ranks(before, ready, max_nodes)
     if len(ready) >= max_nodes:
         return FormingDecision(members=ranked, reason=f"{max_nodes} hosts are ready")
