@@ -20,15 +20,19 @@ def reshard(loader: Any, states: Mapping[int, Mapping[str, Any]], rank: int) -> 
     Raises:
         StateError: Some of the epoch would be lost or given twice.
     """
-    first, positions = states[min(states)], [state["at"] for state in states.values()]
+    # A version before this one has written neither.
+    filled = {other: state["at"] and {"skipped": 0, "share": (), **state["at"]} for other, state in states.items()}
+    first, positions = states[min(states)], list(filled.values())
     if len({_bytes_of(state["generators"]) for state in states.values()}) > 1:
         raise StateError(
             "the generators of the loader were seeded by rank, and another number of ranks has others: seed them alike"
         )
     if not any(positions) or all(at is not None and at["finished"] for at in positions):
         return {**first, "at": None}
-    at = states.get(rank, first)["at"] or {}
-    if at and rank not in states:
+    at = filled.get(rank, filled[min(states)])
+    if at is None:
+        raise _unknown(loader)
+    if rank not in states:
         # Else it would draw what rank 0 draws.
         at = {**at, **dict.fromkeys(("made", "first", "last", "now"), derived_rng(at["now"], rank))}
     alike = {(each["seen"], each["drawn"], each["finished"], *each["share"]) if each else None for each in positions}
