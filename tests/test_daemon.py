@@ -470,9 +470,10 @@ def test_job_with_a_broken_key_fails_alone(hosts: Hosts, tmp_path: Path) -> None
     broken = hosts["a"].client()
     request = {"host": "a", "replicas": 1, "nproc": 1, "etcd": hosts.config.to_dict(), "addr": "127.0.0.1"}
     request["pid"] = os.getpid()
-    broken.request("open_job", run_id=f"{hosts.run_id}-broken", memory_limit_bytes=None, policy={}, **request)
     key = f"/resilient-run/{hosts.run_id}-broken/state/watermark"
     hosts.etcd(lambda etcd: etcd.put(key, {"generation": "one"}))
+    # A daemon reads it when it opens the job; later only the root does.
+    broken.request("open_job", run_id=f"{hosts.run_id}-broken", memory_limit_bytes=None, policy={}, **request)
 
     def failure() -> str:
         try:
