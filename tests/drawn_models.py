@@ -52,7 +52,7 @@ PARTS = (
     "linear", "tied", "shared", "complex", "scalar", "empty", "table", "sparse table", "convolution",
     "transposed", "frozen", "two halves", "checkpointed",
 )  # fmt: skip
-SIZES = (1, 2, 3, 7, 16, 33, 60)
+SIZES = (1, 2, 3, 7, 16, 33, 60, 300)
 DTYPES = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 MISTAKES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("zenn", {}),
@@ -88,6 +88,14 @@ MISTAKES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("zen", {"ranks_per_host": 0}),
     ("zen", {"ranks_per_host": "2"}),
 )
+OTHERS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    ("topk", {"density": 0.5}),
+    ("topk", {"least_elements": 7}),
+    ("topk", {"ranks_per_host": 2}),
+    ("zen", {}),
+    ("momentum", {"density": 0.5}),
+)
+"""What is no mistake, but something else than the other ranks are given."""
 
 
 @dataclass(kw_only=True)
@@ -123,16 +131,29 @@ class Case:
     mistaken: list[int] = field(default_factory=list)
 
 
-def drawn(seed: int, ranks: int) -> Case:
-    """Return the case of a seed."""
-    draw = random.Random(f"{seed} {ranks}")
+def teams_of(seed: int, ranks: int) -> list[range]:
+    """Return which ranks train together: all, or two teams that train models of their own side by side."""
+    is_split = ranks > 3 and random.Random(seed).random() < 0.3
+    return [range(0, ranks, 2), range(1, ranks, 2)] if is_split else [range(ranks)]
+
+
+def drawn(seed: int, ranks: int, team: int) -> Case:
+    """Return the case of a seed for a team of so many ranks."""
+    draw = random.Random(f"{seed} {ranks} {team}")
     if draw.random() < 0.06:
-        scheme, options = draw.choice(MISTAKES)
-        mistaken = (
-            list(range(ranks)) if draw.random() < 0.5 else sorted(draw.sample(range(ranks), draw.randint(1, ranks)))
-        )
+        is_other = ranks > 1 and draw.random() < 0.3
+        scheme, options = draw.choice(OTHERS if is_other else MISTAKES)
+        mistaken = list(range(ranks))
+        if is_other or draw.random() < 0.5:
+            mistaken = sorted(draw.sample(mistaken, draw.randint(1, max(1, ranks - 1))))
         return Case(
-            seed=seed, ranks=ranks, scheme=scheme, options=options, parts=[("linear", "float32", 3)], mistaken=mistaken
+            seed=seed,
+            ranks=ranks,
+            scheme=scheme,
+            options=options,
+            parts=[("linear", "float32", 3)],
+            steps=[1] * ranks,
+            mistaken=mistaken,
         )
     scheme, options = _scheme(draw, ranks)
     case = Case(seed=seed, ranks=ranks, scheme=scheme, options=options)
@@ -159,6 +180,8 @@ def drawn(seed: int, ranks: int) -> Case:
             case.turns.append(
                 [draw.randrange(1, bits)] * ranks if alike else [draw.randrange(1, bits) for _ in range(ranks)]
             )
+    elif mode == "static_graph" and draw.random() < 0.4:
+        case.turns = [[draw.randrange(1, 1 << len(kinds))] * ranks] * longest
     if draw.random() < 0.4:
         case.passes = [draw.randint(1, 2) for _ in range(longest)]
     if mode == "static_graph" and case.passes:
@@ -335,9 +358,9 @@ class Training:
         used: Of each step, the names of those that its backward passes have reached here.
     """
 
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.rank = case, rank
-        self.plain, self.ours = (DistributedDataParallel(Model(case), **case.ddp) for _ in range(2))
+    def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
+        self.case, self.rank, self.group = case, group.rank(), group
+        self.plain, self.ours = (self._parallel(Model(case)) for _ in range(2))
         self.hook = self._registered()
         self.parameters = dict(self._parameters(self.ours))
         self.came: list[dict[str, Tensor | None]] = []
@@ -348,6 +371,9 @@ class Training:
         self._reached: set[str] = set()
         for name, parameter in self._parameters(self.plain):
             parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+
+    def _parallel(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, process_group=self.group, **self.case.ddp)
 
     def _note(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -439,7 +465,7 @@ class Training:
                 mine.grad = None if plain.grad is None else plain.grad.clone()
         if how == "new":
             self.hook.close()
-            self.ours = DistributedDataParallel(copy.deepcopy(self.ours.module), **self.case.ddp)
+            self.ours = self._parallel(copy.deepcopy(self.ours.module))
             for (_, mine), (_, plain) in zip(self._parameters(self.ours), self._parameters(self.plain), strict=True):
                 mine.grad = None if plain.grad is None else plain.grad.clone()
             self.hook = self._registered()
@@ -493,9 +519,9 @@ def _remembered(scheme: Any, state: dict[str, Any], name: str, numel: int) -> Te
     return found
 
 
-def check(training: Training, control: dist.ProcessGroup) -> tuple[list[str], list[int]]:
+def check(training: Training) -> tuple[list[str], list[int]]:
     """Return what does not hold, and a checksum of the sums of each step in which this rank took part."""
-    case, hook, wrong = training.case, training.hook, []
+    case, hook, control, wrong = training.case, training.hook, training.group, []
     steps, ranks = max(case.steps), case.ranks
     names = list(training.parameters)
     used = torch.tensor(
@@ -574,29 +600,31 @@ def check(training: Training, control: dist.ProcessGroup) -> tuple[list[str], li
     return wrong, checksums
 
 
-def tried(case: Case, rank: int, control: dist.ProcessGroup) -> list[str]:
-    """Return what is wrong with a case, on all ranks."""
+def tried(case: Case, group: dist.ProcessGroup) -> list[str]:
+    """Return what is wrong with a case, on all ranks of `group`."""
     groups, threads = len(_world.pg_names), threading.active_count()
-    wrong, checksums, refused = [], [], ""
+    wrong: list[str] = []
+    checksums: list[int] = []
+    refused = ""
     try:
-        if case.mistaken and rank not in case.mistaken:
+        if case.mistaken and group.rank() not in case.mistaken:
             case = replace(case, scheme="topk", options={})
-        training = Training(case, rank)
+        training = Training(case, group)
     except CommError as error:
         refused = str(error)
         if len(_world.pg_names) != groups or threading.active_count() != threads:
             wrong.append(f"leaked {len(_world.pg_names) - groups} groups, {threading.active_count() - threads} threads")
     said: list[Any] = [None] * case.ranks
-    dist.all_gather_object(said, refused, group=control)
+    dist.all_gather_object(said, refused, group=group)
     if len(set(said)) > 1:
         wrong.append(f"refused as {said}")
     elif bool(refused) != bool(case.mistaken):
         wrong.append(f"refused: {refused!r}")
     if not any(said):
         training.run()
-        found, checksums = check(training, control)
+        found, checksums = check(training)
         wrong += found
-    dist.all_gather_object(said, (wrong, checksums), group=control)
+    dist.all_gather_object(said, (wrong, checksums), group=group)
     for step, each in enumerate(zip_longest(*(sums for _, sums in said))):
         if len({checksum for checksum in each if checksum is not None}) > 1:
             wrong.append(f"step {step}: ranks differ")
@@ -612,50 +640,49 @@ def be_rank(store: str, rank: int, ranks: int, first: int, count: int, seconds: 
         "gloo", store=dist.TCPStore(host, int(port)), rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
     )
     control = dist.new_group()
+    groups = {team: dist.new_group(list(team)) for seed in range(20) for team in teams_of(seed, ranks)}
     ends_s = time.monotonic() + seconds
-    T0 = time.process_time()
     for seed in range(first, first + count):
         if rank == 0:
             say(seed=seed)
-        case = drawn(seed, ranks)
+        teams = teams_of(seed, ranks)
+        place = next(place for place, team in enumerate(teams) if rank in team)
+        case = drawn(seed, len(teams[place]), place)
         before = set(_world.pg_map)
         try:
-            wrong = tried(case, rank, control)
+            wrong = tried(case, groups[teams[place]])
         except Exception:  # noqa: BLE001 - whatever it is, it is said
-            say(wrong=[traceback.format_exc()[-1500:]], rank=rank, at=seed)
+            say(at=seed, case=asdict(case), wrong=[f"rank {rank}: {traceback.format_exc()[-1500:]}"])
             os._exit(1)
         for group in set(_world.pg_map) - before:
             dist.destroy_process_group(group)
             _world.pg_names[object()] = GroupName("gone")  # type: ignore[index]  # torch counts them to name the next
-        if wrong and rank == 0:
-            say(wrong=wrong[:6], at=seed)
+        if wrong and rank == teams[place][0]:
+            say(at=seed, case=asdict(case), wrong=[each[:300] for each in wrong[:6]])
         goes_on = torch.tensor(time.monotonic() < ends_s)
         dist.broadcast(goes_on, 0, group=control)
         if not goes_on:
             break
     if rank == 0:
-        say(done=seed + 1 - first, cpu=time.process_time() - T0)
-    dist.barrier(group=control)
+        say(done=seed + 1)
+    time.sleep(TIMEOUT_S)  # until all are killed
     os._exit(0)
 
 
 def say(**line: Any) -> None:
-    os.write(1, f"{json.dumps(line)[:4000]}\n".encode())
+    os.write(1, f"{json.dumps(line)}\n".encode())
 
 
-def run(ranks: int, first: int, count: int, seconds: float = inf) -> tuple[int, dict[int, list[str]]]:
-    """Return how many cases there were, and seed → what was wrong, or that the ranks stood still.
-
-    Ranks that have stood still, or raised, are replaced.
-    """
-    wrong: dict[int, list[str]] = {}
+def run(ranks: int, first: int, count: int, seconds: float = inf) -> tuple[int, list[str]]:
+    """Return how many seeds there were, and what was wrong; ranks that have stood still, or raised, are replaced."""
+    wrong: list[str] = []
     ends_s, last, at = time.monotonic() + seconds, first + count, first
     while at < last and time.monotonic() < ends_s:
         at = _run_once(ranks, at, last - at, ends_s - time.monotonic(), wrong)
     return at - first, wrong
 
 
-def _run_once(ranks: int, first: int, count: int, seconds: float, wrong: dict[int, list[str]]) -> int:
+def _run_once(ranks: int, first: int, count: int, seconds: float, wrong: list[str]) -> int:
     """Return the seed that comes next."""
     from launchers import start_python  # which a rank does not find
 
@@ -668,41 +695,31 @@ def _run_once(ranks: int, first: int, count: int, seconds: float, wrong: dict[in
         for rank in range(ranks)
     ]
     os.close(writing)
-    at, text, is_done = first, b"", False
+    known, at, done, text = len(wrong), first, 0, b""
     try:
-        while True:
-            if not select.select([reading], [], [], 2 * TIMEOUT_S)[0]:
-                wrong.setdefault(at, []).append("nothing happens any more")
-                break
-            read = os.read(reading, 1 << 16)
+        while not done:
+            is_late = not select.select([reading], [], [], 2 * TIMEOUT_S)[0]
+            read = b"" if is_late else os.read(reading, 1 << 16)
             if not read:
                 break
             *lines, text = (text + read).split(b"\n")
             for line in map(json.loads, lines):
-                at = line.get("seed", at)
-                if "wrong" in line:
-                    wrong.setdefault(line["at"], []).extend(line["wrong"])
-                is_done = is_done or "done" in line
-                if "done" in line:
-                    print(line, flush=True)
-                if "wrong" in line:
-                    print(line["at"], asdict(drawn(line["at"], ranks)), "\n".join(line["wrong"]), flush=True)
+                at, done = line.get("seed", at), line.get("done", 0)
+                wrong += [f"seed {line['at']}, {line['case']}: {each}" for each in line.get("wrong", ())]
     finally:
         for process in started:
             process.kill()
             process.wait()
         os.close(reading)
-    if not is_done and at not in wrong:
-        wrong[at] = [f"the ranks ended with {[process.returncode for process in started]}"]
-    return at + 1
+    if not done and len(wrong) == known:
+        wrong.append(f"seed {at}: the ranks {'stand still' if is_late else 'have ended'}")
+    return done or at + 1
 
 
 if __name__ == "__main__":
-    store, *numbers = sys.argv[1:]
-    if ":" in store:
-        be_rank(store, *map(int, numbers[:4]), float(numbers[4]))
-    ranks, first, count = map(int, sys.argv[1:4])
-    cases, found = run(ranks, first, count, *map(float, sys.argv[4:]))
-    for seed, wrong in found.items():
-        print(json.dumps({"case": asdict(drawn(seed, ranks)), "wrong": wrong}), flush=True)
-    print(cases, "cases,", len(found), "wrong")
+    arguments = sys.argv[1:]
+    if ":" in arguments[0]:
+        be_rank(arguments[0], *map(int, arguments[1:5]), float(arguments[5]))
+    began_s = time.monotonic()
+    seeds, found = run(*map(int, arguments[:3]), *map(float, arguments[3:]))
+    print(*found, f"{seeds} seeds in {time.monotonic() - began_s:.0f} s, {len(found)} wrong", sep="\n")
