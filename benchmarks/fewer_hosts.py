@@ -41,6 +41,8 @@ class _Run:
     def __init__(self, stack: ExitStack, name: str, hosts: int, script: list[str]) -> None:
         self._lines: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self.launchers: list[subprocess.Popen[str]] = []
+        readers: list[threading.Thread] = []
+        stack.callback(lambda: [reader.join() for reader in readers])
         if name == "resilient-run":
             rendezvous = [f"--rdzv-endpoint={stack.enter_context(EmbeddedEtcd()).endpoint}", "--rdzv-backend=etcd-v3"]
             rendezvous += ["--rdzv-conf=lease_ttl=3", "--rr-elastic=0", "--local-addr=127.0.0.1", "--rr-insecure"]
@@ -57,13 +59,15 @@ class _Run:
             )
             stack.callback(_end, process)
             self.launchers.append(process)
-            threading.Thread(target=self._read, args=(index, process), daemon=True).start()
+            readers.append(threading.Thread(target=self._read, args=(index, process), daemon=True))
+            readers[-1].start()
 
     def _read(self, index: int, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"rank"'):
-                self._lines.put((index, json.loads(line)))
+        with process.stdout as lines:
+            for line in lines:
+                if line.startswith('{"rank"'):
+                    self._lines.put((index, json.loads(line)))
 
     def next(self) -> tuple[int, dict[str, Any]]:
         """Return the next line and the number of its host.

@@ -87,7 +87,7 @@ class Checkpointer:
         self._accumulation = Accumulation()
         self._step = 0
         self._plan: Pair | None = None
-        self._made_by = 0
+        self._made_by, self._reshapes = 0, False
         self._restored = False
         self._pid = os.getpid()
         self._closed = self._warned = self._looked = False
@@ -205,7 +205,7 @@ class Checkpointer:
         started_s = time.monotonic()
         try:
             assert self._env is not None
-            if self._made_by not in (0, self._env.world_size):
+            if self._reshapes:
                 self._load_reshaped(plan, link, self._env)
             else:
                 path = link.request("restore", timeout_s=_RESTORE_S)["path"]
@@ -402,6 +402,7 @@ class Checkpointer:
             )
             return
         self._plan, self._made_by = read_pair(answer.get("restore")), answer.get("made_by") or 0
+        self._reshapes = answer.get("reshapes", False)
         self._link = link
         self._pulse = Pulse(link)
         self._pulse.start()

@@ -339,6 +339,7 @@ class Job:
             await self.slots.clear()
             self.slots.update_record(attached=False, generation=0, round_revision=0)
         self.slots.update_record(incarnation=incarnation)
+        self.view.elastic = agreement.elastic_s is not None
         if agreement != self._agreement:
             secret = self.spec.run_key or agreement.token
             self.identity = Identity(secret, run_id=self.spec.run_id, incarnation=incarnation, host=self.spec.host)

@@ -181,10 +181,11 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
             yield
         return
     fewest, most = parse_min_max_nnodes(args.nnodes)
-    if config.elastic_s is not None and (args.standalone or fewest == most):
-        raise click.UsageError(
-            f"--rr-elastic lets a run go on with other numbers of hosts, and --nnodes={args.nnodes} is one number: "
-            "give --nnodes=MIN:MAX, or leave it out"
+    if config.elastic_s is not None and fewest == most:
+        log.warning(
+            "--rr-elastic: --nnodes=%s is one number, so this run never goes on with fewer hosts, and may only be "
+            "started again with another number of ranks; give --nnodes=MIN:MAX",
+            args.nnodes,
         )
     # Read by the rendezvous, which torch makes from its own options.
     os.environ["RESILIENT_HOST_ID"], os.environ["RESILIENT_LABEL"] = config.host_id, config.label

@@ -337,6 +337,7 @@ class Hosts:
     def create_job(self, incarnation: str = "first") -> None:
         self.incarnation = incarnation
         value = {"incarnation": incarnation, "min_nodes": 1, "max_nodes": 9, "token": f"secret of {self.run_id}"}
+        value["elastic_s"] = 1.0
         self.etcd(lambda etcd: etcd.put(f"{self.prefix}rdzv/job", value))
 
     def form_round(

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -165,6 +166,8 @@ def main() -> None:
         train(held, step)
         torch.manual_seed(int(line) + rank)
         checkpointer.step(step)
+        while (checkpointer.watermark or (0, 0))[1] < step:  # what follows a commit is captured
+            time.sleep(0.001)
         say(rank=rank, step=step, captured=checkpointer.wait())
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)
 

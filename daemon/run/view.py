@@ -27,6 +27,7 @@ class JobView:
     Attributes:
         host: Name of this host in the job.
         replicas: Copies of each checkpoint, m.
+        elastic: Whether the run may go on in another number of ranks.
         injection: Whether the launcher of this host allows faults; nothing in etcd says so.
         round: The current generation, None until one is known.
         finishing: All workers of some host have succeeded in it.
@@ -54,6 +55,7 @@ class JobView:
     host: str
     replicas: int
     injection: bool = False
+    elastic: bool = False
     round: Round | None = None
     finishing: bool = False
     watermark: Pair | None = None

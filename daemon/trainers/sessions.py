@@ -158,6 +158,7 @@ class Sessions:
         return trainer, {
             "restore": pair_value(round_.restore),
             "made_by": round_.made_by,
+            "reshapes": round_.reshapes and self._view.elastic,
             **self._view.agreed.message(),
             "eager": sorted(self._eager),
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
