@@ -242,8 +242,8 @@ class Replicator:
             return await self._import(rank, pair)
         if round_ is not None and round_.reshapes:
             raise TopologyError(
-                f"step {pair[1]} was captured with world size {round_.made_by}, this run has {round_.world_size}: start "
-                "as many workers as before, or give --rr-elastic, with which a run may go on in another world size"
+                f"step {pair[1]} was captured with world size {round_.made_by}, this run has {round_.world_size}: "
+                "start as many workers as before, or give --rr-elastic, with which a run may go on in another one"
             )
         loop = asyncio.get_running_loop()
         deadline, pause_s = loop.time() + RESTORE_PATIENCE_S, _RETRY_S[0]
