@@ -195,6 +195,11 @@ def test_an_object_shares_out_what_ranks_have_for_themselves(made: Callable[...,
     assert own.at == 6 + 100 + 2
 
 
+class Failing(Own):
+    def reshard(self, states: dict[int, Any], rank: int, world_size: int) -> dict[str, Any]:
+        raise KeyError("boom")
+
+
 class Odd(nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -205,6 +210,7 @@ class Odd(nn.Module):
     ("register", "message"),
     [
         (lambda rank: {"own": Own(rank)}, r"ranks have own\.at differently\. Give the object a method reshard"),
+        (lambda rank: {"own": Failing(rank)}, r"own: its reshard\(\) failed: KeyError: 'boom'"),
         (lambda rank: {"own": rank}, r"ranks have values\.own differently"),
         (lambda rank: {"own": [1.5] * (rank + 1)}, r"ranks have values\.own differently"),
         (lambda rank: {"own": torch.tensor([rank])}, r"ranks have values\.own differently"),

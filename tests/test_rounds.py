@@ -382,6 +382,13 @@ def test_elastic_run_goes_on_with_those_that_are_left(
         assert hosts(decision) == taken
 
 
+def test_elastic_run_takes_a_host_in_quarantine_rather_than_none_of_its_sizes() -> None:
+    formed = Round(generation=4, seats=tuple(item.seat for item in sized("a1 b1")), restore=RESTORES)
+    state = view(sized("a1 b1"), round=formed, committed=2, job=elastic((2,)), quarantines=quarantined("b"))
+    assert hosts(decide(state, 5, (1, 8), since_arrival_s=60.0, broken_s=60.0)) == "ab"
+    assert hosts(decide(replace(state, job=elastic()), 5, (1, 8), since_arrival_s=60.0, broken_s=60.0)) == "a"
+
+
 def test_elastic_run_grows_to_the_sizes_that_it_may_have() -> None:
     formed = Round(generation=4, seats=tuple(item.seat for item in sized("a1 b1")), restore=RESTORES, made_by=3)
     two = [*ready("ab", 0), member("c", ready=5)]

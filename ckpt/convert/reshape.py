@@ -265,9 +265,13 @@ class _Reshaping:
             states = {rank: self._value(rank, node) for rank, node in sorted(nodes.items())}
             if not any(each is _LATER for each in states.values()):
                 flat = Flattener({name: item.reshard(states, self._rank, self._world_size)})
+                if flat.shards:
+                    raise StateError("reshard() returned a DTensor: return plain tensors")
                 return self._given(flat, entries(flat.node)[name])
         except StateError as error:
             self.refused.append(f"{name}: {error}")
+        except Exception as error:  # noqa: BLE001 - a method of the script may raise anything
+            self.refused.append(f"{name}: its reshard() failed: {type(error).__name__}: {error}")
         return nodes[min(nodes)]
 
     def _value(self, rank: int, node: Node) -> Any:

@@ -14,7 +14,7 @@ from ..run import keys
 from ..run.mirror import Mirror
 from ..run.quarantine import Quarantine
 from ..run.records import Agreement, Failure
-from ..run.rounds import Round
+from ..run.rounds import Round, allowed
 from .etcd import check_run_id, etcd_options, parse_etcd
 
 
@@ -130,15 +130,19 @@ def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
     job: Agreement | None = mirror.get(keys.JOB)
     members, now_unix_s = mirror.folders[keys.MEMBERS], time.time()
     quarantines = mirror.folders[keys.QUARANTINES]
-    free = [
-        name
+    usable = {
+        name: member
         for name, member in members.items()
-        if name not in round_
-        and member.ready
-        and (name not in quarantines or quarantines[name].left_s(now_unix_s) == 0)
-    ]
-    left = len(round_.seats) - 1 + len(free)
-    if job is not None and left < job.min_nodes:
-        raise DaemonError(f"the run needs {job.min_nodes} hosts (--nnodes), and {left} would be left: start a standby")
-    if job is not None and job.elastic_s is None and not free:
+        if name != host and (name not in quarantines or quarantines[name].left_s(now_unix_s) == 0)
+    }
+    if job is None:
+        return
+    if len(usable) < job.min_nodes:
+        raise DaemonError(
+            f"the run needs {job.min_nodes} hosts (--nnodes), and {len(usable)} would be left: start a standby"
+        )
+    if job.elastic_s is None and not any(name not in round_ for name in usable):
         raise DaemonError("no standby is ready, and without --rr-elastic the run keeps its number of ranks")
+    if len(allowed(job.sizes, round_.seats, usable, job.max_nodes)) < job.min_nodes:
+        sizes = ", ".join(map(str, job.sizes))
+        raise DaemonError(f"the hosts that would be left make none of the sizes of --rr-sizes ({sizes})")

@@ -1,7 +1,7 @@
 """Rounds: which hosts form a generation, which ranks they run, and which replicas each of them must hold."""
 
 from bisect import bisect_right
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -249,6 +249,34 @@ class Round:
 
     def _ranks_at(self, index: int) -> range:
         return range(self._ends[index] - self.seats[index].nproc, self._ends[index])
+
+
+def fitting(
+    size: int, before: tuple[Seat, ...], lost: Iterable[Seat], ready: Mapping[str, Member], max_nodes: int
+) -> dict[str, Member]:
+    """Return up to `max_nodes` of the ready hosts with at most `size` ranks together, survivors first."""
+    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in lost}
+    chosen: dict[str, Member] = {}
+    for member in sorted(
+        ready.values(),
+        key=lambda member: (member.host not in kept, member.nproc not in sizes, member.arrival, member.host),
+    ):
+        if len(chosen) < max_nodes and sum(item.nproc for item in chosen.values()) + member.nproc <= size:
+            chosen[member.host] = member
+    return chosen
+
+
+def allowed(
+    sizes: tuple[int, ...], before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int
+) -> dict[str, Member]:
+    """Return the ready hosts that make the largest of `sizes`, all of them if any will do; none if none can be made."""
+    if not sizes:
+        return dict(ready)
+    for size in sorted(sizes, reverse=True):
+        found = fitting(size, before, (), ready, max_nodes)
+        if sum(member.nproc for member in found.values()) == size:
+            return found
+    return {}
 
 
 def _place(fields: Fields) -> dict[str, Any]:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from resilient_run.daemon.run.rounds import Member, Seat
+from resilient_run.daemon.run.rounds import Member, Seat, allowed, fitting
 
-from .rounds import View, allowed, assign_ranks, fitting, newcomers
+from .rounds import View, assign_ranks, newcomers
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ def next_round(
         return FormingDecision(members=None, reason=f"waiting for {', '.join(awaited)} to stop its workers{missing}")
     elastic_s = None if view.captured_by is None else view.elastic_s
     needed = min_nodes if elastic_s is not None else max(min_nodes, min(len(before), max_nodes))
+    everybody = ready
     ready, avoided = _usable(view, ready, needed, now_unix_s)
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
@@ -92,6 +93,9 @@ def next_round(
         return _same_size(view.bound, before, ready, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
     if view.job is not None and view.elastic_s is not None:
         fits = allowed(view.job.sizes, before, ready, max_nodes)
+        if len(fits) < min_nodes:
+            # Rather with a host that is in quarantine than not at all.
+            fits = allowed(view.job.sizes, before, everybody, max_nodes)
         if len(fits) < min_nodes:
             why = f"{_ranks(ready.values())} ranks are ready, and --rr-sizes allows "
             why += f"{', '.join(map(str, view.job.sizes))} on at least {min_nodes} hosts{missing}"

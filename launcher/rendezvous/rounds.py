@@ -3,7 +3,7 @@
 Group ranks are stable: a host that stays keeps its rank, a newcomer fills the hole that a lost host left.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.mirror import Mirror, generation_and_host
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import MAX_REASON_BYTES, Agreement, Closed, Failure
-from resilient_run.daemon.run.rounds import Member, Round, Seat
+from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,34 +191,6 @@ def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
         if sum(member.nproc for member in larger.values()) <= view.round.world_size:
             return []
     return [member.host for member in sorted(waiting, key=lambda member: (member.arrival, member.host))]
-
-
-def fitting(
-    size: int, before: tuple[Seat, ...], lost: Iterable[Seat], ready: Mapping[str, Member], max_nodes: int
-) -> dict[str, Member]:
-    """Return up to `max_nodes` of the ready hosts with at most `size` ranks together, survivors first."""
-    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in lost}
-    chosen: dict[str, Member] = {}
-    for member in sorted(
-        ready.values(),
-        key=lambda member: (member.host not in kept, member.nproc not in sizes, member.arrival, member.host),
-    ):
-        if len(chosen) < max_nodes and sum(item.nproc for item in chosen.values()) + member.nproc <= size:
-            chosen[member.host] = member
-    return chosen
-
-
-def allowed(
-    sizes: tuple[int, ...], before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int
-) -> dict[str, Member]:
-    """Return the ready hosts that make the largest of `sizes`, all of them if any will do; none if none can be made."""
-    if not sizes:
-        return dict(ready)
-    for size in sorted(sizes, reverse=True):
-        found = fitting(size, before, (), ready, max_nodes)
-        if sum(member.nproc for member in found.values()) == size:
-            return found
-    return {}
 
 
 def _lost(generation: int, host: str, message: str) -> Failure:

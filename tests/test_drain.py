@@ -1,0 +1,64 @@
+"""What `resilientctl drain` refuses before it interrupts anything; tests/test_elastic.py drains real runs."""
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hosts import Hosts
+
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+
+
+@pytest.mark.parametrize(
+    ("host", "nnodes", "job", "waiting", "message"),
+    [
+        ("c", (1, 3), {"elastic_s": 1.0}, "", "host c trains nothing in generation 1 of the run"),
+        ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would be left: start a standby"),
+        ("b", (1, 3), {}, "", "no standby is ready, and without --rr-elastic the run keeps its number of ranks"),
+        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "", "make none of the sizes of --rr-sizes (2, 4)"),
+        ("b", (1, 3), {}, "c", None),
+        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c", None),
+        ("b", (1, 3), {"elastic_s": 1.0}, "", None),
+    ],
+)
+def test_a_host_that_the_run_needs_is_not_drained(
+    tmp_path: Any,
+    etcd_config: EtcdConfig,
+    host: str,
+    nnodes: tuple[int, int],
+    job: dict[str, Any],
+    waiting: str,
+    message: str | None,
+) -> None:
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    options = ["--run-id", hosts.run_id, "--etcd-endpoint", etcd_config.endpoints[0], "--timeout", "1"]
+
+    def drain(name: str) -> str:
+        done = CliRunner().invoke(resilientctl, ["drain", name, *options])
+        assert done.exit_code == 1
+        return done.output
+
+    async def write(etcd: Etcd) -> None:
+        agreed = {"incarnation": "i", "min_nodes": nnodes[0], "max_nodes": nnodes[1], "token": "t", **job}
+        await etcd.put(f"{hosts.prefix}rdzv/job", agreed)
+        seats = [{"host": name, "session": "s", "nproc": 1} for name in "ab"]
+        await etcd.put(f"{hosts.prefix}rdzv/round", {"generation": 1, "members": seats, "restore": None})
+        for name in f"ab{waiting}":
+            member = {"session": "s", "nproc": 1, "addr": "127.0.0.1", "pid": 1, "ready": 2 if name == waiting else 0}
+            await etcd.put(f"{hosts.prefix}rdzv/members/{name}", member)
+
+    try:
+        assert "etcd has no run" in drain(host)
+        hosts.etcd(write)
+        if message is not None:
+            assert message in drain(host)
+        else:
+            # Nobody is there to form another round.
+            assert "has committed nothing without host b within 1 s: keep the host" in drain(host)
+        broken = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}rdzv/failure/1"))
+        assert (broken is None) == (message is not None)
+        avoided = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}rdzv/quarantine/{host}"))
+        assert (avoided is None) == (message is not None)
+    finally:
+        hosts.close()
