@@ -53,6 +53,8 @@ _OWN = (
     "resilient_run.ckpt.checkpointer",
     "resilient_run.ckpt.state.loading",
     "resilient_run.ckpt.convert.import_loader",
+    "resilient_run.ckpt.convert.captures",
+    "resilient_run.ckpt.convert.reshape",
 )
 """What a `Checkpointer` imports, at once or only when it restores: another version may be installed by then."""
 
