@@ -126,4 +126,4 @@ def _unknown(loader: Any) -> StateError:
 
 
 def _bytes_of(generators: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
-    return tuple((name, state.numpy().tobytes()) for name, state in sorted(generators.items()))
+    return tuple((name, bytes(state.tolist())) for name, state in sorted(generators.items()))

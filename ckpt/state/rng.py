@@ -15,9 +15,9 @@ def derived_rng(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     The seed of all is the XXH3-64 of the words of rank 0's generators of Python, NumPy and torch and of "rank <rank>".
     """
     hashed = xxhash.xxh3_64()
-    words = (state["python"][1], state["numpy"]["state"]["key"], state["torch"].numpy())
-    for each in words:
-        hashed.update(each.tobytes())
+    words = state["python"][1], state["numpy"]["state"]["key"]
+    for each in (*(word.tobytes() for word in words), bytes(state["torch"].tolist())):
+        hashed.update(each)
     hashed.update(f"rank {rank}".encode())
     seed = hashed.intdigest()
     version, numbers, gauss = random.Random(seed).getstate()
