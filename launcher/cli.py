@@ -180,8 +180,7 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
         with installed(config):
             yield
         return
-    fewest, most = parse_min_max_nnodes(args.nnodes)
-    if config.elastic_s is not None and fewest == most:
+    if config.elastic_s is not None and len(set(parse_min_max_nnodes(args.nnodes))) == 1:
         log.warning(
             "--rr-elastic: --nnodes=%s is one number, so this run never goes on with fewer hosts, and may only be "
             "started again with another number of ranks; give --nnodes=MIN:MAX",

@@ -15,8 +15,9 @@ from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
     [
         ("c", (1, 3), {"elastic_s": 1.0}, "", "host c trains nothing in generation 1 of the run"),
         ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would be left: start a standby"),
-        ("b", (1, 3), {}, "", "no standby is ready, and without --rr-elastic the run keeps its number of ranks"),
-        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "", "make none of the sizes of --rr-sizes (2, 4)"),
+        ("b", (1, 3), {}, "", "make no 2 ranks, which without --rr-elastic the run keeps: start a standby"),
+        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "", "make no 2, 4 ranks, which --rr-sizes allows"),
+        ("b", (1, 3), {}, "C", "make no 2 ranks, which without --rr-elastic the run keeps"),
         ("b", (1, 3), {}, "c", None),
         ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c", None),
         ("b", (1, 3), {"elastic_s": 1.0}, "", None),
@@ -46,6 +47,7 @@ def test_a_host_that_the_run_needs_is_not_drained(
         await etcd.put(f"{hosts.prefix}rdzv/round", {"generation": 1, "members": seats, "restore": None})
         for name in f"ab{waiting}":
             member = {"session": "s", "nproc": 1, "addr": "127.0.0.1", "pid": 1, "ready": 2 if name == waiting else 0}
+            member["nproc"] = 2 if name.isupper() else 1
             await etcd.put(f"{hosts.prefix}rdzv/members/{name}", member)
 
     try:

@@ -1,8 +1,10 @@
 """The slots of all ranks that captured one step, read in ranges: whatever is used of them is verified here."""
 
 import json
-from collections.abc import Callable, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +21,6 @@ _BATCH_BYTES: Final = 64 << 20
 _BATCH_RANGES: Final = 1024
 _RUN_CHUNKS: Final = 32
 _MAX_BYTES: Final = 1 << 44
-
-Ranges = list[tuple[int, int]]
-"""Offset in a slot file and size of each, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +75,18 @@ class Captures:
         self._avoid: dict[int, set[str]] = {}
         self._chunks: dict[tuple[int, int], memoryview] = {}
         self._wanted: set[tuple[int, int]] = set()
+        self.ranks: dict[int, Captured] = {}
         headers: dict[int, SlotHeader] = {}
 
-        def take_header(rank: int, found: list[memoryview]) -> None:
-            header = parse_header(found[0], _MAX_BYTES)
+        def take_header(rank: int, data: memoryview) -> None:
+            header = parse_header(data, _MAX_BYTES)
             if (header.run_id, header.rank, header.pair, header.world_size) != (run_id, rank, pair, world_size):
                 raise SlotError(f"another capture came in place of rank {rank} {pair}")
             headers[rank] = header
 
-        self.ranks: dict[int, Captured] = {}
-
-        def take_head(rank: int, found: list[memoryview]) -> None:
-            header, head = headers[rank], found[0]
-            raw, table = head[: header.manifest_bytes], head[header.checksums_offset - HEADER_BYTES :]
+        def take_head(rank: int, data: memoryview) -> None:
+            header = headers[rank]
+            raw, table = data[: header.manifest_bytes], data[header.checksums_offset - HEADER_BYTES :]
             sums = xxhash.xxh3_64_intdigest(raw), xxhash.xxh3_64_intdigest(table)
             if sums != (header.manifest_checksum, header.table_checksum):
                 raise SlotError(f"rank {rank} step {pair[1]}: manifest or checksums do not match the header")
@@ -100,12 +98,13 @@ class Captures:
                 digests=_digests(bytes(raw), manifest),
             )
 
-        self._read({rank: [(0, HEADER_BYTES)] for rank in range(world_size)}, take_header)
-        heads = {
-            rank: [(HEADER_BYTES, header.checksums_offset + 8 * header.chunk_count - HEADER_BYTES)]
-            for rank, header in sorted(headers.items())
-        }
-        self._read(heads, take_head)
+        self._read([_Item(rank, 0, HEADER_BYTES, partial(take_header, rank)) for rank in range(world_size)])
+        self._read(
+            [
+                _Item(rank, HEADER_BYTES, header.checksums_offset + 8 * header.chunk_count, partial(take_head, rank))
+                for rank, header in sorted(headers.items())
+            ]
+        )
 
     def want(self, rank: int, start: int, end: int) -> None:
         """Let the next `fetch` bring bytes of the payload of `rank`."""
@@ -132,95 +131,81 @@ class Captures:
         if not keep:
             self._chunks = {each: data for each, data in self._chunks.items() if each in wanted}
         wanted -= self._chunks.keys()
-        runs: dict[int, list[range]] = {}
+        runs: list[tuple[int, range]] = []
         for rank, chunk in sorted(wanted):
-            known = runs.setdefault(rank, [])
-            if known and known[-1].stop == chunk and len(known[-1]) < _RUN_CHUNKS:
-                known[-1] = range(known[-1].start, chunk + 1)
+            last_rank, last = runs[-1] if runs else (-1, range(0))
+            if (last_rank, last.stop) == (rank, chunk) and len(last) < _RUN_CHUNKS:
+                runs[-1] = rank, range(last.start, chunk + 1)
             else:
-                known.append(range(chunk, chunk + 1))
-
-        def take(rank: int, found: list[memoryview]) -> None:
-            # In the order in which they were asked for: a rank's runs may be in several answers.
-            captured, runs_of = self.ranks[rank], asked[rank]
-            for run, data in zip(runs_of, found, strict=True):
-                for chunk in run:
-                    at = (chunk - run.start) * CHUNK_BYTES
-                    piece = data[at : at + CHUNK_BYTES]
-                    if xxhash.xxh3_64_intdigest(piece) != int(captured.table[chunk]):
-                        raise SlotError(f"rank {rank}: chunk {chunk} does not match its checksum")
-                    self._chunks[rank, chunk] = piece
-
-        for asked in _batches(runs):
-            ranges = {rank: [self._range(rank, run) for run in several] for rank, several in asked.items()}
-            self._read(ranges, take)
+                runs.append((rank, range(chunk, chunk + 1)))
+        self._read([self._item(rank, run) for rank, run in runs])
         return bool(wanted)
 
-    def _range(self, rank: int, chunks: range) -> tuple[int, int]:
-        header = self.ranks[rank].header
-        start = header.payload_offset + chunks.start * CHUNK_BYTES
-        return start, min(header.payload_offset + chunks.stop * CHUNK_BYTES, header.used_bytes) - start
+    def _item(self, rank: int, run: range) -> "_Item":
+        captured = self.ranks[rank]
+        header = captured.header
 
-    def _read(self, wanted: dict[int, Ranges], take: Callable[[int, list[memoryview]], None]) -> None:
-        """Read ranges of slots until `take`, which is given those of a rank, has refused none of them."""
-        for part in _some_ranks(wanted):
-            left = part
-            while left:
-                answer = self._ask(
-                    [
-                        {
-                            "rank": rank,
-                            "ranges": [number for each in ranges for number in each],
-                            "avoid": sorted(self._avoid.get(rank, ())),
-                        }
-                        for rank, ranges in left.items()
-                    ]
-                )
-                at, again = 0, dict[int, Ranges]()
-                self.read_bytes += sum(size for ranges in left.values() for _, size in ranges)
-                for (rank, ranges), source in zip(left.items(), answer.sources, strict=True):
-                    found = []
-                    for _, size in ranges:
-                        found.append(answer.data[at : at + size])
-                        at += size
+        def take(data: memoryview) -> None:
+            for chunk in run:
+                at = (chunk - run.start) * CHUNK_BYTES
+                piece = data[at : at + CHUNK_BYTES]
+                if xxhash.xxh3_64_intdigest(piece) != int(captured.table[chunk]):
+                    raise SlotError(f"rank {rank}: chunk {chunk} does not match its checksum")
+                self._chunks[rank, chunk] = piece
+
+        start, end = (header.payload_offset + number * CHUNK_BYTES for number in (run.start, run.stop))
+        return _Item(rank, start, min(end, header.used_bytes), take)
+
+    def _read(self, items: Sequence["_Item"]) -> None:
+        """Read `items`, again from somebody else what is not as it was; in the end the daemon says that nobody has it.
+
+        Raises:
+            RestoreError: Nobody has a verified copy.
+        """
+        left = deque(items)
+        while left:
+            batch, size_bytes = [left.popleft()], 0
+            while left and len(batch) < _BATCH_RANGES and (size_bytes := size_bytes + batch[-1].size) < _BATCH_BYTES:
+                batch.append(left.popleft())
+            asked: dict[int, list[_Item]] = {}
+            for item in batch:
+                asked.setdefault(item.rank, []).append(item)
+            answer = self._ask(
+                [
+                    {
+                        "rank": rank,
+                        "ranges": [number for item in several for number in (item.start, item.size)],
+                        "avoid": sorted(self._avoid.get(rank, ())),
+                    }
+                    for rank, several in asked.items()
+                ]
+            )
+            at = 0
+            for (rank, several), source in zip(asked.items(), answer.sources, strict=True):
+                for item in several:
+                    self.read_bytes += item.size
                     try:
-                        take(rank, found)
+                        item.take(answer.data[at : at + item.size])
                     except SlotError:
-                        # Somebody else may have it as it was; in the end the daemon says that nobody has.
                         self._avoid.setdefault(rank, set()).add(source)
-                        again[rank] = ranges
+                        left.append(item)
                     else:
-                        if source == answer.host:
-                            self.local.add(rank)
-                left = again
+                        self.local.update([rank] if source == answer.host else ())
+                    at += item.size
 
 
-def _batches(runs: dict[int, list[range]]) -> Iterable[dict[int, list[range]]]:
-    batch: dict[int, list[range]] = {}
-    chunks = count = 0
-    for rank, several in runs.items():
-        for run in several:
-            if batch and ((chunks + len(run)) * CHUNK_BYTES > _BATCH_BYTES or count >= _BATCH_RANGES):
-                yield batch
-                batch, chunks, count = {}, 0, 0
-            batch.setdefault(rank, []).append(run)
-            chunks, count = chunks + len(run), count + 1
-    if batch:
-        yield batch
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A range of the slot of `rank`, in bytes, and what takes it; SlotError if it is not what was captured."""
 
+    rank: int
+    start: int
+    end: int
+    take: Callable[[memoryview], None]
 
-def _some_ranks(wanted: dict[int, Ranges]) -> Iterable[dict[int, Ranges]]:
-    part: dict[int, Ranges] = {}
-    size_bytes = count = 0
-    for rank, ranges in wanted.items():
-        more = sum(size for _, size in ranges)
-        if part and (size_bytes + more > _BATCH_BYTES or count + len(ranges) > _BATCH_RANGES):
-            yield part
-            part, size_bytes, count = {}, 0, 0
-        part[rank] = ranges
-        size_bytes, count = size_bytes + more, count + len(ranges)
-    if part:
-        yield part
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
 
 def _digests(raw: bytes, manifest: Manifest) -> dict[int, tuple[Hashable, int]]:

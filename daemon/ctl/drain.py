@@ -141,8 +141,9 @@ def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
         raise DaemonError(
             f"the run needs {job.min_nodes} hosts (--nnodes), and {len(usable)} would be left: start a standby"
         )
-    if job.elastic_s is None and not any(name not in round_ for name in usable):
-        raise DaemonError("no standby is ready, and without --rr-elastic the run keeps its number of ranks")
-    if len(allowed(job.sizes, round_.seats, usable, job.max_nodes)) < job.min_nodes:
-        sizes = ", ".join(map(str, job.sizes))
-        raise DaemonError(f"the hosts that would be left make none of the sizes of --rr-sizes ({sizes})")
+    sizes = (round_.world_size,) if job.elastic_s is None else job.sizes
+    if len(allowed(sizes, round_.seats, usable, job.max_nodes)) < job.min_nodes:
+        allows = "without --rr-elastic the run keeps" if job.elastic_s is None else "--rr-sizes allows"
+        raise DaemonError(
+            f"the hosts that would be left make no {', '.join(map(str, sizes))} ranks, which {allows}: start a standby"
+        )

@@ -17,15 +17,13 @@ from ..tier.fetch import TierSource
 from ..tier.tier import TierError
 from .download import RANGE_BYTES, Part
 from .fetch import PeerError
-from .sources import Sources
+from .sources import RESTORE_PATIENCE_S, RETRY_S, Sources
 
 MAX_READ_BYTES = 128 << 20
 """What one request may ask for; a trainer that needs more asks again."""
 MAX_RANGES = 1 << 14
 
 _RANKS_AT_ONCE = 4
-_PATIENCE_S = 20.0
-_RETRY_S = (0.1, 5.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +140,7 @@ class SlotReader:
 
     async def _read(self, wanted: Wanted, pair: Pair, target: memoryview) -> str:
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + _PATIENCE_S, _RETRY_S[0]
+        deadline, pause_s = loop.time() + RESTORE_PATIENCE_S, RETRY_S[0]
         while True:
             late, again, tried = loop.time() > deadline, False, list[str]()
             for name in self._order(wanted.rank, pair):
@@ -168,7 +166,7 @@ class SlotReader:
                     f"{'; '.join(tried)}. Start a new run id"
                 )
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _RETRY_S[1])
+            pause_s = min(2 * pause_s, RETRY_S[1])
 
     def _order(self, rank: int, pair: Pair) -> list[str]:
         """Return whom to ask, first who had this rank or the one before: the ranks of a host follow each other."""

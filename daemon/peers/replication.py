@@ -25,7 +25,7 @@ from .fetch import Peer, PeerError
 from .handover import hand_over
 from .pacing import Pacer
 from .reading import SlotReader, Wanted
-from .sources import Sources
+from .sources import RESTORE_PATIENCE_S, RETRY_S, Sources
 from .trainer_transport import TrainerTransport
 from .transport import ReplicaTransport
 
@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-RESTORE_PATIENCE_S = 20.0
-"""How long a restore waits for peers that should hold the step but cannot be reached."""
-
 _OFFER_AGAIN_S = 1.0
-_RETRY_S = (0.1, 5.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +242,7 @@ class Replicator:
                 "start as many workers as before, or give --rr-elastic, with which a run may go on in another one"
             )
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + RESTORE_PATIENCE_S, _RETRY_S[0]
+        deadline, pause_s = loop.time() + RESTORE_PATIENCE_S, RETRY_S[0]
         while True:
             late = loop.time() > deadline
             async with self._slots.receiving[rank]:
@@ -271,7 +267,7 @@ class Replicator:
                     f"{'; '.join([missing, *tried])}. Start a new run id"
                 )
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _RETRY_S[1])
+            pause_s = min(2 * pause_s, RETRY_S[1])
 
     async def _import(self, rank: int, pair: Pair) -> Restored:
         loop = asyncio.get_running_loop()
@@ -284,7 +280,7 @@ class Replicator:
                     raise RestoreError(
                         f"rank {rank}: this run begins with the import of step {pair[1]}, which cannot be read: {error}"
                     ) from error
-            await asyncio.sleep(_RETRY_S[1])
+            await asyncio.sleep(RETRY_S[1])
 
     async def _local(self, rank: int, pair: Pair) -> SlotHeader | None:
         """Return the header of the local slot with `pair`; one that does not verify is cleared and reported."""
@@ -301,7 +297,7 @@ class Replicator:
 
     async def _repair(self, rank: int, pair: Pair) -> None:
         """Fetch `pair` of `rank` from whoever has it, until it is here or no longer the newest committed pair."""
-        pause_s, own = _RETRY_S[0], rank in self._view.own_ranks
+        pause_s, own = RETRY_S[0], rank in self._view.own_ranks
         if not own:
             # Training waits for the own ranks only: they have the link to themselves.
             await self._view.wait_for(lambda: self._view.committed != pair or self._has_own(pair))
@@ -320,10 +316,10 @@ class Replicator:
                 if self._slots.find(rank, pair) is not None:
                     log.info("re-created the replica of rank %d at generation %d step %d", rank, *pair)
                     return
-            if pause_s >= _RETRY_S[1]:
+            if pause_s >= RETRY_S[1]:
                 log.warning("cannot re-create the replica of rank %d at %s yet: %s", rank, pair, "; ".join(tried))
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _RETRY_S[1])
+            pause_s = min(2 * pause_s, RETRY_S[1])
 
     def _has_own(self, pair: Pair) -> bool:
         """Tell whether every own rank holds `pair`, or something newer."""

@@ -16,6 +16,12 @@ from ..trust.secure import SecureSocket
 from .fetch import Peer, PeerError, connect
 from .holders import Holders, attempts
 
+RESTORE_PATIENCE_S = 20.0
+"""How long a restore waits for peers that should hold the step but cannot be reached."""
+
+RETRY_S = (0.1, 5.0)
+"""The first pause before asking again, and the longest."""
+
 
 class Sources:
     """Fetches replicas of one job into its slots; the caller sees to it that there is one fetch per rank at a time.
