@@ -87,8 +87,8 @@ def test_second_host_does_not_disturb_what_it_cannot_join(
     gate.touch()
     assert [host.wait() for host in (first, second)] == [0, 0], first.output + second.output
     assert (first.starts(), second.starts(), first.recoveries()) == (1, 0, [])
-    # A process that the launcher leaves to itself, such as one that is just forked, may remove its own a little later.
-    wait_until(lambda: not list((tmp_path / "scratch").iterdir()), timeout_s=30, what="an empty folder", host=second)
+    # torch makes a cache of its own where `torch._dynamo` is imported, which a process does when nobody waits for it.
+    assert [path.name for path in (tmp_path / "scratch").iterdir() if not path.name.startswith("torchinductor_")] == []
     assert_same_training([first, second], reference(1))
 
 

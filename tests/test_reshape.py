@@ -137,7 +137,8 @@ def test_generators_are_a_ranks_own_or_derived(made: Callable[..., Holders]) -> 
         for rank in range(4):
             told = holders.load(TrainingState({"epoch": 0}, rng=True), rank, 4, 2)[0].told
             assert told == [
-                "ranks 2 to 3 are new: their random number generators begin with what is derived from those of rank 0"
+                "ranks from 2 on are new, and their random number generators begin with what is derived from those of "
+                "rank 0"
             ]
             drawn.append((torch.rand(1).item(), np.random.rand()))
         again = holders.load(TrainingState({"epoch": 0}, rng=True), 3, 4, 2)

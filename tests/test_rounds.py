@@ -396,7 +396,12 @@ def test_elastic_run_grows_to_the_sizes_that_it_may_have() -> None:
     assert (grows.bound, grows.captured_by, newcomers(grows, 4, NOW_S)) == (None, 3, ["c"])
     waits = standby(grows, 4, NOW_S)
     assert waits is not None
-    assert waits.reason == "generation 4 grows once it has lasted for 30 s: this host waits until then"
+    assert waits.reason == "generation 4 grows once it has lasted for 30 s: this host waits"
+    # Also before etcd has shown a host its own key.
+    assert standby(view(ready("ab", 0), round=formed, committed=3, job=elastic()), 4, NOW_S) == waits
+    full = standby(grows, 2, NOW_S)
+    assert full is not None
+    assert full.reason == "generation 4 is full: this host waits as a standby"
     assert newcomers(replace(grows, job=elastic((2, 4))), 4, NOW_S) == []
     more = replace(grows, members={**grows.members, "d": member("d", ready=5)})
     assert newcomers(replace(more, job=elastic((2, 4))), 4, NOW_S) == ["c", "d"]

@@ -293,8 +293,8 @@ class _Reshaping:
         """A rank goes on with its own generators; one that there was not derives its own from those of the first."""
         if self._world_size > len(self._saved) and self._saved[self._first]["rng"] is not None:
             self.told.append(
-                f"ranks {len(self._saved)} to {self._world_size - 1} are new: their random number generators begin "
-                "with what is derived from those of rank 0"
+                f"ranks from {len(self._saved)} on are new, and their random number generators begin with what is "
+                "derived from those of rank 0"
             )
         if self._rank in self._saved:
             return self._walk("rng", {self._rank: self._saved[self._rank]["rng"]}, _Rule())

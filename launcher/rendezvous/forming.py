@@ -33,10 +33,12 @@ class FormingDecision:
 def standby(view: View, max_nodes: int, now_unix_s: float) -> FormingDecision | None:
     """Return why a host outside of the current round, which is whole, can only stand by; None when it can join."""
     number = view.generation
-    if newcomers(view, max_nodes, now_unix_s):
-        if view.elastic_s is None or view.captured_by is None:
-            return None
-        reason = f"generation {number} grows once it has lasted for {view.elastic_s:g} s: this host waits until then"
+    is_elastic = view.elastic_s is not None and view.captured_by is not None
+    if not is_elastic and newcomers(view, max_nodes, now_unix_s):
+        return None
+    if is_elastic and view.round is not None and len(view.round.seats) < max_nodes:
+        sizes = " if that makes one of --rr-sizes" if view.job is not None and view.job.sizes else ""
+        reason = f"generation {number} grows once it has lasted for {view.elastic_s:g} s{sizes}: this host waits"
         return FormingDecision(members=None, reason=reason, notable=True)
     if view.round is None or view.bound is None or len(view.round.seats) >= max_nodes:
         reason = f"generation {number} is full: this host waits as a standby"
