@@ -15,10 +15,11 @@ from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
     [
         ("c", (1, 3), {"elastic_s": 1.0}, "", "host c trains nothing in generation 1 of the run"),
         ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would be left: start a standby"),
-        ("b", (1, 3), {}, "", "no standby is ready, and without --rr-elastic the run keeps its number of ranks"),
+        ("b", (1, 3), {}, "", "no standby is ready that makes 2 ranks with the hosts that would be left, and without"),
+        ("b", (1, 3), {}, "c2", "no standby is ready that makes 2 ranks with the hosts that would be left"),
         ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "", "make none of the sizes of --rr-sizes (2, 4)"),
-        ("b", (1, 3), {}, "c", None),
-        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c", None),
+        ("b", (1, 3), {}, "c1", None),
+        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c1", None),
         ("b", (1, 3), {"elastic_s": 1.0}, "", None),
     ],
 )
@@ -44,9 +45,10 @@ def test_a_host_that_the_run_needs_is_not_drained(
         await etcd.put(f"{hosts.prefix}rdzv/job", agreed)
         seats = [{"host": name, "session": "s", "nproc": 1} for name in "ab"]
         await etcd.put(f"{hosts.prefix}rdzv/round", {"generation": 1, "members": seats, "restore": None})
-        for name in f"ab{waiting}":
-            member = {"session": "s", "nproc": 1, "addr": "127.0.0.1", "pid": 1, "ready": 2 if name == waiting else 0}
-            await etcd.put(f"{hosts.prefix}rdzv/members/{name}", member)
+        for name in ("a1", "b1", *waiting.split()):
+            ready = 2 if name == waiting else 0
+            member = {"session": "s", "nproc": int(name[1]), "addr": "127.0.0.1", "pid": 1, "ready": ready}
+            await etcd.put(f"{hosts.prefix}rdzv/members/{name[0]}", member)
 
     try:
         assert "etcd has no run" in drain(host)

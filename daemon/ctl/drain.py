@@ -14,7 +14,7 @@ from ..run import keys
 from ..run.mirror import Mirror
 from ..run.quarantine import Quarantine
 from ..run.records import Agreement, Failure
-from ..run.rounds import Round, allowed
+from ..run.rounds import Round, allowed, fitting
 from .etcd import check_run_id, etcd_options, parse_etcd
 
 
@@ -141,8 +141,14 @@ def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
         raise DaemonError(
             f"the run needs {job.min_nodes} hosts (--nnodes), and {len(usable)} would be left: start a standby"
         )
-    if job.elastic_s is None and not any(name not in round_ for name in usable):
-        raise DaemonError("no standby is ready, and without --rr-elastic the run keeps its number of ranks")
+    if job.elastic_s is None:
+        lost = (seat for seat in round_.seats if seat.host == host)
+        fits = fitting(round_.world_size, round_.seats, lost, usable, job.max_nodes)
+        if sum(member.nproc for member in fits.values()) != round_.world_size:
+            raise DaemonError(
+                f"no standby is ready that makes {round_.world_size} ranks with the hosts that would be left, and "
+                "without --rr-elastic the run keeps its number of ranks"
+            )
     if len(allowed(job.sizes, round_.seats, usable, job.max_nodes)) < job.min_nodes:
         sizes = ", ".join(map(str, job.sizes))
         raise DaemonError(f"the hosts that would be left make none of the sizes of --rr-sizes ({sizes})")
