@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import click
@@ -54,6 +55,8 @@ _OPEN = (
 )
 
 Way = tuple[int | None, int | None, str]
+
+_TORCHS_HANDLER = "_terminate_process_handler"
 
 ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost", "corruption"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
@@ -150,6 +153,7 @@ class ResilientAgent(LocalElasticAgent):
         self._recovered_at: dict[str, int] | None = None
         self._verdict = ""
         self._seen: set[Way] = set()
+        self._ended_by: signal.Signals | None = None
         self._told, self._is_final = "", False  # by the worker whose failure is being decided on
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -209,7 +213,17 @@ class ResilientAgent(LocalElasticAgent):
             ) from error
         return answer["pairs"], answer.get("world_size")
 
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Do what torch's handler does, and keep in mind that it did: Python's logging swallows what it raises."""
+        self._ended_by = signal.Signals(number)
+        self._heed_signal()
+
+    def _heed_signal(self) -> None:
+        if self._ended_by is not None:
+            raise SignalException(f"Process {os.getpid()} got signal: {self._ended_by}", sigval=self._ended_by)
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._heed_signal()
         self._expect_workers()
         before = self._rdzv.round
         super()._rendezvous(worker_group)
@@ -246,6 +260,7 @@ class ResilientAgent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._heed_signal()
         self._finished, whole = None, self._rdzv.round
         assert whole is not None, "workers start after the rendezvous"
         os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
@@ -260,6 +275,9 @@ class ResilientAgent(LocalElasticAgent):
             resized=(whole.made_by, whole.world_size) if whole.made_by is not None and whole.reshapes else None,
         )
         ids: dict[int, Any] = super()._start_workers(worker_group)
+        for number in signal.valid_signals():
+            if getattr(signal.getsignal(number), "__name__", "") == _TORCHS_HANDLER:
+                signal.signal(number, self._on_signal)
         # When a worker fails, torch closes the context by itself, and would give its siblings 30 s.
         context: Any = self._pcontext
         context.close = partial(_close, context, context.close, self._config.stop_timeout_s, {*context.pids().values()})
@@ -268,6 +286,7 @@ class ResilientAgent(LocalElasticAgent):
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._heed_signal()
         self._wait_for_change()
         self._sum_up()
         if self._finished is not None:

@@ -340,6 +340,32 @@ def test_signal_before_there_are_workers_stops_etcd(number: signal.Signals, tmp_
     assert not list(tmp_path.glob("resilient-run-etcd-*"))
 
 
+def test_signal_that_comes_while_the_launcher_logs_ends_it(tmp_path: Path) -> None:
+    """Python's logging swallows what a signal's handler raises."""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nraise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+    source = f"""
+import logging, os, signal
+from resilient_run.launcher import cli
+
+class Formatter(logging.Formatter):
+    def format(self, record):
+        text = super().format(record)
+        if "failed (exitcode" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return text
+
+handler = logging.StreamHandler()
+handler.setFormatter(Formatter())
+logging.getLogger("torch.distributed.elastic").addHandler(handler)
+cli.main(["--standalone", "--max-restarts", "1", {str(script)!r}])
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=120)
+    assert "--- Logging error ---" in ended.stderr
+    assert ended.returncode == 1
+    assert "got signal: 15" in ended.stderr.splitlines()[-1]
+
+
 def test_failure_of_a_worker_propagates(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(5)")

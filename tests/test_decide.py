@@ -317,6 +317,13 @@ def test_unhealthy_host_without_a_standby_trains_on_and_the_operator_is_asked() 
     assert kinds(decide(later, POLICY, NOW_S)) == [Break, Answered]
 
 
+def test_unhealthy_host_is_not_swapped_for_a_standby_of_other_ranks() -> None:
+    """The next round would have the same host again, and be broken again."""
+    members, nprocs = {**dict.fromkeys("abc", 0), "d": 5}, {**dict.fromkeys("abc", 2), "d": 4}
+    decision = decide(whole(observations=seen("gpu", "c"), members=members, nprocs=nprocs), POLICY, NOW_S)
+    assert kinds(decision) == [PutInQuarantine]
+
+
 def test_unhealthy_standby_is_not_used() -> None:
     members = {**dict.fromkeys("abc", 0), "d": 5}
     decision = decide(whole(observations=seen("gpu", "c") | seen("gpu", "d"), members=members), POLICY, NOW_S)

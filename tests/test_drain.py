@@ -16,10 +16,10 @@ from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
         ("c", (1, 3), {"elastic_s": 1.0}, "", "host c trains nothing in generation 1 of the run"),
         ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would be left: start a standby"),
         ("b", (1, 3), {}, "", "make no 2 ranks, which without --rr-elastic the run keeps: start a standby"),
+        ("b", (1, 3), {}, "c2", "make no 2 ranks, which without --rr-elastic the run keeps"),
         ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "", "make no 2, 4 ranks, which --rr-sizes allows"),
-        ("b", (1, 3), {}, "C", "make no 2 ranks, which without --rr-elastic the run keeps"),
-        ("b", (1, 3), {}, "c", None),
-        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c", None),
+        ("b", (1, 3), {}, "c1", None),
+        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c1", None),
         ("b", (1, 3), {"elastic_s": 1.0}, "", None),
     ],
 )
@@ -45,10 +45,10 @@ def test_a_host_that_the_run_needs_is_not_drained(
         await etcd.put(f"{hosts.prefix}rdzv/job", agreed)
         seats = [{"host": name, "session": "s", "nproc": 1} for name in "ab"]
         await etcd.put(f"{hosts.prefix}rdzv/round", {"generation": 1, "members": seats, "restore": None})
-        for name in f"ab{waiting}":
-            member = {"session": "s", "nproc": 1, "addr": "127.0.0.1", "pid": 1, "ready": 2 if name == waiting else 0}
-            member["nproc"] = 2 if name.isupper() else 1
-            await etcd.put(f"{hosts.prefix}rdzv/members/{name}", member)
+        for name in ("a1", "b1", *waiting.split()):
+            ready = 2 if name == waiting else 0
+            member = {"session": "s", "nproc": int(name[1]), "addr": "127.0.0.1", "pid": 1, "ready": ready}
+            await etcd.put(f"{hosts.prefix}rdzv/members/{name[0]}", member)
 
     try:
         assert "etcd has no run" in drain(host)

@@ -468,6 +468,13 @@ def test_host_in_quarantine_is_used_only_for_want_of_another(
     assert (f"in quarantine: {', '.join(left_out)}" in decision.reason) is (bool(left_out) and len(taken) < nnodes[1])
 
 
+def test_host_in_quarantine_is_used_where_no_other_makes_the_ranks_that_can_restore() -> None:
+    formed = Round(generation=4, seats=tuple(item.seat for item in sized("a1 b1")), restore=RESTORES)
+    state = view(sized("a1 b1 c2"), round=formed, committed=2, quarantines=quarantined("b"))
+    assert hosts(decide(state, 5, (2, 2))) == "ab"
+    assert hosts(decide(replace(state, members={item.host: item for item in sized("a1 b1 c1")}), 5, (2, 2))) == "ac"
+
+
 def test_quarantine_that_is_over_means_nothing() -> None:
     state = view(ready("abc", 1), quarantines=quarantined("a", left_s=0.0))
     assert hosts(decide(state, 1, (2, 2))) == "ab"

@@ -311,12 +311,14 @@ def _memory_lost(view: RootView) -> FallBack | None:
 def _unhealthy(view: RootView, spare: list[str]) -> Break | None:
     """Return the swap of a host that cannot go on for a standby; without a standby training goes on as long as it can.
 
-    Breaking without one would only bring the same host back, which is then used for want of a better one.
+    It runs as many ranks. Breaking without one would only bring the same host back, which is then used for want of a
+    better one.
     """
     assert view.round is not None
     for host, observation in view.observed():
-        if _disables(observation) and host in view.round and spare:
-            reason = f"host {host} is unhealthy ({observation.message}): {spare[0]} takes its place"
+        alike = [other for other in spare if view.nprocs.get(other) == view.nprocs.get(host)]
+        if _disables(observation) and host in view.round and alike:
+            reason = f"host {host} is unhealthy ({observation.message}): {alike[0]} takes its place"
             return Break(kind="unhealthy", host=host, rank=None, reason=reason)
     return None
 

@@ -121,6 +121,7 @@ class RootState:
                 host=self._host,
                 round=round_,
                 members={host: member.ready for host, member in folders[keys.MEMBERS].items()},
+                nprocs={host: member.nproc for host, member in folders[keys.MEMBERS].items()},
                 gone=gone,
                 daemons=frozenset(folders[keys.HOSTS]),
                 alive=frozenset(host for host, value in folders[keys.HOSTS].items() if value.get("sign") == ALIVE),

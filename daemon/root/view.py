@@ -21,6 +21,7 @@ class RootView:
         host: The root's own host.
         round: The current generation, None before the first.
         members: Hosts with a live launcher → the generation that it could join next, 0 while it runs one.
+        nprocs: Hosts with a live launcher → how many ranks it runs.
         gone: Generation → its hosts without the launcher that they had in it: of the current generation once it is
             broken, and of the one before as it was when the current one was formed, if this root saw that.
         absent_s: Hosts of the round without a live launcher → for how long the root has seen it so, seconds.
@@ -44,6 +45,7 @@ class RootView:
     host: str
     round: Round | None = None
     members: Mapping[str, int] = field(default_factory=dict)
+    nprocs: Mapping[str, int] = field(default_factory=dict)
     gone: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     absent_s: Mapping[str, float] = field(default_factory=dict)
     short_s: float = 0.0

@@ -1,7 +1,7 @@
 """Rounds: which hosts form a generation, which ranks they run, and which replicas each of them must hold."""
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -251,11 +251,9 @@ class Round:
         return range(self._ends[index] - self.seats[index].nproc, self._ends[index])
 
 
-def fitting(
-    size: int, before: tuple[Seat, ...], lost: Iterable[Seat], ready: Mapping[str, Member], max_nodes: int
-) -> dict[str, Member]:
+def fitting(size: int, before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int) -> dict[str, Member]:
     """Return up to `max_nodes` of the ready hosts with at most `size` ranks together, survivors first."""
-    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in lost}
+    kept, sizes = {seat.host for seat in before}, {seat.nproc for seat in before if seat.host not in ready}
     chosen: dict[str, Member] = {}
     for member in sorted(
         ready.values(),
@@ -273,7 +271,7 @@ def allowed(
     if not sizes:
         return dict(ready)
     for size in sorted(sizes, reverse=True):
-        found = fitting(size, before, (), ready, max_nodes)
+        found = fitting(size, before, ready, max_nodes)
         if sum(member.nproc for member in found.values()) == size:
             return found
     return {}

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from resilient_run.daemon.run.rounds import Member, Seat, allowed, fitting
 
@@ -92,7 +93,11 @@ def next_round(
     if len(ready) < min_nodes:
         return FormingDecision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
     if view.bound is not None:
-        return _same_size(view.bound, before, ready, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
+        same = partial(_same_size, view.bound, before, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
+        decision = same(ready)
+        # Rather with a host that is in quarantine than not at all.
+        anyway = decision if decision.members is not None else same(everybody)
+        return decision if anyway.members is None else anyway
     if view.job is not None and view.elastic_s is not None:
         fits = allowed(view.job.sizes, before, ready, max_nodes)
         if len(fits) < min_nodes:
@@ -130,7 +135,7 @@ def _same_size(
     lost = [seat for seat in before if seat.host not in ready]
     ranked = assign_ranks(before, ready, min(len(before) or max_nodes, max_nodes))
     if _ranks(ranked) != bound:
-        ranked = assign_ranks(before, fitting(bound, before, lost, ready, max_nodes), max_nodes)
+        ranked = assign_ranks(before, fitting(bound, before, ready, max_nodes), max_nodes)
     if _ranks(ranked) == bound and len(ranked) >= min_nodes:
         return FormingDecision(members=ranked, reason=f"{bound} ranks are ready to restore what is committed")
     if len(ready) >= max_nodes and len(lost) <= max(0, len(before) - max_nodes):
