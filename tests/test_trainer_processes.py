@@ -107,11 +107,11 @@ def test_a_forked_child_has_no_checkpointer(daemon: SoloDaemon) -> None:
     child = os.fork()
     if not child:
         train(); ckpt.step(); ckpt.wait(); ckpt.close()
-        print("child", ckpt.stats.captures, flush=True)
+        os.write(1, f"child {ckpt.stats.captures}\\n".encode())  # print() writes word by word: two processes would mix
         time.sleep(60)
-    train(); ckpt.step(); print("parent", ckpt.wait(), flush=True)
+    train(); ckpt.step(); os.write(1, f"parent {ckpt.wait()}\\n".encode())
     ckpt.close()
-    print(child, flush=True)
+    os.write(1, f"{child}\\n".encode())
     os._exit(0)
     """
     process = _start(daemon, body)
