@@ -68,6 +68,20 @@ def stop(pid: int) -> None:
     )
 
 
+def _printed_apart(line: str) -> list[str]:
+    """Return the JSON objects of `line`, or `line`: unbuffered workers write a line and its end apart, so two can mix."""
+    parts, decoder = [], json.JSONDecoder()
+    at = 0
+    while line.startswith("{", at):
+        try:
+            _, end = decoder.raw_decode(line, at)
+        except ValueError:
+            return [line]
+        parts.append(line[at:end])
+        at = end
+    return parts if not line[at:].strip() and parts else [line]
+
+
 class Host:
     """One host of a test cluster: its directories, at most one launcher at a time, and what that printed."""
 
@@ -119,17 +133,18 @@ class Host:
 
     def _read(self, stream: Any) -> None:
         for line in stream:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                entry = None
-            if isinstance(entry, dict):
-                if "pid" in entry:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        self._workers.append(psutil.Process(entry["pid"]))
-                self.lines.append(entry)
-            else:
-                self.text.append(line)  # also what a library prints that only looks like JSON
+            for part in _printed_apart(line):
+                try:
+                    entry = json.loads(part)
+                except ValueError:
+                    entry = None
+                if isinstance(entry, dict):
+                    if "pid" in entry:
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            self._workers.append(psutil.Process(entry["pid"]))
+                    self.lines.append(entry)
+                else:
+                    self.text.append(part)  # also what a library prints that only looks like JSON
 
     @property
     def output(self) -> str:
