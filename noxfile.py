@@ -1,6 +1,6 @@
 """The tests with other versions of Python and torch than CI has. `nox -l` lists the sessions.
 
-torch's wheels for these bring CUDA, several GB each. What ran with what is in docs/versions.md.
+torch's wheels for these bring CUDA, several GB each. What ran with what is in docs/internals/versions.md.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def tests(session: nox.Session, torch: str) -> None:
 
 @nox.session(python="3.11")
 def engines(session: nox.Session) -> None:
-    """Kill training with engines and frameworks, and compare; CI has few of them. Results are in docs/engines.md."""
+    """Kill training with engines and frameworks, and compare; CI has few. Results: docs/internals/engines.md."""
     session.install("-c", "constraints.txt", "torch==2.13.0")
     session.install("-c", "constraints.txt", ".[engines,test,zoo]", env={"DS_BUILD_OPS": "0"})
     files = [f"tests/test_{name}.py" for name in ("megatron", "deepspeed", "fsdp1", "frameworks", "framework_loops")]

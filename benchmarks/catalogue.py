@@ -23,7 +23,7 @@ class Result:
         arguments: What the script is called with, as in a shell at the root of the repository. Its plots are named
             here, too.
         minutes: An estimate for two cores.
-        figures: Of the papers, as in docs/papers.md: "6.16" and "Table 5.1" are the thesis's, "SparDL 8" and "ZEN 13"
+        figures: As in docs/internals/papers.md: "6.16" and "Table 5.1" are the thesis's, "SparDL 8" and "ZEN 13"
             those of the other papers.
         needs: Packages beyond `.[test]`, and interpreters of rivals (paths that end in `bin/python`), which
             benchmarks/peers/README.md makes.

@@ -79,7 +79,11 @@ def select(names: Sequence[str], figures: Sequence[str]) -> list[Entry]:
         ("figure", figures, sorted({figure for _, result in table_of for figure in result.figures}, key=_order)),
     ):
         if unknown := [each for each in asked if each.casefold() not in map(str.casefold, there)]:
-            why = "; docs/papers.md says of every other one why it is not measured here" if kind == "figure" else ""
+            why = (
+                "; docs/internals/papers.md says of every other one why it is not measured here"
+                if kind == "figure"
+                else ""
+            )
             raise LookupError(f"no {kind} {', '.join(unknown)}: there are {', '.join(there)}{why}")
     wanted = {each.casefold() for each in (*names, *figures)}
     return [
@@ -234,7 +238,7 @@ def list_of_results() -> str:
         "",
         "Written by `python benchmarks/reproduce.py --page`; do not edit. Each result is the committed output of a",
         "script, whose docstring says more. `python benchmarks/reproduce.py NAME` makes a result again. Figures are",
-        "those of [the papers](../docs/papers.md) beside which a result stands.",
+        "those of [the papers](../docs/internals/papers.md) beside which a result stands.",
     ]
     for benchmark in BENCHMARKS:
         path = ROOT / benchmark.script

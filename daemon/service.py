@@ -39,7 +39,7 @@ class _Session:
 
 
 class DaemonService:
-    """Answers the messages of docs/protocol.md.
+    """Answers the messages of docs/internals/protocol.md.
 
     Args:
         jobs: The jobs of this host.

@@ -33,7 +33,7 @@ _OF_THE_SERVICE = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """What a launcher tells the daemon about its job, in the fields of `open_job` (docs/protocol.md)."""
+    """What a launcher tells the daemon about its job, in the fields of `open_job` (docs/internals/protocol.md)."""
 
     run_id: str
     host: str

@@ -69,7 +69,7 @@ def stop(pid: int) -> None:
 
 
 def _printed_apart(line: str) -> list[str]:
-    """Return the JSON objects of `line`, or `line`: unbuffered workers write a line and its end apart, so two can mix."""
+    """Return the JSON objects of `line`, or `line`: unbuffered workers write lines and ends apart, so two mix."""
     parts, decoder = [], json.JSONDecoder()
     at = 0
     while line.startswith("{", at):

@@ -25,7 +25,7 @@ def is_committed(ckpt: Checkpointer) -> bool:
 
 
 class SoloDaemon:
-    """Speaks the trainer's part of `docs/protocol.md` on a real unix socket and keeps real slot files."""
+    """Speaks the trainer's part of `docs/internals/protocol.md` on a real unix socket and keeps real slot files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

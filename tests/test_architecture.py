@@ -1,4 +1,4 @@
-"""The walks through the code in docs/architecture.md name what is there, and its picture is what its source draws."""
+"""The walks in docs/internals/architecture.md name what is there, and its picture is what its source draws."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("launcher", "daemon", "ckpt", "comm")
-DOCUMENT = (ROOT / "docs" / "architecture.md").read_text()
+DOCUMENT = (ROOT / "docs/internals/architecture.md").read_text()
 WALKS = {"step": "### A step, function by function", "gradient": "## The path of a gradient"}
 LEAST_STEPS, MOST_STEPS = 8, 16
 
@@ -123,7 +123,7 @@ def test_walk_has_its_steps(name: str) -> None:
 def test_what_walks_name_exists(name: str) -> None:
     steps = [step for block in walk(name) for step in block.steps]
     gone = [f"{step.file} has no {step.name}" for step in steps if step.name not in functions(step.file)]
-    assert not gone, "the walks in docs/architecture.md have to follow the code"
+    assert not gone, "the walks in docs/internals/architecture.md have to follow the code"
     said = {each for line in section(WALKS[name]) for each in CLASS_OR_METHOD.findall(line)}
     assert {each for each in said if not (list(places(each)) if "." in each else classes().get(each))} == set()
 
@@ -148,7 +148,7 @@ def picture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_picture_is_what_its_source_draws(picture: ModuleType) -> None:
     assert picture.PICTURE.read_text() == picture.draw(), "draw it anew: python docs/step_picture.py"
-    assert f"]({picture.PICTURE.name})" in DOCUMENT
+    assert f"](../{picture.PICTURE.name})" in DOCUMENT
 
 
 def test_pictures_of_the_concepts_are_what_their_source_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 LONGEST = {
-    ("comm.md", "comm/schemes.md", "comm/planning.md", "comm/code.md"): 7500,
+    ("comm.md", "comm/schemes.md", "comm/planning.md", "internals/comm-code.md"): 7500,
     ("comm/measured.md",): 3000,
-    ("papers.md",): 4000,
+    ("internals/papers.md",): 4000,
 }
 """How many words pages have together at most."""
 
@@ -216,7 +216,7 @@ def test_plots_show_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> No
     assert not unseen
 
 
-PAPERS = DOCS / "papers.md"
+PAPERS = DOCS / "internals/papers.md"
 KIND = r"§|(?:Fig\.|Table|Alg\.|Def\.|Thm|Lemma|Cor\.|Eq\.|Problem) "
 CONTENTS = {
     "Thesis, chapters 1, 2, 7 and 8": (
@@ -315,7 +315,7 @@ def test_papers_name_what_exists() -> None:
 
 
 def test_the_page_of_engines_has_every_case() -> None:
-    rows = re.findall(r"^\| `([^`]+)`", (DOCS / "engines.md").read_text(), re.M)
+    rows = re.findall(r"^\| `([^`]+)`", (DOCS / "internals/engines.md").read_text(), re.M)
     for file, name in (("deepspeed", "CASES"), ("megatron", "CASES"), ("training_stacks", "LAYOUTS")):
         text = (ROOT / "tests" / f"test_{file}.py").read_text()
         (cases,) = re.findall(rf"^{name}\b.*?^}}", text, re.M | re.S)

@@ -1,4 +1,4 @@
-"""Every etcd key of a run stands once in `daemon/run/keys.py`, and the table of docs/protocol.md has the same ones."""
+"""Every etcd key of a run stands once in `daemon/run/keys.py`; the table of docs/internals/protocol.md has the same ones."""
 
 import ast
 import re
@@ -42,7 +42,9 @@ def test_no_other_module_spells_a_key() -> None:
 
 
 def test_protocol_has_the_same_keys() -> None:
-    (section,) = re.findall(r"^## etcd keys, below .*?(?=^## )", (ROOT / "docs/protocol.md").read_text(), re.M | re.S)
+    (section,) = re.findall(
+        r"^## etcd keys, below .*?(?=^## )", (ROOT / "docs/internals/protocol.md").read_text(), re.M | re.S
+    )
     table = re.findall(r"^\| `([^`]+)`", section, re.M)
     assert len(table) > 20
     assert sorted(name.partition("<")[0] for name in table) == sorted(known())
@@ -67,7 +69,9 @@ def test_daemons_follow_all_but_what_goes_to_the_root_in_one_range() -> None:
 
 
 def test_all_that_is_not_leased_is_deleted_at_the_end() -> None:
-    (section,) = re.findall(r"^## etcd keys, below .*?(?=^## )", (ROOT / "docs/protocol.md").read_text(), re.M | re.S)
+    (section,) = re.findall(
+        r"^## etcd keys, below .*?(?=^## )", (ROOT / "docs/internals/protocol.md").read_text(), re.M | re.S
+    )
     leased = re.findall(r"^\| `([^`<]+)[^`]*` \(leased\)", section, re.M)
     assert keys.HOSTS() in leased
     deleted = keys.lasting("")

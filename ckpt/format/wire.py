@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..errors import WireError
 
 VERSION: Final = 5
-"""Of the messages and the etcd keys of docs/protocol.md; who has another one is refused."""
+"""Of the messages and the etcd keys of docs/internals/protocol.md; who has another one is refused."""
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_EAGER_BYTES = 256

@@ -1,4 +1,4 @@
-"""What the launcher tells a trainer through its environment (`docs/protocol.md`, "Environment")."""
+"""What the launcher tells a trainer through its environment (`docs/internals/protocol.md`, "Environment")."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

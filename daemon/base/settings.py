@@ -78,7 +78,7 @@ class Settings:
 
 
 def find_settings(environ: Mapping[str, str], *, run_dir: Path | None = None, shm_dir: Path | None = None) -> Settings:
-    """Return the directories that arguments, then `environ`, then the defaults name (docs/protocol.md, Environment).
+    """Return the directories of arguments, else `environ`, else the defaults (docs/internals/protocol.md, Environment).
 
     Args:
         environ: Usually `os.environ`.

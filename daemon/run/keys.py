@@ -1,7 +1,7 @@
 """Every etcd key of a run below the run's prefix: its name, who writes it, and what its value is.
 
-What has no class here is a JSON object that docs/protocol.md describes. A `Folder` has a key for each of the names that
-follow it. *Leased* keys vanish with their writer.
+What has no class here is a JSON object that docs/internals/protocol.md describes. A `Folder` has a key for each
+of the names that follow it. *Leased* keys vanish with their writer.
 """
 
 from ..etcd.config import RUNS

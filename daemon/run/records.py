@@ -131,7 +131,7 @@ class Failure:
     Attributes:
         generation: The broken one.
         host: Where it happened, "" when no single host is to blame.
-        kind: As in docs/protocol.md.
+        kind: As in docs/internals/protocol.md.
         rank: The worker, None when it is none.
         pid: Of that worker.
         exitcode: Of that worker, None when it did not exit.

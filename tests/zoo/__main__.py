@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=2, help="jobs at a time")
     parser.add_argument("--loops", nargs="*", metavar="NAME", help="only these")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", default=(), help="only in these parts of a step")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="docs/loops.md, to write the table of")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="docs/internals/loops.md, to write the table of")
     parser.add_argument("--kills-per-job", type=int, help="instead of what each loop has")
     options = parser.parse_args()
     names = {loop.name for loop in LOOPS}

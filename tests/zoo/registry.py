@@ -11,7 +11,7 @@ class Loop:
 
     Attributes:
         name: Its name, unique.
-        about: What is special about it, for the table in docs/loops.md.
+        about: What is special about it, for the table in docs/internals/loops.md.
         script: The file's stem; several loops may share one by `arguments`.
         arguments: The script's.
         library: The distribution that it is about.

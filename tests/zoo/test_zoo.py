@@ -1,4 +1,4 @@
-"""Training loops as people write them go on from exactly what `step(n)` saw when they are killed; docs/loops.md."""
+"""Training loops of all kinds go on from exactly what `step(n)` saw when they are killed; docs/internals/loops.md."""
 
 import dataclasses
 import json
@@ -113,12 +113,12 @@ def test_what_few_steps_have_is_struck_as_often() -> None:
 
 
 def test_the_table_of_loops_is_that_of_the_report() -> None:
-    """Every loop has its row in docs/loops.md, and a row says what the newest committed report that killed it found."""
+    """Every loop has its row in docs/internals/loops.md, which says what the newest committed report found."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*-zoo*.json"))
     found = {row["name"]: row for file in files for row in json.loads(file.read_text())["loops"] if row["kills"]}
     rows = [
         [cell.strip() for cell in line.strip().strip("|").split("|")]
-        for line in (ROOT / "docs" / "loops.md").read_text().splitlines()
+        for line in (ROOT / "docs/internals/loops.md").read_text().splitlines()
         if re.match(r"\| `", line)
     ]
     assert [row[0].strip("`") for row in rows] == [loop.name for loop in LOOPS]
