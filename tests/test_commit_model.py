@@ -1,7 +1,7 @@
 """Every interleaving of a small job's commits, missed captures, losses and rounds; the daemon's pure functions decide.
 
-Who writes what is as in docs/internals/protocol.md: a commit, and what is captured next, are guarded by the round and both of
-them as the root saw them; a round by the round and the watermark that its launcher saw. Between seeing and writing
+Who writes what is as in docs/internals/protocol.md: a commit, and what is captured next, are guarded by the round and
+both of them as the root saw them; a round by the round and the watermark that its launcher saw. Between seeing and writing
 anything may happen, and every host hears of it at a moment of its own. At most one host is lost at a time (m = 2), the
 next one only when all replicas are there again.
 

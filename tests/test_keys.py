@@ -1,4 +1,4 @@
-"""Every etcd key of a run stands once in `daemon/run/keys.py`; the table of docs/internals/protocol.md has the same ones."""
+"""Every etcd key of a run stands once in `daemon/run/keys.py`, and docs/internals/protocol.md has the same."""
 
 import ast
 import re
