@@ -1,15 +1,13 @@
 """Every interleaving of a small job's commits, missed captures, losses and rounds; the daemon's pure functions decide.
 
 Who writes what is as in docs/internals/protocol.md: a commit, and what is captured next, are guarded by the round and
-both of them as the root saw them; a round by the round and the watermark that its launcher saw. Between seeing and writing
-anything may happen, and every host hears of it at a moment of its own. At most one host is lost at a time (m = 2), the
-next one only when all replicas are there again.
-
-The numbers in brackets are the invariants of the commit protocol: (2) with fewer than m hosts lost at once the
-watermark can be restored from memory, always; (3) all ranks restore the same pair; (4) slots of a dead timeline are
-never mixed in; (5) the watermark never goes back; (6) replicas of one pair are the same. (1), no reader sees a torn
-slot, is about bytes: tests/test_slot.py and tests/test_hostile.py. tests/test_commit.py plays longer games with more
-hosts at random.
+both of them as the root saw them; a round by the round and the watermark that its launcher saw. Between seeing and
+writing anything may happen, and every host hears of it at a moment of its own. At most one host is lost at a time (m =
+2), the next one only when all replicas are there again. The numbers in brackets are the invariants of the commit
+protocol: (2) with fewer than m hosts lost at once the watermark can be restored from memory, always; (3) all ranks
+restore the same pair; (4) slots of a dead timeline are never mixed in; (5) the watermark never goes back; (6) replicas
+of one pair are the same. (1), no reader sees a torn slot, is about bytes: tests/test_slot.py and
+tests/test_hostile.py. tests/test_commit.py plays longer games with more hosts at random.
 """
 
 from collections import deque
