@@ -1,18 +1,12 @@
 """Puts a scheme under DistributedDataParallel: its communication hook, which sums while backward goes on."""
 
 import os
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
@@ -20,139 +14,15 @@ from .net.fabric import NOT_GIVEN, agreed, as_number
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
-from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
+from .runtime.bucket import LEAST_ELEMENTS, check_pool
 from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice, check_number
+from .runtime.gradient_hook import GradientHook, synchronize
+from .trial.advice import Method, methods
+from .trial.trial import Trial
+from .trial.tried import AutoHook, TriedHook
 
-
-class GradientHook(BucketSum):
-    """Averages the gradients of one DDP module over its ranks, in a thread of its own.
-
-    Args:
-        model: Its parameters have the names.
-        scheme: Sums large gradients.
-        world: All ranks of the model, for everything else.
-        least_elements: From how many elements on a gradient is large.
-    """
-
-    def __init__(
-        self, model: DistributedDataParallel, *, scheme: Scheme, world: Transport, least_elements: int = LEAST_ELEMENTS
-    ) -> None:
-        super().__init__(scheme=scheme, world=world, least_elements=least_elements)
-        self._names = {parameter: name for name, parameter in model.module.named_parameters()}
-        # DDP leaves the gradient of a parameter alone that no rank has used, and drops the sum of it.
-        self._used: set[str] | None = set() if model.find_unused_parameters or model.static_graph else None
-        self._handles = {
-            name: parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))
-            for parameter, name in self._names.items()
-            if self._used is not None and parameter.requires_grad
-        }
-        self._device = world.device
-        self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="gradient hook", daemon=True)
-        self._thread.start()
-
-    def submit(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted.
-
-        Raises:
-            CommError: The hook is closed.
-        """
-        if not self._thread.is_alive():
-            raise CommError("backward() after hook.close(): close the hook after the last backward pass")
-        future: Future[Tensor] = Future(devices=[self._device] if self._stream is not None else None)
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        gradients = [buffer] if buffer.is_sparse else _parts(buffer, parameters)
-        named_gradients = [(self._names[p], g) for p, g in zip(parameters, gradients, strict=True)]
-        used = self._used_of([name for name, _ in named_gradients])
-        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-
-        def task() -> None:
-            with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                try:
-                    if self._stream is not None and ready is not None:
-                        self._stream.wait_event(ready)
-                    future.set_result(self._average(buffer, named_gradients, used))
-                except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-                    future.set_exception(error)  # type: ignore[arg-type]
-
-        self._tasks.put(task)
-        if self._precedes_ddp and bucket.is_last():
-            # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
-            # that differ in the order may wait for each other for ever.
-            with suppress(Exception):  # of whoever waits next
-                future.wait()
-        return future
-
-    def close(self) -> None:
-        """End the thread; call it after the last backward pass, before the process group is destroyed."""
-        self._tasks.put(None)
-        self._thread.join()
-        for handle in self._handles.values():
-            handle.remove()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise CommError(
-            "a gradient hook belongs to one DistributedDataParallel, and is neither copied nor pickled with it: copy "
-            "or save model.module, wrap the copy, and register a hook for it"
-        )
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-
-    def _note_used(self, name: str, parameter: Tensor) -> None:
-        # An output that is not in the loss makes autograd come by without a gradient.
-        if self._used is not None and parameter.grad is not None:
-            self._used.add(name)
-
-    def _used_of(self, names: Sequence[str]) -> list[bool] | None:
-        """Return which parameters backward passes have reached since their bucket went last, None where all are."""
-        if self._used is None:
-            return None
-        found = [name in self._used or name not in self._handles for name in names]
-        self._used.difference_update(names)
-        return found
-
-    def _average(self, buffer: Tensor, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> Tensor:
-        # Divided before the sum, as DDP does it: half precision overflows later.
-        if buffer.is_sparse:
-            name = gradients[0][0]
-            return self.scheme.reduce(name, buffer.coalesce() / self.world.size)
-        buffer.div_(self.world.size)
-        self.sum_bucket(buffer, gradients, self._unused_anywhere(gradients, used))
-        return buffer
-
-    def _unused_anywhere(self, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> set[str]:
-        """Return the names of parameters that no rank has used; all ranks call this together."""
-        if used is None or not any(self.is_large(name, each) for name, each in gradients):
-            return set()
-        counts = torch.tensor(used, dtype=torch.int32, device=self.world.device)
-        self.world.all_reduce(counts)
-        return {name for (name, _), count in zip(gradients, counts.tolist(), strict=True) if not count}
-
-
-def _parts(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients in a bucket, complex ones as pairs of real numbers, as DDP has them there.
-
-    Raises:
-        CommError: They do not fill it.
-    """
-    shapes = [
-        torch.view_as_real(p).shape if p.is_complex() and not buffer.is_complex() else p.shape for p in parameters
-    ]
-    if (elements := sum(map(torch.Size.numel, shapes))) != buffer.numel():
-        raise CommError(f"a bucket of DDP has {buffer.numel()} elements, and its parameters {elements}")
-    parts = torch.split(buffer, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def synchronize(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
-    """Be the communication hook of `GradientHook`."""
-    return state.submit(bucket)
+AUTO: Final = "auto"
+_AUTO_OPTIONS: Final = {"lossy": False, "seconds": 30.0}
 
 
 def register(
@@ -168,12 +38,15 @@ def register(
     Args:
         model: Of torch's DDP; its sparse gradients (`nn.Embedding(sparse=True)`) stay sparse.
         scheme: A name of `resilient_run.comm.schemes` or of a compressor, which then has error feedback, or what makes
-            a scheme for these ranks, as `lambda ranks: Compressed(ranks, MomentumCorrection(…))`.
+            a scheme for these ranks, as `lambda ranks: Compressed(ranks, MomentumCorrection(…))`. Or "auto": it trains
+            with all-reduce, measures beside it what a step of this job takes with other schemes, and then takes the
+            fastest, or stays with all-reduce where none is faster beyond the spread.
         ranks_per_host: Sum dense among so many consecutive ranks first, the ranks of a host, and between hosts by the
             scheme (thesis 3.4.1); 1 uses the scheme among all ranks. By default that is torchrun's LOCAL_WORLD_SIZE
             where there are several hosts and all have as many ranks, and 1 elsewhere.
         least_elements: Smaller gradients are all-reduced together.
-        options: Of the scheme, if it is a name; of a compressor its `density`, if it has one.
+        options: Of the scheme, if it is a name; of a compressor its `density`, if it has one; of "auto" `lossy`,
+            whether schemes that change what is trained may be taken, too, and `seconds`, how long to measure, about.
 
     Returns:
         The hook; give it to the `Checkpointer` as one of its objects.
@@ -189,7 +62,8 @@ def register(
         )
     if model._comm_hooks:
         raise CommError("this model has a communication hook already; DDP has one for its life")
-    hook = make_hook(model, scheme, ranks_per_host=ranks_per_host, least_elements=least_elements, **options)
+    make = _make_auto if scheme == AUTO else make_hook
+    hook = make(model, scheme, ranks_per_host=ranks_per_host, least_elements=least_elements, **options)
     model.register_comm_hook(hook, synchronize)
     return hook
 
@@ -203,27 +77,100 @@ def make_hook(
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
-    ranks = dist.get_process_group_ranks(model.process_group)
-    ignored = model.parameters_to_ignore
-    device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
-    # Over the group that is there, so that a mistake leaves nothing behind; and on all ranks alike.
-    given = Transport(model.process_group, device)
+    given = _given(model)
     check_alike(given, scheme=scheme, **options, least_elements=least_elements)
     check_number("least_elements", int, least_elements)
     ranks_per_host = _ranks_per_host(given, ranks_per_host)
     check_choice(scheme, options, ranks=given.size // ranks_per_host)
-    world = Transport.among(ranks, device)
-    if ranks_per_host == 1:
-        made = between = agreed_scheme(scheme, world, world, options, least_elements=least_elements)
-    else:
+    ranks = _Ranks.of(model, given, ranks_per_host)
+    made = ranks.scheme(scheme, options, least_elements)
+    return GradientHook(model, scheme=made, world=ranks.world, least_elements=least_elements)
+
+
+def make_tried(
+    model: DistributedDataParallel,
+    trial: Trial,
+    tried: list[Method],
+    *,
+    ranks_per_host: int | None,
+    least_elements: int = LEAST_ELEMENTS,
+    leads: bool = True,
+) -> TriedHook:
+    """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
+    given = _given(model)
+    ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
+    schemes = ranks.schemes(tried, least_elements)
+    return TriedHook(model, trial, schemes, world=ranks.world, least_elements=least_elements, leads=leads)
+
+
+def _make_auto(
+    model: DistributedDataParallel,
+    scheme: Choice,
+    *,
+    ranks_per_host: int | None,
+    least_elements: int,
+    **options: Any,
+) -> GradientHook:
+    given = _given(model)
+    check_alike(given, scheme=scheme, **options, least_elements=least_elements)
+    check_number("least_elements", int, least_elements)
+    if others := options.keys() - _AUTO_OPTIONS.keys():
+        raise CommError(f"auto has no option {', '.join(sorted(others))}; it has {', '.join(_AUTO_OPTIONS)}")
+    options = _AUTO_OPTIONS | options
+    check_number("auto: seconds", float, options["seconds"])
+    if not isinstance(options["lossy"], bool):
+        raise CommError(f"auto: lossy must be True or False, got {options['lossy']!r}")
+    if not 0 < options["seconds"] < float("inf"):
+        raise CommError(f"auto: seconds must be more than 0, got {options['seconds']!r}")
+    ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
+    tried = [method for method in methods(ranks_per_host) if method.exact or options["lossy"]]
+    schemes = ranks.schemes(tried, least_elements)
+    trial = Trial(tried, seconds=options["seconds"])
+    return AutoHook(model, trial, schemes, world=ranks.world, least_elements=least_elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ranks:
+    """Process groups of a model's ranks, for schemes of which one sums at a time.
+
+    Attributes:
+        world: All ranks.
+        within: Those of this rank's host, None where the scheme sums among all.
+        across: Those for the scheme.
+        sizes: Name → elements of each parameter.
+    """
+
+    world: Transport
+    within: Transport | None
+    across: Transport
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel, given: Transport, ranks_per_host: int) -> Self:
+        ranks, device = dist.get_process_group_ranks(model.process_group), given.device
+        sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
+        world = Transport.among(ranks, device)
+        if ranks_per_host == 1:
+            return cls(world=world, within=None, across=world, sizes=sizes)
         host, place = divmod(world.rank, ranks_per_host)
         within = Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device)
         across = Transport.among(ranks[place::ranks_per_host], device)
-        between = agreed_scheme(scheme, across, world, options, least_elements=least_elements)
-        made = TwoLevel(within, between)
-    sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
-    check_pool(between.pool, sizes, least_elements)
-    return GradientHook(model, scheme=made, world=world, least_elements=least_elements)
+        return cls(world=world, within=within, across=across, sizes=sizes)
+
+    def scheme(self, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
+        made = agreed_scheme(choice, self.across, self.world, options, least_elements=least_elements)
+        check_pool(made.pool, self.sizes, least_elements)
+        return made if self.within is None else TwoLevel(self.within, made)
+
+    def schemes(self, tried: list[Method], least_elements: int) -> dict[str, Scheme]:
+        return {each.name: self.scheme(each.scheme, each.options, least_elements) for each in tried if each.scheme}
+
+
+def _given(model: DistributedDataParallel) -> Transport:
+    """Return the ranks over the group that is there, so that a mistake leaves nothing behind."""
+    ignored = model.parameters_to_ignore
+    device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
+    return Transport(model.process_group, device)
 
 
 def _ranks_per_host(world: Transport, given: int | None) -> int:

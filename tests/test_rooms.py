@@ -63,9 +63,9 @@ EDGES = {
     "comm.runtime": "comm.schemes comm.compress comm.net comm.plan comm.errors",
     "comm.measure": "comm.runtime comm.zen comm.spardl comm.compress comm.schemes comm.net comm.ops"
     " comm.plan comm.sparsity",
-    "comm.trial": "comm comm.runtime comm.sparsity",
+    "comm.trial": "comm.runtime comm.net comm.sparsity comm.errors",
     "comm": "comm.*",
-    "comm.cli": "comm comm.trial comm.*",
+    "comm.cli": "comm comm.*",
 }
 """Room → the rooms that it may import, for types too; what is not here is forbidden.
 
@@ -82,7 +82,7 @@ room below that folder but those in `ABOVE`. What a reader may not expect:
 - `resilient_run` itself (`launcher/facade`) has no line: it imports lazily what users ask it for. Only `launcher` may
   import it.
 """
-ABOVE = ("daemon.ctl", "comm.cli", "comm.trial", "ckpt.integrations")
+ABOVE = ("daemon.ctl", "comm.cli", "ckpt.integrations")
 """Rooms that import the folder which they are in."""
 # The interpreter loads it by path as `sitecustomize`, so it has no package to import relative to.
 OUTSIDE_THE_PACKAGE = "launcher.workers.zygote"

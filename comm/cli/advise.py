@@ -4,18 +4,28 @@ import json
 import os
 import runpy
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import click
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CommError
-from ..trial.advice import Turns, advice, recommended
+from ..hook import make_tried, synchronize
+from ..trial.advice import NOTHING, OWN, Method, Turns, advice, methods
 from ..trial.trial import Trial
+from ..trial.tried import TriedHook
 from .job import from_environment
 
 
@@ -36,9 +46,8 @@ def advise(
     """Report whether another sum of gradients pays in a training job, how much, and what to write for it.
 
     Run it as the job is run: `resilient-run … --no-python resilient-comm advise train.py --its-own args`. The script
-    runs on every rank as it is, but the gradients of its DistributedDataParallel are summed in one way after the
-    other, and it is ended after about a minute. The model that it trains in that time is useless, so do not let
-    it overwrite checkpoints; a Checkpointer of resilient-run makes none.
+    runs on every rank as it is, while the gradients of its DistributedDataParallel are also summed in one way after
+    the other. It is ended after about a minute. A Checkpointer of resilient-run makes no checkpoints.
     """
     if "RANK" not in os.environ:
         raise click.UsageError("advise runs on the ranks of a job: resilient-run … --no-python resilient-comm advise …")
@@ -48,9 +57,10 @@ def advise(
     os.environ.pop("RESILIENT_SOCKET", None)
     # It would say that the job was not started by resilient-run, and how to do that.
     warnings.filterwarnings("ignore", message="no checkpoints are kept", category=RuntimeWarning)
-    trial = Trial(seconds=seconds, ranks_per_host=ranks_per_host)
+    tried = [Method(name=NOTHING, write="", exact=True), *methods(ranks_per_host)]
+    trial = Trial(tried, seconds=seconds)
     try:
-        with trial.watching():
+        with _watching(trial, tried, ranks_per_host):
             _run(script, args, module=module)
     except SystemExit as ended:
         if ended.code:
@@ -63,6 +73,58 @@ def advise(
         dist.destroy_process_group()
     if not trial.finished:
         sys.exit(1)
+
+
+class _Enough(BaseException):
+    """Ends the script: all is measured. No `except Exception` of the script is to catch it."""
+
+
+@contextmanager
+def _watching(trial: Trial, tried: list[Method], ranks_per_host: int | None) -> Iterator[None]:
+    """Try methods in every DDP module that is made in the block, which is left when all is measured.
+
+    An end of the script by `os._exit` is one by `sys.exit` here: there is something to say after it.
+    """
+    construct, leave, pid = DistributedDataParallel.__init__, os._exit, os.getpid()
+    hooks: list[TriedHook] = []
+
+    def before_forward(*_: object) -> None:
+        if torch.is_grad_enabled():
+            trial.advance(hooks[0].agree)
+        if trial.is_over:
+            raise _Enough
+
+    def make(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        construct(module, *args, **kwargs)
+        hook = make_tried(module, trial, tried, ranks_per_host=ranks_per_host, leads=not hooks)
+        module.register_comm_hook(hook, synchronize)
+        hooks.append(hook)
+
+        def take_own(state: Any, own: Callable[[Any, GradBucket], Future[Tensor]]) -> None:
+            hook.own = partial(own, state)
+            trial.base = OWN
+
+        # torch refuses a second hook; the script's is one of the methods instead.
+        module.register_comm_hook = take_own  # type: ignore[method-assign]
+        if len(hooks) == 1:
+            module.register_forward_pre_hook(before_forward)
+
+    def end(status: int) -> NoReturn:
+        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+            leave(status)  # a process or thread of the script's
+        raise SystemExit(status)
+
+    DistributedDataParallel.__init__ = make  # type: ignore[method-assign, assignment]
+    os._exit = end
+    try:
+        yield
+    except _Enough:
+        pass
+    finally:
+        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+        os._exit = leave
+        for hook in hooks:
+            hook.close()
 
 
 def _run(script: str, args: Sequence[str], *, module: bool) -> None:
@@ -81,8 +143,7 @@ def _report(trial: Trial, *, as_json: bool) -> None:
         why = "few steps were trained" if trial.taken else "no or few steps with DistributedDataParallel were trained"
         click.echo(f"Error: {why}, and the script ended; let it train longer, or lower --seconds", err=True)
         return
-    known = {name: trial.method(name) for name in trial.taken}
-    chosen = recommended(trial.taken, trial.exact)
+    known, chosen = trial.known, trial.recommended
     text = advice(trial.taken, known)
     if as_json:
         found: dict[str, Any] = {

@@ -131,5 +131,17 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method]) ->
     return " ".join(said) + f" Write, after DistributedDataParallel(...) is made:\n\n{write}"
 
 
+def choice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method], left_out: Mapping[str, str]) -> str:
+    """Return what a hook says that takes the method that pays, in a line."""
+    exact = frozenset(name for name, method in known.items() if method.exact)
+    tried = {name: Turns.of(each) for name, each in taken.items()}
+    if not taken or (name := recommended(taken, exact)) is None:
+        steps = [f"{name} {spread}" for name, spread in tried.items()]
+        why = "; ".join([*steps, *(f"{name} left out: {reason}" for name, reason in left_out.items())])
+        return f"gradients stay with all-reduce, no other sum makes a step shorter beyond the spread ({why})"
+    gain = tried[BASE].median_s / tried[name].median_s
+    return f"gradients are summed by {name}: {gain:.2f} times as many steps ({tried[name]}; all-reduce {tried[BASE]})"
+
+
 def _seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

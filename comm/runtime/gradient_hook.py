@@ -1,0 +1,188 @@
+"""The communication hook of DistributedDataParallel that sums buckets by a scheme while backward goes on."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import CommError
+from ..net.scheme import Scheme
+from ..net.transport import Transport
+from .bucket import LEAST_ELEMENTS, BucketSum
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Submitted:
+    """A bucket that is to be averaged.
+
+    Attributes:
+        future: Gets the average.
+        names: Of the parameters, in their order.
+        parameters: Those of the bucket.
+        buffer: Their gradients together; one sparse gradient alone.
+        used: Which parameters this rank's backward passes have reached, None where all are.
+        is_last: Whether no other follows in this backward pass.
+    """
+
+    future: Future[Tensor]
+    names: Sequence[str]
+    parameters: Sequence[Tensor]
+    buffer: Tensor
+    used: list[bool] | None
+    is_last: bool
+
+
+class GradientHook(BucketSum):
+    """Averages the gradients of one DDP module over its ranks, in a thread of its own.
+
+    Args:
+        model: Its parameters have the names.
+        scheme: Sums large gradients.
+        world: All ranks of the model, for everything else.
+        least_elements: From how many elements on a gradient is large.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, *, scheme: Scheme, world: Transport, least_elements: int = LEAST_ELEMENTS
+    ) -> None:
+        super().__init__(scheme=scheme, world=world, least_elements=least_elements)
+        self._names = {parameter: name for name, parameter in model.module.named_parameters()}
+        # DDP leaves the gradient of a parameter alone that no rank has used, and drops the sum of it.
+        self._used: set[str] | None = set() if model.find_unused_parameters or model.static_graph else None
+        self._handles = {
+            name: parameter.register_post_accumulate_grad_hook(partial(self._note_used, name))
+            for parameter, name in self._names.items()
+            if self._used is not None and parameter.requires_grad
+        }
+        self._device = world.device
+        self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="gradient hook", daemon=True)
+        self._thread.start()
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted.
+
+        Raises:
+            CommError: The hook is closed.
+        """
+        if not self._thread.is_alive():
+            raise CommError("backward() after hook.close(): close the hook after the last backward pass")
+        parameters = bucket.parameters()
+        names = [self._names[parameter] for parameter in parameters]
+        submitted = Submitted(
+            future=Future(devices=[self._device] if self._stream is not None else None),
+            names=names,
+            parameters=parameters,
+            buffer=bucket.buffer(),
+            used=self._used_of(names),
+            is_last=bucket.is_last(),
+        )
+        self._queue(submitted, partial(self._answer, submitted))
+        if self._precedes_ddp and submitted.is_last:
+            # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
+            # that differ in the order may wait for each other for ever.
+            with suppress(Exception):  # of whoever waits next
+                submitted.future.wait()
+        return submitted.future
+
+    def close(self) -> None:
+        """End the thread; call it after the last backward pass, before the process group is destroyed."""
+        self._tasks.put(None)
+        self._thread.join()
+        for handle in self._handles.values():
+            handle.remove()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CommError(
+            "a gradient hook belongs to one DistributedDataParallel, and is neither copied nor pickled with it: copy "
+            "or save model.module, wrap the copy, and register a hook for it"
+        )
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def _queue(self, submitted: Submitted, answer: Callable[[], None]) -> None:
+        """Let the thread call `answer`, which sets the future of `submitted`, after what the device does by now."""
+        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+        def task() -> None:
+            with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                try:
+                    if self._stream is not None and ready is not None:
+                        self._stream.wait_event(ready)
+                    answer()
+                except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                    self._fail(submitted, error)
+
+        self._tasks.put(task)
+
+    def _answer(self, submitted: Submitted) -> None:
+        submitted.future.set_result(self._average(submitted, submitted.buffer))
+
+    def _fail(self, submitted: Submitted, error: Exception) -> None:
+        submitted.future.set_exception(error)  # type: ignore[arg-type]
+
+    def _note_used(self, name: str, parameter: Tensor) -> None:
+        # An output that is not in the loss makes autograd come by without a gradient.
+        if self._used is not None and parameter.grad is not None:
+            self._used.add(name)
+
+    def _used_of(self, names: Sequence[str]) -> list[bool] | None:
+        """Return which parameters backward passes have reached since their bucket went last, None where all are."""
+        if self._used is None:
+            return None
+        found = [name in self._used or name not in self._handles for name in names]
+        self._used.difference_update(names)
+        return found
+
+    def _average(self, submitted: Submitted, buffer: Tensor) -> Tensor:
+        """Return the average of `buffer`, that of `submitted` or a copy of it, which is overwritten."""
+        # Divided before the sum, as DDP does it: half precision overflows later.
+        if buffer.is_sparse:
+            return self.scheme.reduce(submitted.names[0], buffer.coalesce() / self.world.size)
+        gradients = list(zip(submitted.names, parts(buffer, submitted.parameters), strict=True))
+        buffer.div_(self.world.size)
+        self.sum_bucket(buffer, gradients, self._unused_anywhere(gradients, submitted.used))
+        return buffer
+
+    def _unused_anywhere(self, gradients: Sequence[tuple[str, Tensor]], used: list[bool] | None) -> set[str]:
+        """Return the names of parameters that no rank has used; all ranks call this together."""
+        if used is None or not any(self.is_large(name, each) for name, each in gradients):
+            return set()
+        counts = torch.tensor(used, dtype=torch.int32, device=self.world.device)
+        self.world.all_reduce(counts)
+        return {name for (name, _), count in zip(gradients, counts.tolist(), strict=True) if not count}
+
+
+def synchronize(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
+    """Be the communication hook of `GradientHook`."""
+    return state.submit(bucket)
+
+
+def parts(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients in a bucket, complex ones as pairs of real numbers, as DDP has them there.
+
+    Raises:
+        CommError: They do not fill it.
+    """
+    shapes = [
+        torch.view_as_real(p).shape if p.is_complex() and not buffer.is_complex() else p.shape for p in parameters
+    ]
+    if (elements := sum(map(torch.Size.numel, shapes))) != buffer.numel():
+        raise CommError(f"a bucket of DDP has {buffer.numel()} elements, and its parameters {elements}")
+    parts = torch.split(buffer, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,222 @@
+"""A gradient hook that tries methods while its model trains.
+
+Nothing that is tried changes what is trained. In the turn of a method, each bucket is copied and the copy is summed by
+that method while backward goes on. When it has all sums, the step has taken as long as with that method alone. Then the
+buckets themselves are summed as ever, and no measured second passes until the next step begins.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import CommError
+from ..net.scheme import Dense, Scheme
+from ..net.transport import Transport
+from ..runtime.gradient_hook import GradientHook, Submitted, parts
+from .advice import BASE, NOTHING, OWN, choice
+from .trial import Trial
+
+_NANOSECONDS: Final = 1e9
+
+Own = Callable[[GradBucket], Future[Tensor]]
+
+
+class TriedHook(GradientHook):
+    """Sums as DDP does, and lets `trial` measure other methods meanwhile.
+
+    Args:
+        model: Its parameters have the names.
+        trial: Says whose turn it is.
+        schemes: Name of a method → its scheme.
+        world: All ranks of the model.
+        least_elements: From how many elements on a gradient is large.
+        leads: Whether it is the steps of this model that are measured.
+
+    Attributes:
+        own: The hook that the job has registered itself, with which it trains.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        trial: Trial,
+        schemes: Mapping[str, Scheme],
+        *,
+        world: Transport,
+        least_elements: int,
+        leads: bool = True,
+    ) -> None:
+        super().__init__(model, scheme=Dense(world), world=world, least_elements=least_elements)
+        self.own: Own | None = None
+        self._trial: Trial | None = trial
+        self._leads = leads
+        self._schemes = dict(schemes)
+        self._fresh = {name: scheme.state_dict() for name, scheme in schemes.items()}
+        self._method = BASE
+        self._buckets: list[GradBucket] = []
+        self._held: list[Submitted] = []
+        self._stepped_s = self._now_s()
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return a future of the averaged bucket, which may come after the last bucket of this backward pass."""
+        if self._trial is None:
+            return super().submit(bucket)
+        self._switch(self._trial)
+        if self._method == OWN and self.own is not None:
+            answer = self.own(bucket)
+            return answer.then(self._step_ends) if bucket.is_last() else answer
+        if self.own is not None:
+            self._buckets.append(bucket)
+        return super().submit(bucket)
+
+    def agree(self, numbers: Sequence[float]) -> list[float]:
+        """Return the greatest of each number, of at least 0, among all ranks, which call this together."""
+        own = torch.tensor([round(number * _NANOSECONDS) for number in numbers])
+        found: list[int] = self.world.gather_numbers(own).amax(0).tolist()
+        return [number / _NANOSECONDS for number in found]
+
+    def _switch(self, trial: Trial) -> None:
+        """Let the method of the present turn be that of the backward pass that begins."""
+        if trial.method == self._method:
+            return
+        if self._method in self._schemes:  # what it remembers of gradients is as large as they are
+            self._schemes[self._method].load_state_dict(self._fresh[self._method])
+        self._method = trial.method
+
+    def _answer(self, submitted: Submitted) -> None:
+        if (trial := self._trial) is None:
+            super()._answer(submitted)
+            return
+        buffer = submitted.buffer
+        if self._leads and trial.looks:
+            gradients = [buffer] if buffer.is_sparse else parts(buffer, submitted.parameters)
+            trial.look_at(gradients, least_elements=self._least_elements)
+        if self._method == trial.base == BASE:
+            average = self._average(submitted, buffer)
+            if submitted.is_last:
+                self._step_ends()
+            submitted.future.set_result(average)
+            return
+        self._held.append(submitted)
+        self._shadow(submitted)
+        if submitted.is_last:
+            self._step_ends()
+            averages = self._train()
+            self._stepped_s = self._now_s()
+            held, self._held = self._held, []
+            for each, average in zip(held, averages, strict=True):
+                each.future.set_result(average)
+
+    def _fail(self, submitted: Submitted, error: Exception) -> None:
+        for each in {id(held): held for held in (*self._held, submitted)}.values():
+            super()._fail(each, error)
+        self._held.clear()
+
+    def _shadow(self, submitted: Submitted) -> None:
+        """Sum a copy of a bucket by the method whose turn it is."""
+        if self._method == NOTHING:
+            return
+        trained, self.scheme = self.scheme, self._schemes.get(self._method, self.scheme)
+        try:
+            self._average(submitted, submitted.buffer.clone())
+        finally:
+            self.scheme = trained
+
+    def _train(self) -> list[Tensor]:
+        """Return the averages with which the job trains, of all buckets of the step."""
+        if self.own is None:
+            return [self._average(each, each.buffer) for each in self._held]
+        buckets, self._buckets = self._buckets, []
+        return [answer.wait() for answer in [self.own(bucket) for bucket in buckets]]
+
+    def _step_ends(self, answer: Future[Tensor] | None = None) -> Any:
+        now_s = self._now_s()
+        if self._leads and self._trial is not None:
+            self._trial.passed(now_s - self._stepped_s)
+        self._stepped_s = now_s
+        return None if answer is None else answer.value()
+
+    def _now_s(self) -> float:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.monotonic()
+
+
+class AutoHook(TriedHook):
+    """Takes the method that pays, once that was measured.
+
+    Its state is what was chosen and what that remembers, so that a restored job goes on with it. As long as nothing is
+    chosen, it trains as DDP does.
+
+    Args:
+        model: Its parameters have the names.
+        trial: Says whose turn it is.
+        schemes: Name of a method → its scheme.
+        world: All ranks of the model.
+        least_elements: From how many elements on a gradient is large.
+
+    Attributes:
+        chosen: The method, "all-reduce" if none pays, None while methods are tried.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        trial: Trial,
+        schemes: Mapping[str, Scheme],
+        *,
+        world: Transport,
+        least_elements: int,
+    ) -> None:
+        super().__init__(model, trial, schemes, world=world, least_elements=least_elements)
+        self.chosen: str | None = None
+        self._begins = True
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return a future of the averaged bucket; chooses at the beginning of a backward pass."""
+        if self._begins and self._trial is not None:
+            self._trial.advance(self.agree)
+            if self._trial.is_over:
+                self._choose(self._trial)
+        self._begins = bucket.is_last()
+        return super().submit(bucket)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was chosen, None while nothing is, and what that remembers."""
+        return {"chosen": self.chosen, "scheme": super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; without a choice in it, try anew.
+
+        Raises:
+            CommError: It is of another hook, or its method is none of those of this one.
+        """
+        if state.keys() != {"chosen", "scheme"}:
+            raise CommError(f"auto cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
+        chosen = state["chosen"]
+        if chosen not in (None, BASE, self.chosen, *self._schemes):
+            raise CommError(f"auto chose {chosen!r} for this job; give register() the same lossy= as then")
+        if self.chosen is None and chosen is not None:
+            self._take(chosen)
+        super().load_state_dict(state["scheme"])
+
+    def _choose(self, trial: Trial) -> None:
+        name = trial.recommended
+        if self.world.rank == 0:
+            print(f"resilient-run: {choice(trial.taken, trial.known, trial.left_out)}", file=sys.stderr, flush=True)
+        self._take(name or BASE)
+
+    def _take(self, name: str) -> None:
+        self.chosen, self._trial = name, None
+        if name in self._schemes:
+            self.scheme = self._schemes[name]
+            self.scheme.load_state_dict(self._fresh[name])
+        self._schemes.clear()
+        self._fresh.clear()

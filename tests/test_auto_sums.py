@@ -1,0 +1,139 @@
+"""`register(model, "auto")`: it trains as DDP does while it measures, takes what pays, and goes on with that."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launchers import run_trainers, start_python
+from test_advise import tried
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_run.comm.errors import CommError
+from resilient_run.comm.hook import register
+from resilient_run.comm.trial.advice import BASE, choice, methods
+from resilient_run.comm.trial.trial import Trial
+from resilient_run.launcher.netlab import NetLab
+
+SCRIPT = str(Path(__file__).with_name("auto_trainer.py"))
+
+
+def on_a_slow_network(lab: NetLab, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """Return what both ranks found, and what they wrote to stderr."""
+    workers = [
+        start_python(
+            [SCRIPT, *arguments],
+            {
+                **os.environ,
+                **host.env,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": lab.hosts[0].address,
+                "MASTER_PORT": "29500",
+                "OMP_NUM_THREADS": "1",
+            },
+            host.prefix,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, host in enumerate(lab.hosts)
+    ]
+    ended = [worker.communicate(timeout=240) for worker in workers]
+    said = "".join(err for _, err in ended)
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    return [json.loads(out) for out, _ in ended], said
+
+
+@pytest.mark.lab
+def test_sparse_gradients_on_a_slow_network_are_summed_by_zen(netlab: Callable[..., NetLab]) -> None:
+    found, said = on_a_slow_network(netlab(2, rate="100mbit"), "30000")
+    for each in found:
+        assert each["chosen"] == each["scheme"] == each["chosen_again"] == each["scheme_again"] == "zen"
+        # Sums of two do not depend on the order, so what loses nothing trains the same bits.
+        assert each["same_until_then"]
+        assert each["same_after"]
+        assert each["same_again"]
+    assert found[0]["steps"] == found[1]["steps"]
+    assert said.count("resilient-run: gradients are summed by zen: ") == 1
+
+
+@pytest.mark.lab
+def test_what_changes_the_training_is_taken_only_if_that_is_allowed(netlab: Callable[..., NetLab]) -> None:
+    found, _ = on_a_slow_network(netlab(2, rate="100mbit"), "30000", "--lossy")
+    first, second = found
+    assert first["chosen"] == second["chosen"] == first["chosen_again"] != BASE
+    for each in found:
+        assert each["same_until_then"], "it trains as DDP does while it measures"
+        assert each["same_after"] == each["same_again"] == (each["chosen"] == "zen")
+
+
+@pytest.mark.jobs
+def test_a_job_without_sparse_gradients_is_left_to_all_reduce_at_once() -> None:
+    (found,) = set(run_trainers([SCRIPT, "64"], 2).splitlines())
+    each = json.loads(found)
+    assert each["chosen"] == each["chosen_again"] == BASE
+    assert each["scheme"] == "dense"
+    assert each["steps"] == 7, "six steps show what gradients are like, and the next one begins with the choice"
+    assert each["same_until_then"]
+    assert each["same_again"]
+
+
+def test_the_fastest_is_measured_once_more() -> None:
+    trial = Trial(methods(None), seconds=1)
+    steps = tried(trial, lambda method, turns: {"bf16": 0.5}.get(method, 1.0))
+    assert trial.recommended == "bf16"
+    assert set(steps[-14:]) == {"bf16", BASE}
+    line = choice(trial.taken, trial.known, trial.left_out)
+    assert line.startswith("gradients are summed by bf16: 2.00 times as many steps (500 ms")
+
+
+def test_where_nothing_pays_it_says_what_was_measured() -> None:
+    trial = Trial(methods(None), seconds=1)
+    tried(trial, lambda method, turns: 1.0 if method == BASE else 1.1)
+    assert trial.recommended is None
+    line = choice(trial.taken, trial.known, trial.left_out)
+    assert line.startswith("gradients stay with all-reduce, no other sum makes a step shorter beyond the spread (all-")
+    assert "zen left out: no large gradient has fewer than a quarter of its elements" in line
+
+
+@pytest.fixture
+def model(alone: None) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.1}, "auto has no option density; it has lossy, seconds"),
+        ({"lossy": 1}, "auto: lossy must be True or False, got 1"),
+        ({"seconds": "10"}, "auto: seconds must be a number, got '10'"),
+        ({"seconds": 0}, "auto: seconds must be more than 0, got 0"),
+    ],
+)
+def test_a_wrong_option_is_refused(model: DistributedDataParallel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CommError) as refused:
+        register(model, "auto", **options)
+    assert str(refused.value) == message
+    register(model, "auto").close()  # nothing was left behind
+
+
+def test_a_state_of_another_hook_is_refused(model: DistributedDataParallel) -> None:
+    hook = register(model, "auto")
+    with pytest.raises(CommError, match="auto cannot go on from the state of 'powersgd'"):
+        hook.load_state_dict({"scheme": "powersgd", "kept": {}})
+    with pytest.raises(CommError, match=r"auto chose .onebit. for this job; give register\(\) the same lossy= as then"):
+        hook.load_state_dict({"chosen": "onebit", "scheme": {}})
+    hook.load_state_dict({"chosen": None, "scheme": {}})
+    assert hook.state_dict() == {"chosen": None, "scheme": {}}
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward()
+    assert torch.equal(model.module.weight.grad, torch.full((1, 3), 2.0))
+    hook.close()
