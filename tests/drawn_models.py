@@ -44,10 +44,14 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register
 from resilient_run.comm.net.two_level import TwoLevel, _Cut
 from resilient_run.comm.runtime.dgc import Dgc
+from resilient_run.comm.trial import trial
+
+# So that a case of a few steps sees turns of other methods.
+trial._FIRST_STEPS, trial._FIRST_WARM_UP, trial._WARM_UP, trial._LEAST_STEPS = 2, 0, 0, 1  # type: ignore[misc]
 
 WIDTH = 8
 TIMEOUT_S = 30
-LOSSLESS = ("dense", "zen")
+LOSSLESS = ("dense", "zen", "auto")
 PARTS = (
     "linear", "tied", "shared", "complex", "scalar", "empty", "table", "sparse table", "convolution",
     "transposed", "frozen", "two halves", "checkpointed",
@@ -81,6 +85,8 @@ MISTAKES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("dgc", {"warm_up_steps": -1}),
     ("dgc", {"pool": 3}),
     ("dense", {"density": 0.1}),
+    ("auto", {"density": 0.1}),
+    ("auto", {"lossy": "yes"}),
     (None, {}),
     ("zen", {"least_elements": "1"}),
     ("zen", {"least_elements": None}),
@@ -212,6 +218,7 @@ def _scheme(draw: random.Random, ranks: int) -> tuple[str, dict[str, Any]]:
     network = {"alpha_s": draw.choice([0.0, 1e-5, 1e-2]), "beta_s": draw.choice([1e-9, 1e-7])}
     options: dict[str, list[dict[str, Any]]] = {
         "dense": [{}],
+        "auto": [{}, {"lossy": True}, {"lossy": True}],
         "zen": [
             {},
             {"profile_steps": draw.randint(0, 3), "replan_steps": draw.randint(0, 3)},

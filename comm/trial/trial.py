@@ -18,6 +18,7 @@ _FIRST_STEPS: Final = 6
 _WARM_UP: Final = 2
 _FIRST_WARM_UP: Final = 4
 _ROUNDS: Final = 7
+_LEAST_STEPS: Final = 2
 _MOST_STEPS: Final = 50
 _HOPELESS: Final = 1.3
 _SPARSE_BELOW: Final = 0.25
@@ -111,7 +112,7 @@ class Trial:
         if len(active) == 1:
             return
         each = self._seconds / step_s / (LEAST_TURNS + 2) / len(active)
-        steps = min(max(round(each) - _WARM_UP, 2), _MOST_STEPS)
+        steps = min(max(round(each) - _WARM_UP, _LEAST_STEPS), _MOST_STEPS)
         self.taken = {name: [] for name in active}
         for number in range(_ROUNDS):
             yield from self._round(agree, active if number % 2 == 0 else active[::-1], steps, first=number == 0)
