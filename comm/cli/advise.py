@@ -16,13 +16,11 @@ from typing import Any, NoReturn
 import click
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CommError
-from ..hook import make_tried, synchronize
+from ..hook import make_tried
+from ..runtime.gradient_hook import synchronize
 from ..trial.advice import NOTHING, OWN, Method, Turns, advice, methods
 from ..trial.trial import Trial
 from ..trial.tried import TriedHook
@@ -96,12 +94,12 @@ def _watching(trial: Trial, tried: list[Method], ranks_per_host: int | None) -> 
 
     def make(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(module, *args, **kwargs)
-        hook = make_tried(module, trial, tried, ranks_per_host=ranks_per_host, leads=not hooks)
-        module.register_comm_hook(hook, synchronize)
-        hooks.append(hook)
+        made = make_tried(module, trial, tried, ranks_per_host=ranks_per_host, leads=not hooks)
+        module.register_comm_hook(made, synchronize)
+        hooks.append(made)
 
-        def take_own(state: Any, own: Callable[[Any, GradBucket], Future[Tensor]]) -> None:
-            hook.own = partial(own, state)
+        def take_own(state: object, hook: Callable[..., Any]) -> None:
+            made.own = partial(hook, state)
             trial.base = OWN
 
         # torch refuses a second hook; the script's is one of the methods instead.
