@@ -87,6 +87,12 @@ LONGEST = {
     ("comm.md", "comm/schemes.md", "comm/planning.md", "internals/comm-code.md"): 7500,
     ("comm/measured.md",): 3000,
     ("internals/papers.md",): 4000,
+    ("failure-model.md",): 2300,
+    ("troubleshooting.md",): 2700,
+    ("security.md",): 1500,
+    ("doctor.md",): 650,
+    ("injection.md",): 750,
+    ("operations.md", *(f"operations/{page.name}" for page in sorted(DOCS.glob("operations/*.md")))): 8000,
 }
 """How many words pages have together at most."""
 
