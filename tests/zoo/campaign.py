@@ -382,6 +382,13 @@ def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def outcome(row: dict[str, Any]) -> str:
+    """Return the cell of docs/internals/loops.md for a row of `table`: its kills, and what went wrong."""
+    if row["result"] == "bit-identical":
+        return str(row["kills"])
+    return f"{row['kills']}: {row['wrong']} wrong, {row['result']}"
+
+
 def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the counts over all jobs: kills, wrong restores, and steps lost, by the pause in each step."""
     made: dict[str, Any] = {}
