@@ -382,11 +382,11 @@ def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def outcome(row: dict[str, Any]) -> str:
-    """Return the cell of docs/internals/loops.md for a row of `table`: its kills, and what went wrong."""
-    if row["result"] == "bit-identical":
-        return str(row["kills"])
-    return f"{row['kills']}: {row['wrong']} wrong, {row['result']}"
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a row's last two cells in docs/internals/loops.md: its library, "" for torch, and its kills."""
+    library = "" if row["library"] == "torch" else f"{row['library']} {row['version']}".strip()
+    wrong = "" if row["result"] == "bit-identical" else f": {row['wrong']} wrong, {row['result']}"
+    return [library, f"{row['kills']}{wrong}"]
 
 
 def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
