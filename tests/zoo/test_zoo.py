@@ -122,8 +122,7 @@ def test_the_table_of_loops_is_that_of_the_report() -> None:
         for line in text.splitlines()
         if re.match(r"\| `", line)
     ]
-    assert {row["version"] for row in found.values() if row["library"] == "torch"} == set(
-        re.findall(r"of torch (\S+):", text)
-    )
+    (torch,) = {row["version"] for row in found.values() if row["library"] == "torch"}
+    assert f"means torch {torch}." in text
     assert [row[0].strip("`") for row in rows] == [loop.name for loop in LOOPS]
     assert [row[2:] for row in rows] == [cells(found[row[0].strip("`")]) for row in rows]
