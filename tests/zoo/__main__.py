@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from campaign import Zoo, run_job, summary, table
+from campaign import Zoo, cells, run_job, summary, table
 from registry import LOOPS
 
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
@@ -63,10 +63,9 @@ def write_docs(path: Path, rows: list[dict[str, Any]]) -> None:
     """Put a row per loop into the table of `path`, in place of those that are there."""
     about = {loop.name: loop.about for loop in LOOPS}
     kept = [line for line in path.read_text().splitlines() if not line.startswith("| `")]
-    at = kept.index("|---|---|---|---|---|") + 1
+    at = kept.index("|---|---|---|---|") + 1
     kept[at:at] = [
-        f"| `{row['name']}` | {about[row['name']]} | {' '.join((row['library'], row['version'])).strip()} | "
-        f"{row['kills']} / {row['wrong']} | {row['result']} |"
+        " | ".join((f"| `{row['name']}`", about[row["name"]], *cells(row))).replace("|  |", "| |") + " |"
         for row in rows
     ]
     path.write_text("\n".join(kept) + "\n")

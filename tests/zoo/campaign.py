@@ -382,6 +382,13 @@ def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a row's last two cells in docs/internals/loops.md: its library, "" for torch, and its kills."""
+    library = "" if row["library"] == "torch" else f"{row['library']} {row['version']}".strip()
+    wrong = "" if row["result"] == "bit-identical" else f": {row['wrong']} wrong, {row['result']}"
+    return [library, f"{row['kills']}{wrong}"]
+
+
 def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the counts over all jobs: kills, wrong restores, and steps lost, by the pause in each step."""
     made: dict[str, Any] = {}
