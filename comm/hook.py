@@ -1,7 +1,7 @@
 """Puts a scheme under DistributedDataParallel: its communication hook, which sums while backward goes on."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -83,14 +83,14 @@ def make_hook(
     ranks_per_host = _ranks_per_host(given, ranks_per_host)
     check_choice(scheme, options, ranks=given.size // ranks_per_host)
     ranks = _Ranks.of(model, given, ranks_per_host)
-    made = ranks.scheme(scheme, options, least_elements)
+    made = _made(ranks, scheme, options, least_elements)
     return GradientHook(model, scheme=made, world=ranks.world, least_elements=least_elements)
 
 
 def make_tried(
     model: DistributedDataParallel,
     trial: Trial,
-    tried: list[Method],
+    tried: Sequence[Method],
     *,
     ranks_per_host: int | None,
     least_elements: int = LEAST_ELEMENTS,
@@ -99,7 +99,7 @@ def make_tried(
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
     given = _given(model)
     ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
-    schemes = ranks.schemes(tried, least_elements)
+    schemes = _schemes(ranks, tried, least_elements)
     return TriedHook(model, trial, schemes, world=ranks.world, least_elements=least_elements, leads=leads)
 
 
@@ -124,7 +124,7 @@ def _make_auto(
         raise CommError(f"auto: seconds must be more than 0, got {options['seconds']!r}")
     ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
     tried = [method for method in methods(ranks_per_host) if method.exact or options["lossy"]]
-    schemes = ranks.schemes(tried, least_elements)
+    schemes = _schemes(ranks, tried, least_elements)
     trial = Trial(tried, seconds=options["seconds"])
     return AutoHook(model, trial, schemes, world=ranks.world, least_elements=least_elements)
 
@@ -157,13 +157,15 @@ class _Ranks:
         across = Transport.among(ranks[place::ranks_per_host], device)
         return cls(world=world, within=within, across=across, sizes=sizes)
 
-    def scheme(self, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
-        made = agreed_scheme(choice, self.across, self.world, options, least_elements=least_elements)
-        check_pool(made.pool, self.sizes, least_elements)
-        return made if self.within is None else TwoLevel(self.within, made)
 
-    def schemes(self, tried: list[Method], least_elements: int) -> dict[str, Scheme]:
-        return {each.name: self.scheme(each.scheme, each.options, least_elements) for each in tried if each.scheme}
+def _made(ranks: _Ranks, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
+    made = agreed_scheme(choice, ranks.across, ranks.world, options, least_elements=least_elements)
+    check_pool(made.pool, ranks.sizes, least_elements)
+    return made if ranks.within is None else TwoLevel(ranks.within, made)
+
+
+def _schemes(ranks: _Ranks, tried: Sequence[Method], least_elements: int) -> dict[str, Scheme]:
+    return {each.name: _made(ranks, each.scheme, each.options, least_elements) for each in tried if each.scheme}
 
 
 def _given(model: DistributedDataParallel) -> Transport:
