@@ -170,8 +170,7 @@ def options() -> list[click.Parameter]:
             "--rr-memory",
             metavar="SIZE",
             callback=parse_size,
-            help="Memory for checkpoints on this host, as 8G or 512MiB. Default: the daemon's limit, 80 % of the tmpfs "
-            "or of half of the memory, whichever is more.",
+            help="Memory for checkpoints on this host, as 8G or 512MiB. Default: the daemon's --memory-limit.",
         ),
         _option(
             "--rr-warm-workers/--rr-no-warm-workers",
@@ -220,8 +219,8 @@ def options() -> list[click.Parameter]:
             "--rr-elastic",
             metavar="SECONDS",
             type=click.FloatRange(min=0),
-            help="With --nnodes MIN:MAX: wait this long for a lost host, then go on with fewer ranks; grow when hosts "
-            "come, at most this often. Default: keep the number of ranks of the first commit.",
+            help="With --nnodes MIN:MAX: wait this long for a lost host, then shrink; grow at most this often. Default: "
+            "keep the number of ranks.",
         ),
         _option(
             "--rr-sizes",
