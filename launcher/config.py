@@ -219,8 +219,8 @@ def options() -> list[click.Parameter]:
             "--rr-elastic",
             metavar="SECONDS",
             type=click.FloatRange(min=0),
-            help="With --nnodes MIN:MAX: wait this long for a lost host, then shrink; grow at most this often. Default: "
-            "keep the number of ranks.",
+            help="With --nnodes MIN:MAX: wait this long for a lost host, then shrink; grow at most this often. "
+            "Default: keep the number of ranks.",
         ),
         _option(
             "--rr-sizes",
