@@ -249,7 +249,7 @@ def test_agent_that_someone_else_installed_stays() -> None:
 
 PROGRAMS = {
     "success": "print('done')",
-    "exit 3": "raise SystemExit(3)",
+    "exit 3": "print('attempt'); raise SystemExit(3)",
     "exception": "raise ValueError('x')",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
 }
@@ -286,6 +286,7 @@ def test_exit_codes_are_torchruns(program: str, tmp_path: Path, monkeypatch: pyt
         # What torch makes where its own launcher is used, it leaves.
         assert mode not in ("default", "executed") or set(tmp_path.glob("torchelastic_*")) == made
     assert len(set(ends.values())) == 1, ends
+    assert ends["default"][1].count("attempt") == (program == "exit 3"), "without a Checkpointer there is no other one"
 
 
 def test_logs_that_were_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
