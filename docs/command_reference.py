@@ -4,7 +4,7 @@ python docs/command_reference.py
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,13 +21,12 @@ PAGE: Final = Path(__file__).with_name("commands.md")
 
 _HEAD: Final = """# Commands
 
-Every command and option, as `--help` has them. A variable stands for its option in the environment.
+Every command and option, as `--help` has them. The environment variable sets the same as its option.
 
 ## Completion
 
-`resilient-run` prints the script with which a shell completes its options and torchrun's. It needs
-[shtab](https://tqdm.github.io/shtab), as torchrun's `--print-completion` does. To install it, in a clone of the
-repository: `pip install '.[completion]'`.
+`resilient-run --rr-print-completion SHELL` prints a script that completes its options and torchrun's. It needs
+[shtab](https://tqdm.github.io/shtab): `pip install '.[completion]'` in a clone of the repository.
 
 ```sh
 mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions ~/.zfunc
@@ -36,17 +35,20 @@ resilient-run --rr-print-completion fish > ~/.config/fish/completions/resilient-
 resilient-run --rr-print-completion zsh > ~/.zfunc/_resilient-run
 ```
 
-Bash reads its folder if the package `bash-completion` is installed. Without it, put `source FILE` into your
-`~/.bashrc`. For zsh, `~/.zshrc` needs `fpath+=(~/.zfunc)` before `compinit`. Print the script again after an upgrade.
+Bash needs the package `bash-completion`, or `source FILE` in `~/.bashrc`. Zsh needs `fpath+=(~/.zfunc)` before
+`compinit` in `~/.zshrc`. Print the script again after an upgrade.
 
-For the other commands, put this into your `~/.bashrc`. It works for `resilient-inject` and `resilient-comm`, too, and
-with `zsh_source` or `fish_source` in other shells.
+For `resilientctl`, `resilient-inject` and `resilient-comm`, put a line like this into `~/.bashrc`; other shells have
+`zsh_source` and `fish_source`:
 
 ```sh
 eval "$(_RESILIENTCTL_COMPLETE=bash_source resilientctl)"
 ```"""
 _LAUNCHER: Final = "Start a training script as `torchrun` does, with all of its options and the following ones."
+_COLUMNS: Final = ("option", "variable", "default", "meaning")
 _METAVARS: Final = {"INTEGER RANGE": "N", "INTEGER": "N", "FLOAT RANGE": "X", "FLOAT": "X"}
+
+_Row = tuple[str, str, str, str]
 
 
 def page() -> str:
@@ -60,13 +62,16 @@ def page() -> str:
         ("resilient-comm", resilient_comm),
         ("resilientd", resilientd),
     ):
-        lines += ["", *_section(name, command, click.Context(command, info_name=name), depth=2)]
-        if command is launcher:
-            lines += [_exit_row(*option.split(), meaning=meaning) for option, meaning in EXITS]
+        exits = (
+            [_exit_row(*option.split(), meaning=meaning) for option, meaning in EXITS] if command is launcher else []
+        )
+        lines += ["", *_section(name, command, click.Context(command, info_name=name), depth=2, exits=exits)]
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, command: click.Command, context: click.Context, *, depth: int) -> Iterator[str]:
+def _section(
+    name: str, command: click.Command, context: click.Context, *, depth: int, exits: Sequence[_Row] = ()
+) -> Iterator[str]:
     yield f"{'#' * depth} {name}"
     if command.help:
         for paragraph in command.help.split("\n\n"):
@@ -78,7 +83,8 @@ def _section(name: str, command: click.Command, context: click.Context, *, depth
         yield f"`{name} [OPTIONS] {arguments}`"
     rows = [_row(param, context) for param in command.params if isinstance(param, click.Option) and not param.hidden]
     if rows:
-        yield from ("", "| option | variable | default | meaning |", "|---|---|---|---|", *rows)
+        yield ""
+        yield from _table([*rows, *exits])
     if isinstance(command, click.Group):
         for child in command.list_commands(context):
             found = command.get_command(context, child)
@@ -88,7 +94,16 @@ def _section(name: str, command: click.Command, context: click.Context, *, depth
             yield from _section(f"{name} {child}", found, below, depth=depth + 1)
 
 
-def _row(option: click.Option, context: click.Context) -> str:
+def _table(rows: Sequence[_Row]) -> Iterator[str]:
+    """Yield a table with those of the columns that have something in them."""
+    shown = [column for column in range(len(_COLUMNS)) if any(row[column] for row in rows)]
+    yield f"| {' | '.join(_COLUMNS[column] for column in shown)} |"
+    yield f"|{'---|' * len(shown)}"
+    for row in rows:
+        yield f"| {' | '.join(row[column] for column in shown)} |"
+
+
+def _row(option: click.Option, context: click.Context) -> _Row:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if not option.is_flag:
         metavar = option.make_metavar(context)
@@ -98,12 +113,12 @@ def _row(option: click.Option, context: click.Context) -> str:
     default = ", ".join(f"`{value}`" for value in values) if option.show_default and option.default is not None else ""
     if option.is_flag and option.secondary_opts:
         default = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
-    return f"| {names} | {variable} | {default} | {_cell(option.help or '')} |"
+    return names, variable, default, _cell(option.help or "")
 
 
-def _exit_row(name: str, values: str = "", *, meaning: str) -> str:
+def _exit_row(name: str, values: str = "", *, meaning: str) -> _Row:
     names = f"`{name}` {_cell(values.strip('[]'))}".rstrip()
-    return f"| {names} |  |  | {_cell(meaning)} |"
+    return names, "", "", _cell(meaning)
 
 
 def _cell(text: str) -> str:

@@ -136,29 +136,28 @@ def options() -> list[click.Parameter]:
         _option(
             "--rr-run-dir",
             type=click.Path(file_okay=False, readable=False, path_type=Path),
-            help="Directory of the daemon's socket. Default: /run/resilientd/<user> when a service serves there, else "
-            "$XDG_RUNTIME_DIR/resilient-run if that is not another user's, else /tmp/resilient-run-<uid>.",
+            help="Directory of the daemon's socket. Default: /run/resilientd/<user> if a service serves there, else "
+            "your $XDG_RUNTIME_DIR/resilient-run, else /tmp/resilient-run-<uid>.",
         ),
         _option(
             "--rr-shm-dir",
             type=click.Path(file_okay=False, readable=False, path_type=Path),
-            help="tmpfs directory of the checkpoints: the daemon that owns it is used, or started. "
-            "Default: /dev/shm/resilient-run-<uid>.",
+            help="tmpfs directory of the checkpoints. Default: /dev/shm/resilient-run-<uid>.",
         ),
         _option(
             "--rr-host-id",
             metavar="NAME",
             callback=_check_host_id,
             default=socket.gethostname,
-            help="Stable name of this host, distinct for each host of the job. Default: the host name.",
+            help="Stable, unique name of this host. Default: the host name.",
         ),
         _option(
             "--rr-label",
             metavar="NAME",
             callback=_check_label,
             default="",
-            help="Failure domain of this host, for example its rack: hosts with one label may be lost together, so "
-            "replicas go to hosts with others. Default: none.",
+            help="Failure domain of this host, for example its rack: replicas go to hosts with other labels. "
+            "Default: none.",
         ),
         _option(
             "--rr-replicas",
@@ -171,8 +170,7 @@ def options() -> list[click.Parameter]:
             "--rr-memory",
             metavar="SIZE",
             callback=parse_size,
-            help="Memory that this host may spend on checkpoints, as 8G or 512MiB. Default: the daemon's limit, 80 % "
-            "of the tmpfs, or of half of the memory if that is more.",
+            help="Memory for checkpoints on this host, as 8G or 512MiB. Default: the daemon's --memory-limit.",
         ),
         _option(
             "--rr-warm-workers/--rr-no-warm-workers",
@@ -184,8 +182,8 @@ def options() -> list[click.Parameter]:
             "--rr-preload",
             metavar="MODULES",
             callback=_parse_modules,
-            help="Modules that this process imports, too, such as lightning,transformers; learn: those that the first "
-            "workers import from installed packages. Default: none.",
+            help="Modules that this process imports too, as lightning,transformers; learn: the installed packages that "
+            "the first workers import. Default: none.",
         ),
         _option(
             "--rr-events",
@@ -199,8 +197,7 @@ def options() -> list[click.Parameter]:
             type=click.IntRange(min=1),
             default=5,
             show_default=True,
-            help="Grace after a failure between SIGTERM and SIGKILL for the workers that are left; those of a hang are "
-            "killed at once.",
+            help="After a failure, time between SIGTERM and SIGKILL for the remaining workers; after a hang none.",
         ),
         _option(
             "--rr-config",
@@ -216,54 +213,51 @@ def options() -> list[click.Parameter]:
         _option(
             "--rr-allow-different-script",
             is_flag=True,
-            help="Join a run of this run id even if its launchers have another script, arguments, user or torch; "
-            "without it, such a launcher is refused.",
+            help="Join a run whose launchers have another script, arguments, user or torch.",
         ),
         _option(
             "--rr-elastic",
             metavar="SECONDS",
             type=click.FloatRange(min=0),
-            help="With --nnodes MIN:MAX: after a lost host wait so long for another one, then go on from memory with "
-            "fewer ranks; grow when hosts come, once a generation has lasted so long. Default: the number of ranks "
-            "stays as it was at the first commit.",
+            help="With --nnodes MIN:MAX: wait this long for a lost host, then shrink; grow at most this often. "
+            "Default: keep the number of ranks.",
         ),
         _option(
             "--rr-sizes",
             metavar="N,…",
             callback=_parse_sizes,
             default="",
-            help="With --rr-elastic: the numbers of ranks that the script's mesh allows, such as 2,4,8. Default: any.",
+            help="With --rr-elastic: the allowed numbers of ranks, as 2,4,8. Default: any.",
         ),
         _option(
             "--rr-persist",
             metavar="URL",
             callback=check_url,
-            help="Directory or fsspec URL that every host reaches: committed steps are also written there. Short for "
-            "persist.target in the configuration file.",
+            help="Also write committed steps to this directory or fsspec URL, which every host reaches "
+            "(persist.target in the configuration file).",
         ),
         _option(
             "--rr-key-file",
             type=click.Path(dir_okay=False, path_type=Path),
-            help="File with the run key (resilientctl keygen), the same on all hosts: by it their daemons know each "
-            "other. RESILIENT_KEY holds the key itself. Default: a secret in etcd.",
+            help="File with the run key (resilientctl keygen), the same on all hosts; RESILIENT_KEY may hold the key "
+            "itself. Default: a secret in etcd.",
         ),
         _option(
             "--rr-insecure",
             is_flag=True,
-            help="Run on several hosts without a run key although everybody may read and write etcd.",
+            help="Run on several hosts without a run key although anybody may write to etcd.",
         ),
         _option(
             "--rr-port",
             metavar="PORT|FIRST-LAST",
             callback=parse_ports,
-            help="Port, or the first free one of a range, on which this host's daemon listens for the others. "
-            "Default: one that the kernel chooses.",
+            help="Port, or range of ports, on which this host's daemon listens for the others. Default: any free one.",
         ),
         _option(
             "--rr-auto",
             is_flag=True,
-            help="Protect a script without changing it, if the Trainer of transformers or Lightning owns its loop; "
-            "else say why not, and run it as torchrun does.",
+            help="Protect an unchanged script whose loop is the Trainer of transformers or Lightning; run others as "
+            "torchrun does, and say why.",
         ),
         _option(
             "--rr-off",

@@ -11,8 +11,10 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import Cluster
 from etcd_process import EtcdProcess
 from framework_parts import Attempts
+from hosts import Hosts
 from solo_daemon import SoloDaemon
 
 from resilient_run.ckpt.integrations import remembered
@@ -74,6 +76,22 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 def etcd_config(etcd_endpoint: str) -> EtcdConfig:
     """The configuration that reaches `etcd_endpoint`."""
     return EtcdConfig(endpoints=(etcd_endpoint,))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Hosts whose launchers the test starts."""
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
+    """Hosts with daemons only; the test is in all other roles."""
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    yield made
+    made.close()
 
 
 @pytest.fixture

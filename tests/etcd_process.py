@@ -19,6 +19,8 @@ def kept_ports(count: int) -> list[int]:
     chosen: list[int] = []
     while len(chosen) < count:
         port = random.SystemRandom().randrange(20_000, 32_000)
+        if port in chosen:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             chosen.append(port)

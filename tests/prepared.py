@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ ZYGOTE_FD = "RESILIENT_TEST_ZYGOTE_FD"
 """Environment variable with the descriptor by which a launcher calls its zygote, ``pid:descriptor``."""
 DAEMON_FD = "RESILIENT_TEST_DAEMON_FD"
 """Environment variable with the descriptor by which a launcher calls its daemon, ``pid:descriptor``."""
+BEFORE = "RESILIENT_TEST_BEFORE"
+"""Environment variable with code that a launcher executes before it begins."""
 
 _IN_NETWORK, _WITH_LIMIT = ("ip", "netns", "exec"), "--nofile="
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
@@ -60,6 +63,7 @@ def hold() -> None:
     changes = {"unset": list(os.environ), "set": request["env"]}
     become = zygote._become_worker if "torch" in sys.modules else zygote._take_place
     become(changes, descriptors)
+    tempfile.tempdir = None  # TMPDIR may be another one
     try:
         if request["launches"]:
             bind = prctl.death_with_parent(os.getpid())

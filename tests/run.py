@@ -15,6 +15,7 @@ if called := os.environ.pop(prepared.ZYGOTE_FD, None):
 
     launchers.offer_zygote(*map(int, called.split(":")))
     launchers.offer_daemon(*map(int, os.environ.pop(prepared.DAEMON_FD).split(":")))
+    exec(os.environ.pop(prepared.BEFORE, ""))
     main()
     # As Python ends, but for taking its modules apart, which takes a fork longer than all that it did.
     threading._shutdown()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from tiers import nightly_but
 
 pytestmark = pytest.mark.jobs
 
@@ -78,7 +79,7 @@ def ran(cluster: Cluster, script: str, *options: str, argument: str = "word") ->
     return [line for line in lines if "--rr-auto" in line], [line for line in lines if line.startswith("ended")]
 
 
-@pytest.mark.parametrize("start", ["--rr-warm-workers", "--rr-no-warm-workers"])
+@pytest.mark.parametrize("start", nightly_but(["--rr-warm-workers"], ["--rr-warm-workers", "--rr-no-warm-workers"]))
 def test_loop_of_the_script_runs_alone(cluster: Cluster, start: str) -> None:
     said, plain = ran(cluster, OWN_LOOP, "--standalone", "--nproc-per-node=2")
     assert said == []

@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +91,12 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("schedule", ["step", "onecycle"])
-def test_training_continues_bit_by_bit_with_any_optimizer(
-    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, optimizer: str, schedule: str
+@pytest.mark.parametrize(("schedule", "optimizer"), [*zip(SCHEDULES, cycle(OPTIMIZERS), strict=False)])
+def test_training_continues_bit_by_bit(
+    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, schedule: str, optimizer: str
 ) -> None:
-    _check_continuation(daemon, monkeypatch, OPTIMIZERS[optimizer], SCHEDULES[schedule])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_training_continues_bit_by_bit_with_any_schedule(
-    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, schedule: str
-) -> None:
-    _check_continuation(daemon, monkeypatch, OPTIMIZERS["sgd"], SCHEDULES[schedule])
-
-
-def _check_continuation(
-    daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, make_optimizer: Any, make_schedule: Any
-) -> None:
+    """Each schedule once, and each optimizer; `test_restore_optimizers.py` has all kinds of them."""
+    make_optimizer, make_schedule = OPTIMIZERS[optimizer], SCHEDULES[schedule]
     torch.manual_seed(1)
     undisturbed = _Training(make_optimizer, make_schedule)
     with Checkpointer(**undisturbed.objects(), seen=0) as ckpt:

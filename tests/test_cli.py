@@ -16,7 +16,7 @@ import click
 import psutil
 import pytest
 from cluster import kill, wait_until
-from launchers import execute_launcher, start_launcher, start_python
+from launchers import execute_launcher, run_python, start_launcher, start_python
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_api
@@ -249,7 +249,7 @@ def test_agent_that_someone_else_installed_stays() -> None:
 
 PROGRAMS = {
     "success": "print('done')",
-    "exit 3": "raise SystemExit(3)",
+    "exit 3": "print('attempt'); raise SystemExit(3)",
     "exception": "raise ValueError('x')",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
 }
@@ -258,33 +258,35 @@ MODES = {
     "off": ["--rr-off"],
     "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
     "default": [],
+    "executed": [],
 }
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def _launch(mode: str, tmp_path: Path, source: str) -> "subprocess.Popen[str]":
-    """Start a launcher in the working directory: the default as a user does, the others forked."""
+    """Start a launcher in the working directory: one as a user does, the others forked."""
     (tmp_path / "script.py").write_text(source)
     directories = {"RESILIENT_RUN_DIR": str(tmp_path / "run"), "RESILIENT_SHM_DIR": str(tmp_path / "shm")}
     env = {**os.environ, **directories, "TMPDIR": str(tmp_path)}
     arguments = [*MODES[mode], "script.py"]
     if mode == "torchrun":
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return start_python(["-m", "torch.distributed.run", *arguments], env, **pipes)
-    return (execute_launcher if mode == "default" else start_launcher)(arguments, env)
+        return start_python(["-m", "torch.distributed.run", *arguments], env, **PIPES)
+    return (execute_launcher if mode == "executed" else start_launcher)(arguments, env)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_exit_codes_are_torchruns(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ends = {}
-    for mode in MODES:
+    for mode in MODES if program == "killed" else MODES.keys() - {"executed"}:
         made = set(tmp_path.glob("torchelastic_*"))
         launcher = _launch(mode, tmp_path, PROGRAMS[program])
         out, err = launcher.communicate(timeout=120)
         ends[mode] = (launcher.returncode, out, "ChildFailedError" in err, "Root Cause" in err)
         # What torch makes where its own launcher is used, it leaves.
-        assert mode != "default" or set(tmp_path.glob("torchelastic_*")) == made
+        assert mode not in ("default", "executed") or set(tmp_path.glob("torchelastic_*")) == made
     assert len(set(ends.values())) == 1, ends
+    assert ends["default"][1].count("attempt") == (program == "exit 3"), "without a Checkpointer there is no other one"
 
 
 def test_logs_that_were_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,27 +310,23 @@ def test_sigterm_ends_launcher_and_worker_as_with_torchrun(tmp_path: Path, monke
         launcher.communicate(timeout=120)
         codes[mode] = launcher.returncode
         wait_until(lambda worker=worker: not worker.is_running(), timeout_s=30, what="end of the worker")
-        assert mode != "default" or set(tmp_path.glob("torchelastic_*")) == made
+        assert mode not in ("default", "executed") or set(tmp_path.glob("torchelastic_*")) == made
     assert len(set(codes.values())) == 1, codes
     assert not list(tmp_path.glob("resilient-run-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_before_there_are_workers_stops_etcd(number: signal.Signals, tmp_path: Path) -> None:
+    # Whoever runs the tests in the background of a shell, or under nohup, may have had signals ignored.
+    handler = "default_int_handler" if number == signal.SIGINT else "SIG_DFL"
     source = (
-        "import time\n"
+        "import signal, time\n"
+        f"signal.signal({number:d}, signal.{handler})\n"
         "from resilient_run.launcher import cli\n"
         "cli.torchrun.run = lambda args: (print('up', flush=True), time.sleep(1000))\n"
         "cli.main(['train.py'])\n"
     )
-    launcher = subprocess.Popen(
-        # Whoever runs the tests in the background of a shell, or under nohup, may have had them ignored.
-        ["env", f"--default-signal={number.name}", sys.executable, "-P", "-c", source],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    launcher = start_python(["-c", source], {**os.environ, "TMPDIR": str(tmp_path)}, **PIPES)
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "up\n"
     (etcd,) = psutil.Process(launcher.pid).children()
@@ -360,7 +358,7 @@ handler.setFormatter(Formatter())
 logging.getLogger("torch.distributed.elastic").addHandler(handler)
 cli.main(["--standalone", "--max-restarts", "1", {str(script)!r}])
 """
-    ended = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=120)
+    ended = run_python(["-c", source], os.environ)
     assert "--- Logging error ---" in ended.stderr
     assert ended.returncode == 1
     assert "got signal: 15" in ended.stderr.splitlines()[-1]

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,13 +24,6 @@ from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.launcher.daemon_link import DaemonLink, JobRequest
 
 pytestmark = pytest.mark.jobs
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def test_single_host_commits_its_own_captures(hosts: Hosts) -> None:

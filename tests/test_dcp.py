@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "dcp_fsdp.py")
 
 pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,13 +57,6 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": "SGD",
     },
 }
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def moments(case: str) -> list[tuple[str, int, int]]:

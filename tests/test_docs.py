@@ -97,6 +97,14 @@ LONGEST = {
     ("doctor.md",): 650,
     ("injection.md",): 750,
     ("operations.md", *(f"operations/{page.name}" for page in sorted(DOCS.glob("operations/*.md")))): 8000,
+    ("../README.md",): 700,
+    ("index.md", "quickstart.md", "concepts.md", "migration.md"): 3100,
+    ("api.md",): 3800,
+    ("frameworks.md",): 3500,
+    ("comparison.md",): 1500,
+    ("measurements.md",): 2100,
+    ("glossary.md",): 1400,
+    ("commands.md",): 3300,
 }
 """How many words pages have together at most."""
 

@@ -50,13 +50,6 @@ def patient(tmp_path: Path) -> Iterator[Patient]:
     shutil.rmtree(made.shm_dir, ignore_errors=True)
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
-
-
 @pytest.fixture(scope="module")
 def tcp_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
     process = EtcdProcess(tmp_path_factory.mktemp("etcd"))

@@ -10,7 +10,7 @@ from drawn_models import run
 
 pytestmark = pytest.mark.jobs
 
-CASES = {2: 100, 3: 60, 4: 30, 5: 30}
+CASES = {2: 40, 3: 25, 4: 12, 5: 12}
 """Ranks → cases."""
 
 

@@ -76,8 +76,6 @@ def test_second_host_does_not_disturb_what_it_cannot_join(
     script = [*SCRIPT, str(HELD), str(gate)]
     (first,) = run.launch("a", "1:2", script)
     wait_for_commit(first)
-    # Only a launcher that starts as a user's does reads this.
-    monkeypatch.setattr(Host, "forked", False)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (second,) = run.launch("b", "1:2", script)

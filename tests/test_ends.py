@@ -1,16 +1,13 @@
 """Ends of a run that another launcher sees otherwise, or etcd does not hear of: its id can go on from memory."""
 
-import json
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host
 from etcd_process import EtcdProcess
+from prepared import BEFORE
 
 pytestmark = pytest.mark.jobs
 
@@ -57,48 +54,21 @@ Membership.leave = leave
 """Is killed before it leaves."""
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def run(
-    hosts: Sequence[Host],
-    etcd: EtcdProcess,
-    steps: int,
-    before: str = "",
-    *,
-    nnodes: str = "",
-    last_call_s: int = 1,
+    hosts: Sequence[Host], etcd: EtcdProcess, steps: int, before: str = "", *, nnodes: str = "", last_call_s: int = 1
 ) -> tuple[list[int], str, list[list[int]]]:
     """Return the exit statuses of a run's launchers, what they say, and the steps that the worker of each completes."""
-    code = f"{before}\nimport sys\nfrom resilient_run.__main__ import main\nsys.argv[0] = 'resilient-run'\nmain()"
     arguments = ["--nnodes", nnodes or str(len(hosts)), "--nproc-per-node", "1"]
     arguments += ["--rdzv-backend", "etcd-v3", "--rdzv-id", "run"]
     arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", f"lease_ttl=3,last_call_timeout={last_call_s}"]
     arguments += ["--local-addr", "127.0.0.1", "--rr-allow-different-script"]
     script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]
-    launchers = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", code, *arguments, *script],
-            env=host.environ(ETCD_PID=str(etcd.pid)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in hosts
-    ]
-    try:
-        printed, said = zip(*(launcher.communicate(timeout=240) for launcher in launchers), strict=True)
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-            launcher.communicate()
-    found = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in printed]
-    steps_of = [[line["step"] for line in lines if "loss" in line] for lines in found]
-    return [launcher.returncode for launcher in launchers], "".join(said), steps_of
+    made = [len(host.steps()) for host in hosts]
+    for host in hosts:
+        host.launch(arguments, script, **{BEFORE: before, "ETCD_PID": str(etcd.pid)})
+    codes = [host.wait(240) for host in hosts]
+    steps_of = [[step for _, step, _ in host.steps()[count:]] for host, count in zip(hosts, made, strict=True)]
+    return codes, "".join(host.output for host in hosts), steps_of
 
 
 def test_failure_elsewhere_keeps_what_a_success_would_throw_away(cluster: Cluster, etcd: EtcdProcess) -> None:
@@ -133,8 +103,8 @@ def test_run_that_begins_anew_after_a_success_without_a_last_word_is_protected(
     hosts = [cluster.host("a"), cluster.host("b")]
     codes, said, _ = run(hosts, etcd, STEPS, KILLED)
     assert codes == [-signal.SIGKILL] * 2, said
-    codes, said, steps = run(hosts, etcd, 80)
-    assert (codes, steps) == ([0, 0], [[*range(1, 81)]] * 2), said
+    codes, said, steps = run(hosts, etcd, 40)
+    assert (codes, steps) == ([0, 0], [[*range(1, 41)]] * 2), said
     assert re.search("protected: every step, 2 replicas on hosts (a, b|b, a)$", said, re.MULTILINE), said
 
 

@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import EXAMPLE, Cluster
-from launchers import run_python
+from launchers import run_python, run_trainers
 
 pytestmark = pytest.mark.jobs
 
@@ -18,13 +16,6 @@ MINIMAL = EXAMPLE.with_name("minimal.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ENVIRON = {"OMP_NUM_THREADS": "1"}
 SMALL = ("--json", "--steps", "12", "--layers", "1", "--width", "64", "--context", "32", "--batch", "2")
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def run(*arguments: str, forked: bool = True) -> subprocess.CompletedProcess[str]:
@@ -38,8 +29,8 @@ def run(*arguments: str, forked: bool = True) -> subprocess.CompletedProcess[str
     return done
 
 
-def lines_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def lines_of(printed: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 def digest_of(lines: list[dict[str, Any]]) -> str:
@@ -49,18 +40,18 @@ def digest_of(lines: list[dict[str, Any]]) -> str:
 
 def test_plain_python_trains_warns_once_and_repeats_itself() -> None:
     first = run(str(EXAMPLE), *SMALL, forked=False)
-    lines = lines_of(first)
+    lines = lines_of(first.stdout)
     assert lines[0].keys() == {"rank", "pid"}
     assert [line["step"] for line in lines[1:-1]] == list(range(1, 13))
     assert first.stderr.count("no checkpoints are kept") == 1
-    again = lines_of(run(str(EXAMPLE), *SMALL))
+    again = lines_of(run(str(EXAMPLE), *SMALL).stdout)
     assert again[1:] == lines[1:]
-    assert lines_of(run(str(EXAMPLE), *SMALL, "--seed", "1"))[-1] != lines[-1]
+    assert lines_of(run(str(EXAMPLE), *SMALL, "--seed", "1").stdout)[-1] != lines[-1]
 
 
 def test_schemes_sum_the_gradients_of_ddp() -> None:
     """How they recover is tested with the schemes."""
-    lines = lines_of(run(*TORCHRUN, "2", str(EXAMPLE), *SMALL, "--scheme", "spardl"))
+    lines = lines_of(run_trainers([str(EXAMPLE), *SMALL, "--scheme", "spardl"], 2))
     losses = [line["loss"] for line in lines if line.get("rank") == 0 and "loss" in line]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
@@ -78,9 +69,9 @@ def test_text_output_ends_with_the_hash() -> None:
 @pytest.mark.parametrize(
     "mode", [pytest.param((), id="ddp"), pytest.param(("--fsdp",), id="fsdp", marks=pytest.mark.nightly)]
 )
-def test_killed_run_ends_like_torchrun_undisturbed(cluster: Cluster, mode: tuple[str, ...]) -> None:
+def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, mode: tuple[str, ...]) -> None:
     """With three ranks the order of a sum shows in its last bit."""
-    undisturbed = lines_of(run(*TORCHRUN, "3", str(EXAMPLE), *SMALL, *mode))
+    undisturbed = lines_of(run_trainers([str(EXAMPLE), *SMALL, *mode], 3))
     host = cluster.host("solo")
     host.forked = False
     arguments = [str(EXAMPLE), *SMALL, *mode, "--demo-kill", "6"]

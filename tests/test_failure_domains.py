@@ -1,25 +1,14 @@
 """Racks, with real daemons on a real etcd: replicas cross them, one may be lost whole, and replicas may move."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from cluster import wait_until
 from hosts import MANIFEST, PAYLOAD_BYTES, Hosts, Trainer, payload, restored_bytes, wait_for_watermark
 
 from resilient_run.ckpt.format.slot import plan_layout
-from resilient_run.daemon.etcd.client import EtcdConfig
 
 pytestmark = pytest.mark.jobs
 
 RACKS = {"a": "x", "b": "x", "c": "y", "d": "y"}
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def restore(hosts: Hosts, trainers: list[Trainer], pair: tuple[int, int]) -> list[str]:

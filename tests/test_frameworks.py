@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,13 +44,6 @@ num_machines: 1
 num_processes: 2
 use_cpu: false
 """
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def moments(steps: int, ranks: int, seed: int) -> list[tuple[str, int, int]]:

@@ -1,19 +1,17 @@
 """FSDP1: killed at seeded moments, a run ends with the same bits as an undisturbed one; what cannot work is refused."""
 
 import json
-import os
 import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from cluster import EXAMPLE, Cluster
-from launchers import run_apart, run_python
+from launchers import run_apart, run_trainers
 from saved import save
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -29,13 +27,6 @@ pytestmark = pytest.mark.jobs
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 ENVIRON = {"OMP_NUM_THREADS": "1"}
 STEPS = 14
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -55,12 +46,8 @@ def test_killed_run_ends_like_one_that_was_not(cluster: Cluster, tmp_path: Path,
     script = [str(FRAMEWORKS / "sharded_fsdp1.py"), way, str(STEPS)]
     if way == "example":
         script = [str(EXAMPLE.with_name("with_fsdp1.py"))]
-    reference = run_python(
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *script], {**os.environ, **ENVIRON}
-    )
-    assert reference.returncode == 0, reference.stderr
     ends = r"rank \d ends with loss [\d.]+, parameters \w{64}"
-    undisturbed = sorted(re.findall(ends, reference.stdout))
+    undisturbed = sorted(re.findall(ends, run_trainers(script, int(ranks))))
     assert len(undisturbed) == int(ranks)
     draw = random.Random(way)
     twice, *others = [

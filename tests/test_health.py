@@ -11,7 +11,6 @@ from cluster import wait_until
 from hosts import Hosts
 
 from resilient_run.daemon.base.policy import DetectPolicy
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.health.health import local_directory, measure_host
 from resilient_run.daemon.health.threshold import Judge, Measure
 from resilient_run.daemon.run.observation import parse_observations
@@ -115,13 +114,6 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr}")
     yield directory
     subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def seen(hosts: Hosts, name: str) -> dict[str, str]:

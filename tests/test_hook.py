@@ -155,7 +155,7 @@ def test_three_replicas_are_summed_as_by_hybrid_sharding() -> None:
 
 def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
     """Every scheme that remembers something, on four ranks: SparDL's two teams have two members each."""
-    assert_killed_goes_on(tmp_path, 4, [TRAINER, *REMEMBERING, "--steps", "12"], ["--kill-at", "7"])
+    assert_killed_goes_on(tmp_path, 4, [TRAINER, *REMEMBERING, "--steps", "9"], ["--kill-at", "6"])
 
 
 def test_example_has_the_losses_of_ddp() -> None:

@@ -1,7 +1,6 @@
 """`resilient-inject` on real jobs: each kind of fault strikes what it names, nothing else, and only where it may."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,6 @@ from cluster import ENDLESS, Cluster, Host, wait_until
 from resilient_run.launcher.inject.cli import resilient_inject
 
 pytestmark = pytest.mark.jobs
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def inject(*arguments: str, endpoint: str, run_id: str) -> Result:

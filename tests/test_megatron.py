@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,6 @@ CASES = {
     "dp2-tp2-bf16-distributed-overlap": (4, "--tensor 2 --dtype bf16 --distributed --overlap"),
     "dp2-ep2-pp2-bf16-distributed": (4, "--pipeline 2 --expert 2 --experts 4 --dtype bf16 --distributed"),
 }
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def undisturbed(ranks: int, options: list[str]) -> tuple[dict[tuple[int, int], Any], dict[int, Any]]:

@@ -6,7 +6,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from hosts import Hosts, Trainer, payload, restored_bytes, wait_for_watermark
 from resilient_run.ckpt.format.idle import IdleProfile, Span
 from resilient_run.ckpt.format.schedule import Window, window
 from resilient_run.daemon.base.policy import ReplicationPolicy
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.peers.pacing import LinkMeter, Pacer
 
 pytestmark = pytest.mark.jobs
@@ -203,13 +201,6 @@ def test_bandwidth_is_the_median_of_what_was_acknowledged(sock: socket.socket) -
     assert meter.cost is not None
     assert meter.cost.bytes_per_s == 1e7
     assert 0.001 <= meter.cost.startup_s < 1
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def start(hosts: Hosts, **replication: Any) -> list[Trainer]:

@@ -31,13 +31,6 @@ from resilient_run.daemon.trust.secure import SecureSocket
 pytestmark = pytest.mark.jobs
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
-
-
 def connect(family: int, address: Any, first: bytes = b"") -> socket.socket:
     sock = socket.socket(family)
     sock.settimeout(30)

@@ -112,6 +112,8 @@ class Job:
     def __init__(self, preload: list[str] | None = None) -> None:
         self.starter = WorkerStarter(warm=True, preload=preload)
         self.generation = 0
+        self.cold: dict[int, tuple[str, str]] = {}
+        """Rank → the port of its cold worker, and what that printed."""
 
     def run(self, rank: int) -> Any:
         """Return what a worker prints."""
@@ -122,9 +124,12 @@ class Job:
         with open("out", "w") as out:
             process = self.starter.start(command, env, out, None)
             assert process.wait(100) == 0
-        cold = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        if rank not in self.cold:
+            cold = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            self.cold[rank] = env["MASTER_PORT"], cold.stdout
         beforehand, *facts = json.loads(Path("out").read_text())
-        assert facts == json.loads(cold.stdout)[1:], "a cold worker finds something else"
+        port, printed = self.cold[rank]
+        assert facts == json.loads(printed.replace(port, env["MASTER_PORT"]))[1:], "a cold worker finds something else"
         return beforehand
 
 
@@ -184,8 +189,8 @@ def test_package_that_ends_the_process_ends_only_the_zygote_of_its_rank(
 def test_nothing_is_learned_when_told_so(site: Path) -> None:
     job = Job([])
     try:
-        for _ in range(2):
-            assert job.run(0) == []
-            time.sleep(3)
+        assert job.run(0) == []
+        time.sleep(3)
+        assert job.run(0) == []
     finally:
         job.starter.close()

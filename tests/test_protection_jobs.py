@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,13 +24,6 @@ with Checkpointer(x=0) as checkpointer:
         time.sleep(1.0)
         checkpointer.step(step + 1)
 """
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What a daemon gives a trainer of the slots that another number of ranks made: bounded ranges, from who has them."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +8,10 @@ from hosts import PAYLOAD_BYTES, Hosts, Trainer, payload
 
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, parse_header, plan_layout
-from resilient_run.daemon.etcd.client import EtcdConfig
 
 pytestmark = pytest.mark.jobs
 
 BEGIN = plan_layout(len(b'{"made":"by a test"}'), PAYLOAD_BYTES)[0]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def shrunk(hosts: Hosts, **changes: Any) -> Trainer:

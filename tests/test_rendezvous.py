@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,38 @@ def launchers(
     run = Launchers(etcd_endpoint, request.node.name, monkeypatch)
     yield run
     run.close()
+
+
+class Alone(Launchers):
+    """The launchers of a run on an etcd of its own.
+
+    Attributes:
+        etcd: The server.
+        proxy: A way to it that can be cut.
+    """
+
+    def __init__(self, etcd: EtcdProcess, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(etcd.endpoint, "run", monkeypatch)
+        self.etcd, self.proxy = etcd, proxy
+
+    @contextmanager
+    def through_proxy(self) -> Iterator[None]:
+        """Let launchers that are made meanwhile reach etcd by the proxy."""
+        direct, self.endpoint = self.endpoint, f"127.0.0.1:{self.proxy.port}"
+        yield
+        self.endpoint = direct
+
+
+@pytest.fixture
+def alone(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
+    with (
+        closing(Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))) as proxy,
+        closing(Alone(etcd, proxy, monkeypatch)) as run,
+    ):
+        yield run
+        if etcd.is_running:
+            etcd.resume()
+        proxy.release()
 
 
 def place(process: subprocess.Popen[str]) -> tuple[int, int, int]:
@@ -384,16 +417,12 @@ def threads_named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
-def test_restart_without_etcd_is_given_up_in_time(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    launchers = Launchers(etcd.endpoint, "gone", monkeypatch)
-    try:
-        launchers.make("a", (1, 1), join_timeout="3")
-        launchers.joined("a")
-        etcd.kill()
-        with pytest.raises(RendezvousConnectionError, match="cannot reach etcd"):
-            launchers.handlers["a"].next_rendezvous()
-    finally:
-        launchers.close()
+def test_restart_without_etcd_is_given_up_in_time(alone: Alone) -> None:
+    alone.make("a", (1, 1), join_timeout="3")
+    alone.joined("a")
+    alone.etcd.kill()
+    with pytest.raises(RendezvousConnectionError, match="cannot reach etcd"):
+        alone.handlers["a"].next_rendezvous()
 
 
 def test_lost_lease(launchers: Launchers) -> None:
@@ -412,43 +441,27 @@ def test_lost_lease(launchers: Launchers) -> None:
     assert ranks(launchers.joined("ab")) == {"a": 0, "b": 1}
 
 
-def test_outage_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = EtcdProcess(tmp_path / "etcd")
-    server.start()
-    launchers = Launchers(server.endpoint, "run", monkeypatch)
-    try:
-        for host in "ab":
-            launchers.make(host, (2, 2))
-        launchers.joined("ab")
-        server.kill()
-        handler = launchers.handlers["a"]
-        assert handler.num_nodes_waiting() == 0
-        handler.report_failure(kind="worker_exit", message="rank 0 died in the outage")
-        again = {host: launchers._threads.submit(launchers.handlers[host].next_rendezvous) for host in "ab"}
-        server.start()
-        assert ranks({host: future.result(WAIT_S) for host, future in again.items()}) == {"a": 0, "b": 1}
-    finally:
-        launchers.close()
-        server.kill()
+def test_outage_of_etcd(alone: Alone) -> None:
+    for host in "ab":
+        alone.make(host, (2, 2))
+    alone.joined("ab")
+    alone.etcd.kill()
+    handler = alone.handlers["a"]
+    assert handler.num_nodes_waiting() == 0
+    handler.report_failure(kind="worker_exit", message="rank 0 died in the outage")
+    again = {host: alone._threads.submit(alone.handlers[host].next_rendezvous) for host in "ab"}
+    alone.etcd.start()
+    assert ranks({host: future.result(WAIT_S) for host, future in again.items()}) == {"a": 0, "b": 1}
 
 
-def test_etcd_that_comes_back_without_its_data_is_named_as_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = EtcdProcess(tmp_path / "etcd")
-    server.start()
-    launchers = Launchers(server.endpoint, "run", monkeypatch)
-    try:
-        launchers.make("a", (1, 1), lease_ttl="2")
-        launchers.joined("a")
-        server.kill()
-        server.forget()
-        server.start()
-        handler = launchers.handlers["a"]
-        assert "without its data" in wait_until(lambda: handler.closed).reason
-    finally:
-        launchers.close()
-        server.kill()
+def test_etcd_that_comes_back_without_its_data_is_named_as_the_reason(alone: Alone) -> None:
+    alone.make("a", (1, 1), lease_ttl="2")
+    alone.joined("a")
+    alone.etcd.kill()
+    alone.etcd.forget()
+    alone.etcd.start()
+    handler = alone.handlers["a"]
+    assert "without its data" in wait_until(lambda: handler.closed).reason
 
 
 def test_a_registration_that_etcd_lost_is_made_again(launchers: Launchers) -> None:
@@ -459,37 +472,29 @@ def test_a_registration_that_etcd_lost_is_made_again(launchers: Launchers) -> No
     wait_until(lambda: launchers.members() == {"a"})
 
 
-def test_outage_that_outlasts_every_lease_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All launchers register again; only the host that died meanwhile is lost, and that is noticed then."""
-    server = EtcdProcess(tmp_path / "etcd")
-    server.start()
-    launchers = Launchers(server.endpoint, "run", monkeypatch)
-    try:
-        for host in "ab":
-            launchers.make(host, (3, 3), lease_ttl="2")
-        joining = launchers.join("ab")
-        process = launchers.launch("c", (3, 3))
-        assert place(process)[0] == 1
-        for future in joining.values():
-            future.result(WAIT_S)
-        before = created(launchers)
-        server.pause()
-        time.sleep(OUTAGE_S)
-        server.resume()
-        wait_until(lambda: len(after := created(launchers)) == 3 and all(after[host] > before[host] for host in "abc"))
-        assert not any(key.startswith("rdzv/failure/") for key in launchers.keys())  # noqa: SIM118
-        assert {handler.failure for handler in launchers.handlers.values()} == {None}
-        server.pause()
-        process.kill()
-        time.sleep(OUTAGE_S)
-        server.resume()
-        failure = wait_until(lambda: launchers.handlers["a"].failure)
-        assert (failure.kind, failure.host) == ("host_lost", "c")
-        wait_until(lambda: launchers.members() == {"a", "b"})
-    finally:
-        server.resume()
-        launchers.close()
-        server.kill()
+def test_outage_that_outlasts_every_lease_breaks_nothing(alone: Alone) -> None:
+    """All alone register again; only the host that died meanwhile is lost, and that is noticed then."""
+    for host in "ab":
+        alone.make(host, (3, 3), lease_ttl="2")
+    joining = alone.join("ab")
+    process = alone.launch("c", (3, 3))
+    assert place(process)[0] == 1
+    for future in joining.values():
+        future.result(WAIT_S)
+    before = created(alone)
+    alone.etcd.pause()
+    time.sleep(OUTAGE_S)
+    alone.etcd.resume()
+    wait_until(lambda: len(after := created(alone)) == 3 and all(after[host] > before[host] for host in "abc"))
+    assert not any(key.startswith("rdzv/failure/") for key in alone.keys())  # noqa: SIM118
+    assert {handler.failure for handler in alone.handlers.values()} == {None}
+    alone.etcd.pause()
+    process.kill()
+    time.sleep(OUTAGE_S)
+    alone.etcd.resume()
+    failure = wait_until(lambda: alone.handlers["a"].failure)
+    assert (failure.kind, failure.host) == ("host_lost", "c")
+    wait_until(lambda: alone.members() == {"a", "b"})
 
 
 def created(launchers: Launchers) -> dict[str, int]:
@@ -671,153 +676,124 @@ def test_of_two_ends_at_once_the_one_that_etcd_took_is_the_runs(launchers: Launc
         assert closed.to_value() == taken
 
 
-def test_end_that_etcd_did_not_take_removes_nothing(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_that_etcd_did_not_take_removes_nothing(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network of a host stands still while another one ends the run with a failure."""
     monkeypatch.setattr(rendezvous, "_CLOSE_S", 0.5)
-    launchers = Launchers(etcd.endpoint, "stalled", monkeypatch)
-    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
-    try:
-        launchers.make("b", (2, 2))
-        launchers.endpoint = f"127.0.0.1:{proxy.port}"
-        late = launchers.make("a", (2, 2))
-        launchers.endpoint = etcd.endpoint
-        launchers.joined("ab")
-        put_watermark(launchers, 1, 41)
-        proxy.hold_from = 0
-        launchers.handlers["b"].close("rank 1 failed", failed=True)
-        assert launchers.handlers["b"].leave()
-        late.close("all ranks succeeded", failed=False)
-        assert late.ended is None
-        proxy.release()
-        assert late.leave()
-        assert late.ended is not None
-        assert late.ended.reason == "rank 1 failed"
-        assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "state/watermark"}
-    finally:
-        proxy.release()
-        launchers.close()
-        proxy.close()
+    alone.make("b", (2, 2))
+    with alone.through_proxy():
+        late = alone.make("a", (2, 2))
+    alone.joined("ab")
+    put_watermark(alone, 1, 41)
+    alone.proxy.hold_from = 0
+    alone.handlers["b"].close("rank 1 failed", failed=True)
+    assert alone.handlers["b"].leave()
+    late.close("all ranks succeeded", failed=False)
+    assert late.ended is None
+    alone.proxy.release()
+    assert late.leave()
+    assert late.ended is not None
+    assert late.ended.reason == "rank 1 failed"
+    assert set(alone.keys()) == {"rdzv/job", "rdzv/round", "state/watermark"}
 
 
 def with_standby_cut_off(
-    launchers: Launchers, proxy: Proxy, *, outlasting: bool = False
+    launchers: Alone, *, outlasting: bool = False
 ) -> tuple[EtcdRendezvous, "Future[RendezvousInfo]"]:
-    """Return the launcher of a run, and what its standby waits for, whose connection to etcd is gone with `proxy`.
+    """Return the launcher of a run, and what its standby waits for, whose connection to etcd is gone.
 
     The standby's lease has expired, or is `outlasting` the outage.
     """
     running = launchers.make("a", (1, 1))
     launchers.joined("a")
-    direct, launchers.endpoint = launchers.endpoint, f"127.0.0.1:{proxy.port}"
-    standby = launchers.make("b", (1, 1), lease_ttl="60" if outlasting else "2")
-    launchers.endpoint = direct
+    with launchers.through_proxy():
+        standby = launchers.make("b", (1, 1), lease_ttl="60" if outlasting else "2")
     waiting = launchers.join("b")["b"]
     wait_until(lambda: standby.stood_by)  # Its key may be there before it knows.
-    proxy.cut()
+    launchers.proxy.cut()
     wait_until(lambda: launchers.members() == ({"a", "b"} if outlasting else {"a"}))
     return running, waiting
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_standby_that_is_cut_off_ends_with_the_run(
-    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, anew: bool
-) -> None:
+def test_standby_that_is_cut_off_ends_with_the_run(alone: Alone, anew: bool) -> None:
     """Also if another run has begun under its id, with terms that it did not agree to."""
-    launchers = Launchers(etcd.endpoint, f"standby-{anew}", monkeypatch)
-    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
-    try:
-        running, waiting = with_standby_cut_off(launchers, proxy)
-        running.close("all ranks succeeded", failed=False)
-        assert running.leave()
-        assert launchers.keys() == {}
-        if anew:
-            launchers.make("c", (2, 2), join_timeout="5")
-            other = launchers.join("c")["c"]
-        proxy.mend()
-        with pytest.raises(RendezvousClosedError, match="anew while" if anew else "ended it while"):
-            waiting.result(WAIT_S)
-        if anew:
-            with pytest.raises(RendezvousTimeoutError):
-                other.result(WAIT_S)
-    finally:
-        launchers.close()
-        proxy.close()
+    running, waiting = with_standby_cut_off(alone)
+    running.close("all ranks succeeded", failed=False)
+    assert running.leave()
+    assert alone.keys() == {}
+    if anew:
+        alone.make("c", (2, 2), join_timeout="5")
+        other = alone.join("c")["c"]
+    alone.proxy.mend()
+    with pytest.raises(RendezvousClosedError, match="anew while" if anew else "ended it while"):
+        waiting.result(WAIT_S)
+    if anew:
+        with pytest.raises(RendezvousTimeoutError):
+            other.result(WAIT_S)
 
 
-def test_launcher_of_a_run_that_is_gone_changes_nothing_of_the_next_one(
-    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_of_a_run_that_is_gone_changes_nothing_of_the_next_one(alone: Alone) -> None:
     """Whatever it does before it has seen that the run is another one."""
-    launchers = Launchers(etcd.endpoint, "next", monkeypatch)
-    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
-    try:
-        running, waiting = with_standby_cut_off(launchers, proxy)
-        standby = launchers.handlers["b"]
-        running.close("all ranks succeeded", failed=False)
-        assert running.leave()
-        launchers.make("c", (2, 2))
-        other = launchers.join("c")["c"]
-        wait_until(lambda: [member.ready for member in launchers.handlers["c"].view.members.values()] == [1])
-        before = launchers.keys()
-        proxy.mend()
-        wait_until(lambda: "c" in standby.view.members)
-        view = replace(standby.view, round=None)
-        old, seat = standby._link.membership, view.members["c"]
-        failure = Failure(generation=1, host="b", kind="restart", began_step=None, unix_s=time.time(), message="m")
-        asking: list[Callable[[], Awaitable[Any]]] = [
-            lambda: old.form(view, (Seat(host="c", session=seat.session, nproc=1),)),
-            lambda: old.fail(failure),
-            lambda: old.done(1),
-            lambda: old.publish_store(1, "127.0.0.1", 1),
-            lambda: old.close(Closed(reason="it is over", failed=True)),
-        ]
-        answers = [standby._link.request(ask, time.monotonic() + WAIT_S) for ask in asking]
-        assert not any(answers)
-        assert launchers.keys() == before
-        with pytest.raises(RendezvousClosedError):
-            waiting.result(WAIT_S)
-        assert not other.done()
-        launchers.make("d", (2, 2))
-        assert launchers.joined("d")["d"].world_size == 2
-        assert other.result(WAIT_S).world_size == 2
-    finally:
-        launchers.close()
-        proxy.close()
+    running, waiting = with_standby_cut_off(alone)
+    standby = alone.handlers["b"]
+    running.close("all ranks succeeded", failed=False)
+    assert running.leave()
+    alone.make("c", (2, 2))
+    other = alone.join("c")["c"]
+    wait_until(lambda: [member.ready for member in alone.handlers["c"].view.members.values()] == [1])
+    before = alone.keys()
+    alone.proxy.mend()
+    wait_until(lambda: "c" in standby.view.members)
+    view = replace(standby.view, round=None)
+    old, seat = standby._link.membership, view.members["c"]
+    failure = Failure(generation=1, host="b", kind="restart", began_step=None, unix_s=time.time(), message="m")
+    asking: list[Callable[[], Awaitable[Any]]] = [
+        lambda: old.form(view, (Seat(host="c", session=seat.session, nproc=1),)),
+        lambda: old.fail(failure),
+        lambda: old.done(1),
+        lambda: old.publish_store(1, "127.0.0.1", 1),
+        lambda: old.close(Closed(reason="it is over", failed=True)),
+    ]
+    answers = [standby._link.request(ask, time.monotonic() + WAIT_S) for ask in asking]
+    assert not any(answers)
+    assert alone.keys() == before
+    with pytest.raises(RendezvousClosedError):
+        waiting.result(WAIT_S)
+    assert not other.done()
+    alone.make("d", (2, 2))
+    assert alone.joined("d")["d"].world_size == 2
+    assert other.result(WAIT_S).world_size == 2
 
 
-def test_job_that_is_written_again_holds_nobody_up(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_is_written_again_holds_nobody_up(alone: Alone) -> None:
     """It has another revision, as the job of another run would, and is the same one."""
-    launchers = Launchers(etcd.endpoint, "again", monkeypatch)
-    key = f"{launchers.prefix}rdzv/job"
+    key = f"{alone.prefix}rdzv/job"
 
     def write_again(**changes: Any) -> None:
-        entry = launchers.ask(lambda client: client.get(key))
+        entry = alone.ask(lambda client: client.get(key))
         assert entry is not None
-        launchers.ask(lambda client: client.put(key, {**entry.value, **changes}))
+        alone.ask(lambda client: client.put(key, {**entry.value, **changes}))
 
-    try:
-        running = launchers.make("a", (1, 2), last_call_timeout="1")
-        launchers.joined("a")
-        write_again(note="of somebody")
-        launchers.make("b", (1, 2))
-        waiting = launchers.join("b")["b"]
-        wait_until(lambda: running.num_nodes_waiting() == 1)
-        write_again()
-        launchers.joined("a")
-        assert (running.generation, waiting.result(WAIT_S).world_size) == (2, 2)
-        before = launchers.keys()["rdzv/job"].value
-        launchers.ask(lambda client: client.delete(key))
-        for host in "ab":
-            launchers.handlers[host].report_done()
-        wait_until(running.all_done)
-        assert launchers.keys()["rdzv/job"].value == before
-        write_again(token=None)
-        running.report_failure(kind="worker", message="it reports, and hears of it")
-        wait_until(lambda: running.closed is not None)
-        assert running.closed is not None
-        assert "rdzv/job is damaged (rdzv/job: field 'token'" in running.closed.reason
-    finally:
-        launchers.close()
+    running = alone.make("a", (1, 2), last_call_timeout="1")
+    alone.joined("a")
+    write_again(note="of somebody")
+    alone.make("b", (1, 2))
+    waiting = alone.join("b")["b"]
+    wait_until(lambda: running.num_nodes_waiting() == 1)
+    write_again()
+    alone.joined("a")
+    assert (running.generation, waiting.result(WAIT_S).world_size) == (2, 2)
+    before = alone.keys()["rdzv/job"].value
+    alone.ask(lambda client: client.delete(key))
+    for host in "ab":
+        alone.handlers[host].report_done()
+    wait_until(running.all_done)
+    assert alone.keys()["rdzv/job"].value == before
+    write_again(token=None)
+    running.report_failure(kind="worker", message="it reports, and hears of it")
+    wait_until(lambda: running.closed is not None)
+    assert running.closed is not None
+    assert "rdzv/job is damaged (rdzv/job: field 'token'" in running.closed.reason
 
 
 @pytest.mark.parametrize("formed", [False, True])
@@ -856,90 +832,71 @@ def test_run_whose_job_is_removed_ends_for_all(launchers: Launchers, failed: boo
     assert launchers.keys() == {}
 
 
-def test_job_that_is_written_again_all_the_time_holds_nobody_up(
-    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launchers = Launchers(etcd.endpoint, "always", monkeypatch)
+def test_job_that_is_written_again_all_the_time_holds_nobody_up(alone: Alone) -> None:
     ended = threading.Event()
 
     async def write_again(client: Etcd) -> int:
         times = 0
         while not ended.is_set():
-            entry = await client.get(f"{launchers.prefix}rdzv/job")
+            entry = await client.get(f"{alone.prefix}rdzv/job")
             assert entry is not None
-            await client.put(f"{launchers.prefix}rdzv/job", entry.value)
+            await client.put(f"{alone.prefix}rdzv/job", entry.value)
             times += 1
             await asyncio.sleep(0.02)
         return times
 
     try:
         for host in "ab":
-            launchers.make(host, (2, 2))
-        launchers.joined("ab")
-        writing = launchers._threads.submit(launchers.ask, write_again)
+            alone.make(host, (2, 2))
+        alone.joined("ab")
+        writing = alone._threads.submit(alone.ask, write_again)
         for generation in range(2, 6):
-            launchers.handlers["a"].report_failure(kind="worker", message="it is started again")
-            launchers.joined("ab")
-            assert launchers.handlers["b"].generation == generation
+            alone.handlers["a"].report_failure(kind="worker", message="it is started again")
+            alone.joined("ab")
+            assert alone.handlers["b"].generation == generation
         for host in "ab":
-            launchers.handlers[host].report_done()
-        wait_until(launchers.handlers["a"].all_done)
+            alone.handlers[host].report_done()
+        wait_until(alone.handlers["a"].all_done)
         ended.set()
         assert writing.result(WAIT_S) > 1
     finally:
         ended.set()
-        launchers.close()
 
 
 @pytest.mark.parametrize("outlasting", [False, True])
-def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(
-    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, outlasting: bool
-) -> None:
+def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(alone: Alone, outlasting: bool) -> None:
     """What such a run left behind is for a new start; the key that says that it is over has expired."""
-    launchers = Launchers(etcd.endpoint, f"standby-failed-{outlasting}", monkeypatch)
-    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
-    try:
-        running, waiting = with_standby_cut_off(launchers, proxy, outlasting=outlasting)
-        put_watermark(launchers, 1, 41)
-        running.close("rank 0 failed for good", failed=True)
-        assert running.leave()
-        launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/closed"))
-        proxy.mend()
-        with pytest.raises(RendezvousClosedError, match="ended it while"):
-            waiting.result(WAIT_S)
-        assert set(launchers.keys()) >= {"rdzv/job", "rdzv/round", "state/watermark"}
-        again = launchers.make("a", (1, 1))
-        launchers.joined("a")
-        assert again.round is not None
-        assert again.round.restore == (1, 41)
-    finally:
-        launchers.close()
-        proxy.close()
+    running, waiting = with_standby_cut_off(alone, outlasting=outlasting)
+    put_watermark(alone, 1, 41)
+    running.close("rank 0 failed for good", failed=True)
+    assert running.leave()
+    alone.ask(lambda client: client.delete(f"{alone.prefix}rdzv/closed"))
+    alone.proxy.mend()
+    with pytest.raises(RendezvousClosedError, match="ended it while"):
+        waiting.result(WAIT_S)
+    assert set(alone.keys()) >= {"rdzv/job", "rdzv/round", "state/watermark"}
+    again = alone.make("a", (1, 1))
+    alone.joined("a")
+    assert again.round is not None
+    assert again.round.restore == (1, 41)
 
 
-def test_other_terms_take_over_no_run_that_is_only_cut_off(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    launchers = Launchers(etcd.endpoint, "cut-off", monkeypatch)
-    proxy = Proxy(("127.0.0.1", 0), ("127.0.0.1", etcd.port))
-    try:
-        launchers.endpoint = f"127.0.0.1:{proxy.port}"
+def test_other_terms_take_over_no_run_that_is_only_cut_off(alone: Alone) -> None:
+    with alone.through_proxy():
         for host in "ab":
-            launchers.make(host, (2, 2), lease_ttl="2")
-        launchers.joined("ab")
-        launchers.endpoint = etcd.endpoint
-        proxy.cut()
-        wait_until(lambda: launchers.members() == set())
-        other = launchers._threads.submit(launchers.make("c", (1, 1), lease_ttl="2").next_rendezvous)
-        time.sleep(1)
-        assert not other.done()
-        proxy.mend()
-        with pytest.raises(RendezvousStateError, match="nnodes=2:2, but this launcher has --nnodes=1:1"):
-            other.result(WAIT_S)
-        wait_until(lambda: launchers.members() == {"a", "b"})
-        running = [launchers.handlers[host] for host in "ab"]
-        assert [(each.failure, each.closed, each.num_nodes_waiting()) for each in running] == [(None, None, 0)] * 2
-    finally:
-        launchers.close()
-        proxy.close()
+            alone.make(host, (2, 2), lease_ttl="2")
+        alone.joined("ab")
+    alone.proxy.cut()
+    wait_until(lambda: alone.members() == set())
+    other = alone._threads.submit(alone.make("c", (1, 1), lease_ttl="2").next_rendezvous)
+    time.sleep(1)
+    assert not other.done()
+    alone.proxy.mend()
+    with pytest.raises(RendezvousStateError, match="nnodes=2:2, but this launcher has --nnodes=1:1"):
+        other.result(WAIT_S)
+    wait_until(lambda: alone.members() == {"a", "b"})
+    running = [alone.handlers[host] for host in "ab"]
+    assert [(each.failure, each.closed, each.num_nodes_waiting()) for each in running] == [(None, None, 0)] * 2
 
 
 def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launchers) -> None:

@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,8 @@ from hosts import Client, Hosts
 from launchers import run_ctl, run_daemon
 
 from resilient_run.daemon.base.settings import Settings, find_settings
-from resilient_run.daemon.etcd.client import EtcdConfig
 
 pytestmark = pytest.mark.jobs
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def ctl(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, Lease
 
 LEASE_S = 5
 WAIT_S = 30.0
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def keys(hosts: Hosts, below: str = "") -> dict[str, Entry]:

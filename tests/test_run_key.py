@@ -45,13 +45,6 @@ for step in range(start + 1, 100_000):
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(TRAIN)

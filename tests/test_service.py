@@ -83,13 +83,6 @@ class Service:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
     made = Service(tmp_path, uid=getattr(request, "param", 0))
     yield made

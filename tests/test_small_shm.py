@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,13 +68,6 @@ print("END", flush=True)
 checkpointer.close()
 os._exit(0)
 """
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.lab

@@ -32,7 +32,6 @@ from resilient_run.ckpt.format import wire
 from resilient_run.daemon.base.crowd import Crowd
 from resilient_run.daemon.base.logs import RepeatFilter
 from resilient_run.daemon.base.supervise import Supervisor
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.launcher.netlab import unavailable
 
 pytestmark = pytest.mark.jobs
@@ -41,20 +40,6 @@ MIB = 1 << 20
 PIDS = Path("/sys/fs/cgroup/pids")
 FEW_FILES = ("prlimit", "--nofile=1024:4096")
 """What most systems give a process."""
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -22,29 +22,57 @@ from resilient_run.daemon.etcd.client import Entry
 from resilient_run.launcher.rendezvous.rounds import View, rendezvous_mirror
 from resilient_run.launcher.timeline import RecoveryTimeline, newest_step, whole
 
-pytestmark = pytest.mark.jobs
+pytestmark = pytest.mark.fast
+
+
+class Told(RecoveryTimeline):
+    """The timeline of a host, and what it has told.
+
+    Attributes:
+        path: The file of its events.
+        shown: The events that it published.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.shown = path, list[dict[str, Any]]()
+        super().__init__(run_id="run", host="a", events_path=path, publish=self.shown.append, missed_after_s=6.0)
+
+    def fail(self, cause: str = "c", **changes: Any) -> None:
+        self.begin(**{"kind": "worker_exit", "cause": cause, "detect_s": 0.0, "last_step": 3, **changes})
+
+    def written(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture
+def timeline(tmp_path: Path) -> Told:
+    return Told(tmp_path / "events.jsonl")
 
 
 def event(name: str, rank: int, generation: int = 2, **fields: Any) -> dict[str, Any]:
     return {"op": "event", "event": name, "rank": rank, "generation": generation, **fields}
 
 
-def recover(timeline: RecoveryTimeline, *, ranks: set[int], restored_step: int) -> None:
+def restore(timeline: Told, ranks: Sequence[int] = (0,), step: int = 3) -> None:
+    timeline.spawned(generation=2, ranks=set(ranks))
+    for name in ("attached", "restored"):
+        for rank in ranks:
+            timeline.on_event(event(name, rank, step=step, source="local"))
+
+
+def recover(timeline: Told, ranks: Sequence[int] = (0,), step: int = 3) -> None:
     for phase in ("decide", "stop", "rendezvous"):
         timeline.mark(phase)
-    timeline.spawned(generation=2, ranks=ranks)
-    for name in ("attached", "restored", "first_step"):
-        for rank in ranks:
-            timeline.on_event(event(name, rank, step=restored_step, source="local"))
+    restore(timeline, ranks, step)
+    for rank in ranks:
+        timeline.on_event(event("first_step", rank, step=step))
 
 
-def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="rank 1 was killed by SIGKILL", detect_s=0.25, last_step=8)
+def test_a_recovery_is_one_event_and_one_line(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
+    timeline.fail("rank 1 was killed by SIGKILL", detect_s=0.25, last_step=8)
     with caplog.at_level(logging.WARNING):
-        recover(timeline, ranks={0, 1}, restored_step=7)
-    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+        recover(timeline, (0, 1), 7)
+    (written,) = timeline.written()
     assert written["complete"]
     assert written["steps_lost"] == 1
     assert written["restored_step"] == 7
@@ -58,43 +86,37 @@ def test_a_recovery_is_one_event_and_one_line(tmp_path: Path, caplog: pytest.Log
     assert "step 7 from local memory, 1 step(s) lost" in line
 
 
-def test_what_nobody_knows_is_not_said_to_be_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_knows_is_not_said_to_be_nothing(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     """A daemon that was restarted a moment before has not heard yet how far the ranks are."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     unknown: tuple[dict[str, int], ...] = {}, {"0": 8}
     for heard in unknown:
-        timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=newest_step(heard, {0, 1}))
-        recover(timeline, ranks={0, 1}, restored_step=7)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=newest_step({"0": 8, "1": 9}, {0, 1}))
-    recover(timeline, ranks={0, 1}, restored_step=7)
-    assert [json.loads(line)["steps_lost"] for line in path.read_text().splitlines()] == [None, None, 2]
+        timeline.fail(last_step=newest_step(heard, {0, 1}))
+        recover(timeline, (0, 1), 7)
+    timeline.fail(last_step=newest_step({"0": 8, "1": 9}, {0, 1}))
+    recover(timeline, (0, 1), 7)
+    assert [told["steps_lost"] for told in timeline.written()] == [None, None, 2]
     assert ["lost" in line for line in caplog.messages] == [False, False, True]
 
 
-def test_it_waits_for_every_rank_of_its_generation(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="host_lost", cause="host b was lost", detect_s=0.0, last_step=3)
+def test_it_waits_for_every_rank_of_its_generation(timeline: Told) -> None:
+    timeline.fail("host b was lost", kind="host_lost")
     timeline.spawned(generation=2, ranks={0, 1})
     timeline.on_event(event("first_step", 0, step=4))
     timeline.on_event(event("first_step", 1, generation=1, step=4))
-    assert not path.exists()
+    assert not timeline.path.exists()
     timeline.on_event(event("first_step", 1, step=4))
-    assert len(path.read_text().splitlines()) == 1
+    assert len(timeline.written()) == 1
 
 
-def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+def test_a_second_failure_reports_the_first_as_interrupted(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
+    timeline.fail("first")
     timeline.mark("decide")
     timeline.mark("stop")
-    timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3)
+    timeline.fail("second")
     timeline.spawned(generation=1, ranks={0})
-    timeline.begin(kind="worker_exit", cause="third", detect_s=0.0, last_step=3)
-    recover(timeline, ranks={0}, restored_step=3)
-    first, second, third = [json.loads(line) for line in path.read_text().splitlines()]
+    timeline.fail("third")
+    recover(timeline)
+    first, second, third = timeline.written()
     assert (first["cause"], first["complete"]) == ("first", False)
     assert [phase for phase in PHASES if f"{phase}_s" in first] == ["detect", "decide", "stop", "rendezvous"]
     assert (second["cause"], second["complete"]) == ("second", False)
@@ -103,20 +125,16 @@ def test_a_second_failure_reports_the_first_as_interrupted(tmp_path: Path, caplo
     assert caplog.messages[1].startswith("recovery interrupted after")
 
 
-def test_time_until_the_next_failure_is_in_the_phase_that_it_interrupts(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+def test_time_until_the_next_failure_is_in_the_phase_that_it_interrupts(timeline: Told) -> None:
+    timeline.fail("first")
     for phase in ("decide", "stop", "rendezvous"):
         timeline.mark(phase)
-    timeline.spawned(generation=2, ranks={0})
-    timeline.on_event(event("attached", 0))
-    timeline.on_event(event("restored", 0, step=3, source="local"))
+    restore(timeline)
     time.sleep(0.3)
-    timeline.begin(kind="worker_exit", cause="second", detect_s=0.1, last_step=3)
-    timeline.begin(kind="hang", cause="third", detect_s=0.0, last_step=3, idle_s=60.0)
+    timeline.fail("second", detect_s=0.1)
+    timeline.fail("third", kind="hang", idle_s=60.0)
     timeline.close()
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+    events = timeline.written()
     assert events[0]["first_step_s"] >= 0.1
     for before, after in pairwise(events):
         assert after["unix_s"] - after["total_s"] == pytest.approx(before["unix_s"], abs=0.05)
@@ -126,77 +144,63 @@ def test_time_until_the_next_failure_is_in_the_phase_that_it_interrupts(tmp_path
         assert sum(durations) == pytest.approx(told["total_s"], abs=1e-3)
 
 
-def test_failure_that_another_clock_saw_earlier_takes_no_time_of_a_recovery_that_ended(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
-    recover(timeline, ranks={0}, restored_step=3)
-    timeline.begin(kind="host_lost", cause="second", detect_s=1.0, last_step=3)
+def test_failure_that_another_clock_saw_earlier_takes_no_time_of_a_recovery_that_ended(timeline: Told) -> None:
+    timeline.fail("first")
+    recover(timeline)
+    timeline.fail("second", kind="host_lost", detect_s=1.0)
     timeline.close()
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second = timeline.written()
     assert second["unix_s"] - second["total_s"] == pytest.approx(first["unix_s"], abs=0.05)
 
 
-def test_whoever_joins_takes_no_time_of_a_recovery_that_ended_either(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
-    recover(timeline, ranks={0}, restored_step=3)
+def test_whoever_joins_takes_no_time_of_a_recovery_that_ended_either(timeline: Told) -> None:
+    timeline.fail()
+    recover(timeline)
     timeline.join(kind="host_lost", cause="host b is lost", since_s=9.0)
-    recover(timeline, ranks={0}, restored_step=3)
-    assert json.loads(path.read_text().splitlines()[1])["total_s"] < 9.0
+    recover(timeline)
+    assert timeline.written()[1]["total_s"] < 9.0
 
 
-def test_failure_of_which_more_is_known_is_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_of_which_more_is_known_is_one_failure(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     """A worker is killed in a hang, which another host has reported."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="rank 0 was killed", detect_s=0.0, last_step=3, idle_s=60.0)
+    timeline.fail("rank 0 was killed", idle_s=60.0)
     timeline.mark("decide")
-    timeline.begin(kind="hang", cause="rank 1 hangs", detect_s=0.0, last_step=3, idle_s=60.0)
-    recover(timeline, ranks={0}, restored_step=3)
-    told = json.loads(path.read_text())
+    timeline.fail("rank 1 hangs", kind="hang", idle_s=60.0)
+    recover(timeline)
+    (told,) = timeline.written()
     assert (told["kind"], told["complete"]) == ("hang", True)
     assert told["detect_s"] >= 60
     assert len(caplog.messages) == 1
 
 
-def test_cause_that_is_seen_later_does_not_take_time_of_the_recovery_before(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="first", detect_s=0.0, last_step=3)
+def test_cause_that_is_seen_later_does_not_take_time_of_the_recovery_before(timeline: Told) -> None:
+    timeline.fail("first")
     timeline.spawned(generation=1, ranks={0})
-    timeline.begin(kind="worker_exit", cause="second", detect_s=0.0, last_step=3, idle_s=5.0)
+    timeline.fail("second", idle_s=5.0)
     timeline.correct(kind="host_lost", cause="host b is lost")
     timeline.close()
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second = timeline.written()
     assert second["unix_s"] - second["total_s"] == pytest.approx(first["unix_s"], abs=0.05)
 
 
-def test_worker_that_attaches_again_to_a_new_daemon_ends_no_phase_twice(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
-    timeline.spawned(generation=2, ranks={0})
-    timeline.on_event(event("attached", 0))
-    timeline.on_event(event("restored", 0, step=3, source="local"))
+def test_worker_that_attaches_again_to_a_new_daemon_ends_no_phase_twice(timeline: Told) -> None:
+    timeline.fail()
+    restore(timeline)
     time.sleep(0.1)
     timeline.on_event(event("attached", 0))
     timeline.on_event(event("first_step", 0, step=4))
-    told = json.loads(path.read_text())
+    (told,) = timeline.written()
     assert told["restore_s"] < 0.1 <= told["first_step_s"]
 
 
-def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -> None:
+def test_workers_that_are_stopped_again_make_no_phase_negative(timeline: Told) -> None:
     """They die once they are formed, before anything of them is heard of."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    timeline.fail()
     for phase in ("decide", "stop", "rendezvous", "stop"):
         timeline.mark(phase)
     time.sleep(0.1)
     timeline.close()
-    written = json.loads(path.read_text())
+    (written,) = timeline.written()
     durations = {phase: written[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in written}
     assert list(durations) == ["detect", "decide", "stop", "rendezvous"]
     assert durations["rendezvous"] >= 0.1  # in which the run ends
@@ -204,59 +208,46 @@ def test_workers_that_are_stopped_again_make_no_phase_negative(tmp_path: Path) -
     assert sum(durations.values()) == pytest.approx(written["total_s"], abs=1e-3)
 
 
-def test_what_a_script_does_after_its_last_step_is_no_part_of_a_recovery(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
-    timeline.spawned(generation=2, ranks={0})
-    timeline.on_event(event("attached", 0))
-    timeline.on_event(event("restored", 0, step=3, source="local"))
+def test_what_a_script_does_after_its_last_step_is_no_part_of_a_recovery(timeline: Told) -> None:
+    timeline.fail()
+    restore(timeline)
     time.sleep(0.1)
     timeline.close()
-    told = json.loads(path.read_text())
+    (told,) = timeline.written()
     assert (told["complete"], told["restored_step"]) == (False, 3)
     assert told["total_s"] < 0.1
 
 
-def test_recovery_of_a_run_that_then_succeeds_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recovery_of_a_run_that_then_succeeds_is_complete(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     """Its workers had no step left to do."""
-    path = tmp_path / "events.jsonl"
-    shown: list[dict[str, Any]] = []
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=shown.append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
-    timeline.spawned(generation=2, ranks={0})
-    timeline.on_event(event("attached", 0))
-    timeline.on_event(event("restored", 0, step=3, source="local"))
+    timeline.fail()
+    restore(timeline)
     timeline.close(succeeded=True)
-    told = json.loads(path.read_text())
-    assert (told["complete"], told["steps_lost"], shown) == (True, 0, [told])
+    (told,) = timeline.written()
+    assert (told["complete"], told["steps_lost"], timeline.shown) == (True, 0, [told])
     (line,) = caplog.messages
     assert line.startswith("recovered in ")
 
 
-def test_host_that_was_not_needed_any_more_has_recovered_from_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="host_lost", cause="c", detect_s=0.0, last_step=3)
+def test_host_that_was_not_needed_any_more_has_recovered_from_nothing(timeline: Told) -> None:
+    timeline.fail(kind="host_lost")
     timeline.close(succeeded=True)
-    assert not path.exists()
+    assert not timeline.path.exists()
 
 
-def test_end_of_a_run_that_fails_has_one_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_end_of_a_run_that_fails_has_one_cause(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     """What ends it says why; the event says how far the recovery came."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3)
+    timeline.fail()
     timeline.spawned(generation=2, ranks={0})
     timeline.close()
-    assert not json.loads(path.read_text())["complete"]
+    (told,) = timeline.written()
+    assert not told["complete"]
     assert not caplog.messages
 
 
-def test_a_round_that_is_broken_protects_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_that_is_broken_protects_nothing(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     """Its first commit may be heard of after the loss of a host that it counts."""
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="host_lost", cause="host c is lost", detect_s=0.0, last_step=3)
+    timeline.fail("host c is lost", kind="host_lost")
     timeline.on_event(event("first_commit", 0, generation=1, hosts=["a", "c", "b"], replicas=2, every=1, caveats=[]))
     assert not caplog.messages
     timeline.spawned(generation=2, ranks={0})
@@ -266,15 +257,14 @@ def test_a_round_that_is_broken_protects_nothing(tmp_path: Path, caplog: pytest.
     assert caplog.messages == ["protected: every step, 2 replicas on hosts a, b"]
 
 
-def test_what_a_person_shall_see_is_no_warning_to_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
+def test_what_a_person_shall_see_is_no_warning_to_programs(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     timeline.on_event(event("first_commit", 0, generation=1, hosts=["a"], replicas=1, every=1, caveats=[]))
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=8)
-    timeline.begin(kind="hang", cause="d", detect_s=0.0, last_step=8)
-    recover(timeline, ranks={0}, restored_step=7)
-    timeline.begin(kind="worker_exit", cause="e", detect_s=0.0, last_step=8)
+    timeline.fail(last_step=8)
+    timeline.fail("d", kind="hang", last_step=8)
+    recover(timeline, (0,), 7)
+    timeline.fail("e", last_step=8)
     timeline.mark("stop")
-    timeline.begin(kind="hang", cause="f", detect_s=0.0, last_step=8)
+    timeline.fail("f", kind="hang", last_step=8)
     formatter = log_formatter("%(message)s", {"RESILIENT_LOG_FORMAT": "json"})
     levels = [json.loads(formatter.format(record))["level"] for record in caplog.records]
     words = [message.partition(" ")[0] for message in caplog.messages]
@@ -282,18 +272,16 @@ def test_what_a_person_shall_see_is_no_warning_to_programs(tmp_path: Path, caplo
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_training_without_checkpoints_is_no_part_of_a_recovery(tmp_path: Path) -> None:
+def test_training_without_checkpoints_is_no_part_of_a_recovery(timeline: Told) -> None:
     """Nothing says when its steps begin."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     for generation in (2, 3):
-        timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=None)
+        timeline.fail(last_step=None)
         for phase in ("decide", "stop", "rendezvous"):
             timeline.mark(phase)
         timeline.spawned(generation=generation, ranks={0})
         time.sleep(0.1)
     timeline.close()
-    told = [json.loads(line) for line in path.read_text().splitlines()]
+    told = timeline.written()
     assert len(told) == 2
     assert max(event["total_s"] for event in told) < 0.1
 
@@ -309,57 +297,51 @@ def room_for(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def fail(timeline: RecoveryTimeline, cause: str) -> None:
-    timeline.begin(kind="worker_exit", cause=cause, detect_s=0.0, last_step=3)
+def end(timeline: Told, cause: str) -> None:
+    timeline.fail(cause)
     timeline.close()
 
 
 def test_an_event_for_whose_end_there_is_no_room_leaves_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    timeline: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    fail(timeline, "first")
-    before = path.read_text()
+    end(timeline, "first")
+    before = timeline.path.read_text()
     with room_for(len(before) + 20):
-        fail(timeline, "second")
-    assert path.read_text() == before
+        end(timeline, "second")
+    assert timeline.path.read_text() == before
     assert "its end did not fit" in caplog.text
     with room_for(len(before)):
-        fail(timeline, "third")
-    fail(timeline, "fourth")
-    assert [failure.cause for failure in read_ledger([path]).failures] == ["first", "fourth"]
+        end(timeline, "third")
+    end(timeline, "fourth")
+    assert [failure.cause for failure in read_ledger([timeline.path]).failures] == ["first", "fourth"]
 
 
 def test_what_is_behind_an_event_that_was_cut_is_not_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timeline: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launchers of several hosts may append to one file."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     write = os.write
 
     def cut(descriptor: int, line: bytes) -> int:
         written = write(descriptor, line[:20])
-        with path.open("ab") as other:
+        with timeline.path.open("ab") as other:
             other.write(b"other\n")
         return written
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", cut)
-        fail(timeline, "first")
-    fail(timeline, "second")
-    lines = path.read_text().splitlines()
+        end(timeline, "first")
+    end(timeline, "second")
+    lines = timeline.path.read_text().splitlines()
     assert lines[0].endswith("other")
     assert json.loads(lines[-1])["cause"] == "second"
 
 
 def test_an_event_that_is_cut_when_its_file_is_closed_costs_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    timeline: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A network file system may tell only then that a quota is used up, and keeps the pages that did fit."""
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
     close = os.close
 
     def cut(descriptor: int) -> None:
@@ -369,61 +351,53 @@ def test_an_event_that_is_cut_when_its_file_is_closed_costs_no_other(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", cut)
-        fail(timeline, "first")
+        end(timeline, "first")
     assert "Disk quota exceeded" in caplog.text
-    fail(timeline, "second")
-    lines = path.read_bytes().splitlines()
+    end(timeline, "second")
+    lines = timeline.path.read_bytes().splitlines()
     assert len(lines[0]) == 20
     assert json.loads(lines[-1])["cause"] == "second"
 
 
-def test_an_event_that_a_full_pipe_cuts_costs_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "events"
-    os.mkfifo(path)
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+def test_an_event_that_a_full_pipe_cuts_costs_no_other(timeline: Told) -> None:
+    os.mkfifo(timeline.path)
+    reader = os.open(timeline.path, os.O_RDONLY | os.O_NONBLOCK)
     size_bytes = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
-    fail(timeline, "x" * size_bytes)
-    fail(timeline, "no room")
+    end(timeline, "x" * size_bytes)
+    end(timeline, "no room")
     assert len(os.read(reader, size_bytes)) == size_bytes
-    fail(timeline, "second")
-    fail(timeline, "third")
+    end(timeline, "second")
+    end(timeline, "third")
     begins, *others = os.read(reader, size_bytes).splitlines()
     os.close(reader)
     assert not begins
     assert [json.loads(line)["cause"] for line in others] == ["second", "third"]
 
 
-def test_an_undisturbed_run_reports_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+def test_an_undisturbed_run_reports_nothing(timeline: Told) -> None:
     timeline.spawned(generation=1, ranks={0})
     timeline.on_event(event("attached", 0, generation=1))
     timeline.on_event(event("first_step", 0, generation=1, step=1))
     timeline.close()
-    assert not path.exists()
+    assert not timeline.path.exists()
 
 
-def test_a_host_that_stood_by_meanwhile_reports_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="host_lost", cause="host a was cut off", detect_s=1.0, last_step=8)
+def test_a_host_that_stood_by_meanwhile_reports_nothing(timeline: Told) -> None:
+    timeline.fail("host a was cut off", kind="host_lost", detect_s=1.0, last_step=8)
     timeline.mark("stop")
     timeline.abandon()
-    recover(timeline, ranks={0}, restored_step=30)
+    recover(timeline, (0,), 30)
     timeline.close()
-    assert not path.exists()
+    assert not timeline.path.exists()
 
 
-def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path: Path) -> None:
-    path, told = tmp_path / "events.jsonl", list[dict[str, Any]]()
-    timeline = RecoveryTimeline(run_id="run", host="d", events_path=path, publish=told.append, missed_after_s=6.0)
+def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(timeline: Told) -> None:
     timeline.join(kind="host_lost", cause="host b is lost", since_s=1.5)
     timeline.spawned(generation=2, ranks={1})
     for name in ("attached", "restored", "first_step"):
         timeline.on_event(event(name, 1, step=7, source="peer"))
-    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert told == [written]
+    (written,) = timeline.written()
+    assert timeline.shown == [written]
     assert written["complete"]
     assert (written["kind"], written["ranks"], written["steps_lost"]) == ("host_lost", {"1": "peer"}, None)
     assert written["rendezvous_s"] == pytest.approx(1.5, abs=1e-3)
@@ -431,18 +405,16 @@ def test_whoever_takes_a_lost_host_s_place_reports_from_the_failure_on(tmp_path:
     assert written["total_s"] >= 1.5
 
 
-def test_a_worker_s_exit_may_have_another_cause(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+def test_a_worker_s_exit_may_have_another_cause(timeline: Told) -> None:
     timeline.correct(kind="host_lost", cause="no recovery is under way")
     timeline.join(kind="worker_exit", cause="c", since_s=1.0)
     timeline.correct(kind="host_lost", cause="host b is lost")
     timeline.abandon()
     for kind in ("worker_exit", "hang"):
-        timeline.begin(kind=kind, cause="c", detect_s=0.0, last_step=3)
+        timeline.fail(kind=kind)
         timeline.correct(kind="host_lost", cause="host b is lost")
-        recover(timeline, ranks={0}, restored_step=3)
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+        recover(timeline)
+    events = timeline.written()
     assert [(event["kind"], event["cause"]) for event in events] == [("host_lost", "host b is lost"), ("hang", "c")]
 
 
@@ -451,35 +423,29 @@ def test_a_worker_s_exit_may_have_another_cause(tmp_path: Path) -> None:
     [("worker_exit", 1.5, 0.25), ("host_lost", 1.5, 1.5), ("host_lost", 60.0, 6.0), ("hang", 60.0, 60.0)],
 )
 def test_what_nobody_saw_happen_began_after_the_last_step(
-    tmp_path: Path, kind: str, idle_s: float, detect_s: float
+    timeline: Told, kind: str, idle_s: float, detect_s: float
 ) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind=kind, cause="c", detect_s=0.25, last_step=3, idle_s=idle_s)
-    recover(timeline, ranks={0}, restored_step=3)
-    written = json.loads(path.read_text())
+    timeline.fail(kind=kind, detect_s=0.25, idle_s=idle_s)
+    recover(timeline)
+    (written,) = timeline.written()
     assert written["detect_s"] == pytest.approx(detect_s, abs=1e-3)
     assert sum(written[f"{phase}_s"] for phase in PHASES) == pytest.approx(written["total_s"], abs=1e-3)
 
 
-def test_a_lost_host_was_lost_before_a_worker_exited_because_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="c", detect_s=0.0, last_step=3, idle_s=1.5)
+def test_a_lost_host_was_lost_before_a_worker_exited_because_of_it(timeline: Told) -> None:
+    timeline.fail(idle_s=1.5)
     timeline.mark("stop")
     timeline.correct(kind="host_lost", cause="host b is lost")
     timeline.close()
-    written = json.loads(path.read_text())
+    (written,) = timeline.written()
     assert written["detect_s"] == pytest.approx(1.5, abs=1e-3)
     assert written["total_s"] == pytest.approx(1.5 + written["stop_s"] + written["rendezvous_s"], abs=1e-3)
 
 
-def test_phases_of_the_benchmark_add_up_to_what_it_measures_from_outside(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="host_lost", cause="c", detect_s=0.0, last_step=3, idle_s=1.5)
-    recover(timeline, ranks={0}, restored_step=3)
-    written = json.loads(path.read_text())
+def test_phases_of_the_benchmark_add_up_to_what_it_measures_from_outside(timeline: Told) -> None:
+    timeline.fail(kind="host_lost", idle_s=1.5)
+    recover(timeline)
+    (written,) = timeline.written()
     known_s = written["unix_s"] - written["total_s"] + written["detect_s"]
     phases = recovery_phases.between(written, known_s - 1.25, written["unix_s"] + 0.5)
     assert list(phases) == list(PHASES)
@@ -497,19 +463,15 @@ def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
     assert whole([newcomer, {**survivor, "kind": "worker_exit"}])["cause"] == "rank 0 exited"
 
 
-def test_a_host_that_is_recovering_joins_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
-    timeline.begin(kind="worker_exit", cause="its own", detect_s=0.0, last_step=3)
+def test_a_host_that_is_recovering_joins_nothing(timeline: Told) -> None:
+    timeline.fail("its own")
     timeline.join(kind="host_lost", cause="another", since_s=9.0)
-    recover(timeline, ranks={0}, restored_step=3)
-    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+    recover(timeline)
+    (written,) = timeline.written()
     assert written["cause"] == "its own"
 
 
-def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "events.jsonl"
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=path, publish=[].append, missed_after_s=6.0)
+def test_all_hosts_together_are_as_slow_as_the_slowest(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
     about = {"kind": "host_lost", "cause": "host b is lost", "generation": 3, "restored_step": 7, "complete": True}
     events = [
         {**about, "host": "a", "total_s": 2.0, "ranks": {"0": "local", "10": "local"}, "steps_lost": 1},
@@ -518,7 +480,7 @@ def test_all_hosts_together_are_as_slow_as_the_slowest(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         timeline.sum_up(3, events)
         timeline.sum_up(3, events)
-    (written,) = [json.loads(line) for line in path.read_text().splitlines()]
+    (written,) = timeline.written()
     assert (written["event"], written["total_s"], written["slowest"]) == ("recovered", 3.5, "d")
     assert written["hosts"] == {"a": 2.0, "d": 3.5}
     assert list(written["ranks"].items()) == [("0", "local"), ("2", "peer"), ("10", "local")]
@@ -541,8 +503,9 @@ def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) 
     assert not View.of(mirror.apply({key: damaged})).recovered
 
 
-def test_what_protects_a_run_is_said_again_only_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
-    timeline = RecoveryTimeline(run_id="run", host="a", events_path=None, publish=[].append, missed_after_s=6.0)
+def test_what_protects_a_run_is_said_again_only_when_it_has_changed(
+    timeline: Told, caplog: pytest.LogCaptureFixture
+) -> None:
 
     def committed(generation: int, *hosts: str, replicas: int = 2, every: int = 1, caveats: Sequence[str] = ()) -> None:
         told = {"hosts": list(hosts), "replicas": replicas, "every": every, "caveats": list(caveats)}

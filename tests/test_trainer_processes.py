@@ -14,8 +14,6 @@ from hosts import Hosts
 from launchers import start_python
 from solo_daemon import SoloDaemon
 
-from resilient_run.daemon.etcd.client import EtcdConfig
-
 pytestmark = pytest.mark.jobs
 
 Process = subprocess.Popen[str]
@@ -28,13 +26,6 @@ def daemon(tmp_path: Path) -> Iterator[SoloDaemon]:
     made.start()
     yield made
     made.stop()
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,6 @@ LAYOUTS = {
 }
 """Degrees of parallelism of torchtitan by name; its pipelines have two model parts a rank (Interleaved1F1B)."""
 STEPS = 14
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def need(*libraries: str) -> None:

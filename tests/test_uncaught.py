@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,13 +37,6 @@ def fails():
 
 
 """
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def launch(cluster: Cluster, tmp_path: Path, script: str, *options: str, forked: bool = True) -> Host:

@@ -19,7 +19,6 @@ from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotSizeEr
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, plan_layout
 from resilient_run.daemon.base.record import JobRecord
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.jobs import Jobs
 from resilient_run.daemon.run.commit import Agreed
 from resilient_run.daemon.run.rounds import Round
@@ -40,13 +39,6 @@ def shm_dir(tmp_path: Path) -> Iterator[Path]:
     open_directory(path)
     yield path
     shutil.rmtree(path)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def record(run_id: str = "run") -> JobRecord:

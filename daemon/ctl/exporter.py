@@ -35,10 +35,10 @@ def _address(context: click.Context, param: click.Parameter, value: str) -> tupl
 @click.option(
     "--password-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Let in clients that give this password: basic authentication with any user name, or a bearer token.",
+    help="Require this password, by basic authentication (any user name) or as a bearer token.",
 )
-@click.option("--open", "is_open", is_flag=True, help="Let in everybody who reaches the address.")
-@click.option("--certificate", type=click.Path(dir_okay=False), help="Answer with HTTPS: a PEM file with the chain.")
+@click.option("--open", "is_open", is_flag=True, help="Let anybody who reaches the address read it.")
+@click.option("--certificate", type=click.Path(dir_okay=False), help="Serve HTTPS: PEM file with the chain.")
 @click.option("--private-key", type=click.Path(dir_okay=False), help="Its key.")
 @click.pass_obj
 def exporter(

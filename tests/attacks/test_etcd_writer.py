@@ -1,7 +1,5 @@
 """Who writes etcd chooses what a keyed run restores: what its ranks captured together, or a refusal comes of it."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,18 +7,10 @@ from cluster import wait_until
 from hosts import Hosts, Trainer, payload, restored_bytes
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
-from resilient_run.daemon.etcd.client import EtcdConfig
 
 pytestmark = pytest.mark.jobs
 
 KEY = "a run key of at least thirty-two characters"
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def opened(hosts: Hosts, names: str, generation: int) -> list[Trainer]:

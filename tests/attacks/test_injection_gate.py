@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from cluster import Cluster, wait_until
 from gated import STEPS, Gate, on_etcd
 from hosts import Hosts, Trainer
 
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.run.faults import KINDS, Scope
 
 pytestmark = pytest.mark.jobs
@@ -44,13 +42,6 @@ class Attacker:
     def outcomes(self) -> list[dict[str, Any]]:
         entries = self._hosts.etcd(lambda etcd: etcd.list(f"{self._hosts.prefix}inject/outcomes/"))
         return [entry.value for entry in entries.values()]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("value", [True, "true", 1, {"a": True, "b": True}])

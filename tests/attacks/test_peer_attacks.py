@@ -23,7 +23,6 @@ from peer_talk import dial, hello, identity_of, peer_address, was_closed
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format import wire
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.trust.identity import Identity
 
 pytestmark = pytest.mark.jobs
@@ -31,13 +30,6 @@ pytestmark = pytest.mark.jobs
 KEY = "a run key of at least thirty-two characters"
 MIB = 1 << 20
 ASK = {"id": 7, "op": "have", "rank": 0, "generation": 1, "step": 1}
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    yield made
-    made.close()
 
 
 def run_with_key(hosts: Hosts, key: str = KEY, *, generation: int = 1) -> list[Trainer]:
