@@ -1,11 +1,9 @@
 """Puts a scheme under DistributedDataParallel: its communication hook, which sums while backward goes on."""
 
 import os
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +18,9 @@ from .net.fabric import NOT_GIVEN, agreed, as_number
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
-from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
+from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice, check_number
+from .runtime.lanes import Worker
 
 
 class GradientHook(BucketSum):
@@ -48,12 +47,7 @@ class GradientHook(BucketSum):
         }
         self._device = world.device
         self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="gradient hook", daemon=True)
-        self._thread.start()
+        self._worker = Worker("gradient hook", self._device)
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted.
@@ -61,25 +55,21 @@ class GradientHook(BucketSum):
         Raises:
             CommError: The hook is closed.
         """
-        if not self._thread.is_alive():
+        if self._worker.closed:
             raise CommError("backward() after hook.close(): close the hook after the last backward pass")
-        future: Future[Tensor] = Future(devices=[self._device] if self._stream is not None else None)
+        future: Future[Tensor] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         buffer, parameters = bucket.buffer(), bucket.parameters()
         gradients = [buffer] if buffer.is_sparse else _parts(buffer, parameters)
         named_gradients = [(self._names[p], g) for p, g in zip(parameters, gradients, strict=True)]
         used = self._used_of([name for name, _ in named_gradients])
-        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def task() -> None:
-            with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                try:
-                    if self._stream is not None and ready is not None:
-                        self._stream.wait_event(ready)
-                    future.set_result(self._average(buffer, named_gradients, used))
-                except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-                    future.set_exception(error)  # type: ignore[arg-type]
+            try:
+                future.set_result(self._average(buffer, named_gradients, used))
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                future.set_exception(error)  # type: ignore[arg-type]
 
-        self._tasks.put(task)
+        self._worker.submit(task)
         if self._precedes_ddp and bucket.is_last():
             # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
             # that differ in the order may wait for each other for ever.
@@ -89,8 +79,8 @@ class GradientHook(BucketSum):
 
     def close(self) -> None:
         """End the thread; call it after the last backward pass, before the process group is destroyed."""
-        self._tasks.put(None)
-        self._thread.join()
+        self._worker.close()
+        self._worker.join()
         for handle in self._handles.values():
             handle.remove()
 
@@ -99,10 +89,6 @@ class GradientHook(BucketSum):
             "a gradient hook belongs to one DistributedDataParallel, and is neither copied nor pickled with it: copy "
             "or save model.module, wrap the copy, and register a hook for it"
         )
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
 
     def _note_used(self, name: str, parameter: Tensor) -> None:
         # An output that is not in the loss makes autograd come by without a gradient.
@@ -221,8 +207,6 @@ def make_hook(
         across = Transport.among(ranks[place::ranks_per_host], device)
         between = agreed_scheme(scheme, across, world, options, least_elements=least_elements)
         made = TwoLevel(within, between)
-    sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
-    check_pool(between.pool, sizes, least_elements)
     return GradientHook(model, scheme=made, world=world, least_elements=least_elements)
 
 

@@ -79,7 +79,7 @@ MISTAKES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("dgc", {"momentum": 1.0}),
     ("dgc", {"clip_norm": -1.0}),
     ("dgc", {"warm_up_steps": -1}),
-    ("dgc", {"pool": 3}),
+    ("dgc", {"pool": 3}),  # of earlier versions
     ("dense", {"density": 0.1}),
     (None, {}),
     ("zen", {"least_elements": "1"}),
@@ -218,7 +218,6 @@ def _scheme(draw: random.Random, ranks: int) -> tuple[str, dict[str, Any]]:
             {"route": draw.choice(["parallel", "hierarchical", "gather", "dense"])},
             {"route": "parallel", "partition": "hash", "seed": draw.randint(0, 99)},
             {"rows": draw.choice([(), (4,), (3, 8), (16, 64, 256)]), "profile_steps": 1},
-            {**network, "profile_steps": 1},
         ],
         "spardl": [
             {"density": density},

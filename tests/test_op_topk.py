@@ -63,16 +63,13 @@ def test_kernel_is_its_reference(seed: int) -> None:
     if seed % 5 == 0:
         gradient = gradient.round()
     same(topk(gradient, k), topk.reference(gradient, k))
-    same(sampled_topk(gradient, k, seed=seed), sampled_topk.reference(gradient, k, seed=seed))
+    threshold = max(1, int(sample(gradient, k, seed=seed).min()))
+    same(reach(gradient, threshold, numel), reach.reference(gradient, threshold, numel))
 
 
-@RUNNERS
 @EACH_GRADIENT
-def test_a_sample_of_few_elements_still_takes_about_k(run: Runner, gradient: Tensor) -> None:
-    numel = gradient.numel()
-    found = run(sampled_topk, gradient, 5, seed=1)
-    same(found, sampled_topk.reference(gradient, 5, seed=1))
-    assert min(numel, 4) <= found.indices.numel() <= 6
+def test_a_sample_of_few_elements_still_takes_about_k(gradient: Tensor) -> None:
+    assert min(gradient.numel(), 4) <= sampled_topk(gradient, 5, seed=1).indices.numel() <= 6
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -146,4 +143,4 @@ def test_wrong_arguments(run: Runner) -> None:
         with pytest.raises(OpError, match="split the tensor"):
             run(topk, huge(), 1)
     with pytest.raises(OpError, match="sampled_topk: seed -1"):
-        run(sampled_topk, torch.ones(2), 1, seed=-1)
+        sampled_topk(torch.ones(2), 1, seed=-1)

@@ -77,13 +77,9 @@ class Memory(ABC):
         """
         finite = all_finite(total)
         for key in keys:
-            after, before = self._kept[key], self._before.pop(key)
-            if after[0].device.type == "cpu":
-                self._kept[key] = after if finite else before
-            else:  # decided without waiting for the device
-                self._kept[key] = tuple(torch.where(finite, *pair) for pair in zip(after, before, strict=True))
-                for tensor in (*after, *before):  # they may be of the stream that communicates
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            before = self._before.pop(key)
+            if not finite:
+                self._kept[key] = before
 
     @abstractmethod
     def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:

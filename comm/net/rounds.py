@@ -3,18 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from operator import itemgetter
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MessageError
-from ..ops.kernels import checked_together, read_together
-from .collectives import relay_gather
 from .scheme import Scheme
-from .transport import Transport, copied_to_device, to_bytes
+from .transport import Transport, to_bytes
 
 T = TypeVar("T")
 _ALIGNED_BYTES = 8
@@ -38,25 +35,10 @@ class Messages:
     by_all: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Gathering:
-    """An all-gather in which ranks pass on what others sent (`relay_gather`).
+Rounds = Generator[Messages, Mapping[int, Tensor], T]
+"""Yields what ranks do together in a round, is sent source → message, and returns a result.
 
-    Attributes:
-        message: This rank's.
-        sizes_bytes: Of each rank's message; None, then on all ranks, where sizes have to be announced.
-    """
-
-    message: Tensor
-    sizes_bytes: Sequence[int] | None
-
-
-Rounds = Generator[Messages | Gathering | Tensor, Any, T]
-"""Yields what ranks do together, is sent source → message, and returns a result.
-
-For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one. Between
-rounds it may yield what the CPU has to read, and is sent the numbers, as a `Finding` is. Ranks may do that differently
-often. So a collective that it calls by itself, in which all ranks have one order, comes before what it reads.
+For one gradient all ranks go through as many rounds; a rank that has nothing to do in one yields an empty one.
 """
 
 
@@ -69,7 +51,7 @@ def idle(count: int) -> Rounds[None]:
 def swap(message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Rounds[Tensor]:
     """Send `message` to rank `to` and return that of rank `source`."""
     known = None if size_bytes is None else {source: size_bytes}
-    received: Mapping[int, Tensor] = yield Messages(outgoing={to: message}, sources=[source], sizes_bytes=known)
+    received = yield Messages(outgoing={to: message}, sources=[source], sizes_bytes=known)
     return received[source]
 
 
@@ -79,16 +61,56 @@ def all_to_all(
     """Send `messages[r]` to rank r, and return what each sent to `rank`, this one; as `Transport.all_to_all`."""
     others = [other for other in range(len(messages)) if other != rank]
     known = None if sizes_bytes is None else {other: sizes_bytes[other] for other in others}
-    received: Mapping[int, Tensor] = yield Messages(
+    received = yield Messages(
         outgoing={other: messages[other] for other in others}, sources=others, sizes_bytes=known, by_all=True
     )
     return [messages[rank] if place == rank else received[place] for place in range(len(messages))]
 
 
-def gather(message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> Rounds[list[Tensor]]:
-    """Return the messages of all ranks, in their order; as `relay_gather`."""
-    held: Mapping[int, Tensor] = yield Gathering(message=message, sizes_bytes=sizes_bytes)
-    return [held[rank] for rank in range(len(held))]
+def bruck_gather(
+    rank: int, members: Sequence[int], message: Tensor, *, sizes_bytes: Sequence[int] | None = None
+) -> Rounds[list[Tensor]]:
+    """Return the messages of all `members`, in their order; each rank receives every other's once.
+
+    It takes ⌈log2 n⌉ rounds among any number of ranks (Bruck et al. 1997; SparDL, Section 2).
+
+    Args:
+        rank: This one, which is a member.
+        members: Ranks, the same on all of them.
+        message: This rank's.
+        sizes_bytes: Of each member's message, where all know them; None sends 8 bytes with each.
+
+    Raises:
+        MessageError: What a member sent is not what it announced.
+    """
+    count, own = len(members), members.index(rank)
+    held = [message]
+    distance = 1
+    while distance < count:
+        number = min(distance, count - distance)
+        to, source = members[(own - distance) % count], members[(own + distance) % count]
+        if sizes_bytes is None:
+            sizes = torch.tensor([each.numel() for each in held[:number]], device=message.device)
+            received = yield from swap(to_bytes(sizes, *held[:number]), to=to, source=source)
+            held += _split_by_sizes(received, number)
+        else:
+            expected = [sizes_bytes[(own + distance + offset) % count] for offset in range(number)]
+            outgoing = to_bytes(*held[:number])
+            received = yield from swap(outgoing, to=to, source=source, size_bytes=sum(expected))
+            held += torch.split(received, expected)
+        distance *= 2
+    return [held[(place - own) % count] for place in range(count)]
+
+
+def _split_by_sizes(received: Tensor, number: int) -> list[Tensor]:
+    header_bytes = number * torch.int64.itemsize
+    sizes = received[:header_bytes].view(torch.int64).tolist() if received.numel() >= header_bytes else [-1]
+    if min(sizes) < 0 or sum(sizes) != received.numel() - header_bytes:
+        raise MessageError(
+            f"{received.numel()} bytes came that are not {number} messages with their sizes; "
+            f"run the same version with the same options on all ranks"
+        )
+    return list(torch.split(received[header_bytes:], sizes))
 
 
 def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
@@ -100,34 +122,17 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
         MessageError: A message is not what its sender had to send.
     """
     results: dict[int, T] = {}
-    with checked_together():
-        asked = _advanced(runs, dict.fromkeys(range(len(runs))), results)
-        while asked:
-            messages = {index: each for index, each in asked.items() if isinstance(each, Messages)}
-            gatherings = {index: each for index, each in asked.items() if isinstance(each, Gathering)}
-            answers: dict[int, Mapping[int, Tensor] | None] = {}
-            answers.update(zip(messages, _exchange(transport, list(messages.values())), strict=True))
-            answers.update(zip(gatherings, _gather(transport, list(gatherings.values())), strict=True))
-            asked, messages, gatherings = {}, {}, {}  # nobody needs what was before any more
-            asked, answers = _advanced(runs, answers, results), {}
-    return [results[index] for index in range(len(runs))]
-
-
-def _advanced(
-    runs: Sequence[Rounds[T]], answers: Mapping[int, Mapping[int, Tensor] | None], results: dict[int, T]
-) -> dict[int, Messages | Gathering]:
-    """Return what these runs ask others for, given the answers to what they asked before, and put results there."""
-    asked: dict[int, Any] = {}
-    given: Mapping[int, Mapping[int, Tensor] | list[int] | None] = answers
-    while given:
-        for index, answer in sorted(given.items(), key=itemgetter(0)):
+    answers: dict[int, Mapping[int, Tensor] | None] = dict.fromkeys(range(len(runs)))
+    while answers:
+        asked: dict[int, Messages] = {}
+        for index, answer in answers.items():
             try:
                 asked[index] = next(runs[index]) if answer is None else runs[index].send(answer)
             except StopIteration as ended:
                 results[index] = ended.value
-        unread = {index: asked.pop(index) for index in list(asked) if isinstance(asked[index], Tensor)}
-        given = dict(zip(unread, read_together(unread.values()), strict=True))
-    return dict(sorted(asked.items()))  # on all ranks in one order
+        answer, answers = None, {}  # nobody needs what was before any more
+        answers.update(zip(asked, _exchange(transport, list(asked.values())), strict=True))
+    return [results[index] for index in range(len(runs))]
 
 
 class RoundScheme(Scheme):
@@ -178,26 +183,6 @@ def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int,
     return found
 
 
-def _gather(transport: Transport, asked: Sequence[Gathering]) -> list[Mapping[int, Tensor]]:
-    """Return for each all-gather source → message."""
-    if not asked:
-        return []
-    if len(asked) == 1:
-        return [dict(enumerate(relay_gather(transport, asked[0].message, sizes_bytes=asked[0].sizes_bytes)))]
-    known = [each.sizes_bytes for each in asked]
-    sizes = {rank: [each[rank] for each in known if each is not None] for rank in range(transport.size)}
-    are_known = None not in known
-    held = relay_gather(
-        transport,
-        _joined({transport.rank: [each.message for each in asked]}, with_sizes=not are_known)[transport.rank],
-        sizes_bytes=[sum(map(_room, each)) for each in sizes.values()] if are_known else None,
-    )
-    if not are_known:
-        sizes = _announced_sizes(dict(enumerate(held)), dict.fromkeys(range(transport.size), len(asked)))
-    parts = {rank: _parts(message, sizes[rank]) for rank, message in enumerate(held)}
-    return [{rank: parts[rank][index] for rank in parts} for index in range(len(asked))]
-
-
 def _pass(transport: Transport, asked: Messages) -> dict[int, Tensor]:
     outgoing, sizes_bytes = asked.outgoing, asked.sizes_bytes
     if not asked.by_all:
@@ -231,15 +216,11 @@ def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, with_sizes: bool) -> di
         return {}
     device = next(iter(distinct.values()))[0].device
     padding = torch.zeros(_ALIGNED_BYTES, dtype=torch.uint8, device=device)
-    filled = {
-        key: [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
-        for key, parts in distinct.items()
-    }
-    if with_sizes:
-        sizes = copied_to_device([part.numel() for parts in distinct.values() for part in parts], device)
-        for key, own in zip(distinct, torch.split(sizes, [len(parts) for parts in distinct.values()]), strict=True):
-            filled[key].insert(0, own)
-    made = {key: to_bytes(*each) for key, each in filled.items()}
+    made = {}
+    for key, parts in distinct.items():
+        filled = [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
+        sizes = [torch.tensor([part.numel() for part in parts], device=device)] if with_sizes else []
+        made[key] = to_bytes(*sizes, *filled)
     return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items() if parts}
 
 
@@ -255,17 +236,15 @@ def _announced_sizes(messages: Mapping[int, Tensor], counts: Mapping[int, int]) 
     Raises:
         MessageError: It has joined others.
     """
-    header_bytes = {source: torch.int64.itemsize * count for source, count in counts.items()}
-    headers = [messages[source][:size_bytes] for source, size_bytes in header_bytes.items()]
-    whole = all(messages[source].numel() >= size_bytes for source, size_bytes in header_bytes.items())
-    # All at once: the CPU waits for a GPU whenever it reads.
-    numbers = iter(torch.cat(headers).view(torch.int64).tolist() if whole and headers else [])
-    sizes = {source: list(islice(numbers, count)) for source, count in counts.items()}
-    for source, each in sizes.items():
-        expected_bytes = header_bytes[source] + sum(map(_room, each))
-        if min(each, default=-1) < 0 or messages[source].numel() != expected_bytes:
+    sizes = {}
+    for source, count in counts.items():
+        header_bytes = torch.int64.itemsize * count
+        header = messages[source][:header_bytes]
+        sizes[source] = header.view(torch.int64).tolist() if header.numel() == header_bytes else [-1]
+        expected_bytes = header_bytes + sum(map(_room, sizes[source]))
+        if min(sizes[source]) < 0 or messages[source].numel() != expected_bytes:
             raise MessageError(
-                f"rank {source} sent {messages[source].numel()} bytes that are not {counts[source]} messages with "
+                f"rank {source} sent {messages[source].numel()} bytes that are not {count} messages with "
                 f"their sizes; run the same version with the same options on all ranks"
             )
     return sizes

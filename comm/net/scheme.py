@@ -113,9 +113,6 @@ class Scheme(ABC):
     stages: tuple[Stage, ...] = ("communicate",)
     """What its sums have to do between `begin` and `total`."""
 
-    pool: Transport | None = None
-    """Ranks that it asks about each gradient besides those over which it sums."""
-
     beside: Transport | None = None
     """Ranks that sum other shares of the same gradients, each with own ranks; `is_all_reduced` is the same there."""
 

@@ -258,9 +258,8 @@ class _Run(Reduction):
             return None
         match step.routine:
             case Routine.BROADCAST:
-                message = None if held is None else pack([_pieces(held)])[0]
-                (received,) = unpack([broadcast_from(self._root(step.phase), message, transport)])
-                return received
+                message = None if held is None else pack(_pieces(held))
+                return unpack(broadcast_from(self._root(step.phase), message, transport))
             case Routine.ALL_TO_ALL:
                 return summands(scatter_all(_pieces(held), transport, alike=self._alike))
             case Routine.GATHER:
