@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..net.entries import check_density, to_message, unchecked
+from ..net.entries import check_density, kept_count, to_message, unchecked
 from ..ops.coo import Coo, coo_decode
 from ..ops.scatter import scatter_add
 
@@ -78,7 +78,7 @@ class Sparsifier(Compressor):
 
     def count(self, numel: int, density: float | None = None) -> int:
         """Return k for a tensor of `numel` elements."""
-        return min(numel, max(1, round(numel * (self.density if density is None else density))))
+        return kept_count(numel, self.density if density is None else density)
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the indices and values of the selected elements."""

@@ -77,9 +77,12 @@ class Memory(ABC):
         """
         finite = all_finite(total)
         for key in keys:
-            before = self._before.pop(key)
+            after, before = self._kept[key], self._before.pop(key)
             if not finite:
                 self._kept[key] = before
+            for tensor in (*after, *before):
+                if tensor.is_cuda:  # it may be of the stream that communicates
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     @abstractmethod
     def _empty(self, gradient: Tensor) -> tuple[Tensor, ...]:

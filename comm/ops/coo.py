@@ -63,5 +63,4 @@ def coo_decode(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     check_list("coo_decode", indices, values)
     check_range("coo_decode", indices, numel)
     dense = torch.zeros(numel, dtype=values.dtype, device=values.device)
-    dense[indices] = values.detach()
-    return dense
+    return dense.index_copy_(0, indices.long(), values.detach())

@@ -14,7 +14,7 @@ from .compaction import reaching
 from .coo import Coo
 from .kernels import bits, cpu_kernel, flat, host_bits, magnitude_mask
 from .op import Op
-from .spread import murmur, write_samples
+from .spread import murmur
 
 SLACK = 1.25
 """How many times more or fewer elements than were wanted a sampled threshold may select."""
@@ -23,10 +23,6 @@ _DIGITS = 1 << _DIGIT_BITS
 _LANES = 4
 _SAMPLED = 0.01
 _MIN_SAMPLES = 256
-_MAX_SAMPLES = 1 << 14
-_MIN_SAMPLED = 1 << 15
-_MIN_SPARSITY = 16
-_PER_SAMPLE = 32
 
 
 def _topk_reference(dense: Tensor, k: int) -> Coo:
@@ -102,12 +98,6 @@ def _nan_magnitude(dtype: torch.dtype) -> int:
     return int(bits(infinity)) + 1
 
 
-def _sample_size(numel: int, k: int) -> tuple[int, int]:
-    """Return how many elements to sample, and which of the largest of them is the threshold."""
-    count = min(numel, max(_MIN_SAMPLES, ceil(numel * _SAMPLED)))
-    return count, max(1, round(k * count / max(1, numel)))
-
-
 @cpu_kernel
 def _threshold(bits: NDArray[Any], nan: int, k: int) -> tuple[int, int, int]:
     """Return the k-th largest magnitude, how many elements of just that magnitude belong to the k, and how many are."""
@@ -150,23 +140,6 @@ def _threshold(bits: NDArray[Any], nan: int, k: int) -> tuple[int, int, int]:
     return pool[0], k, size
 
 
-def _likely(elements: Tensor, k: int) -> Coo | None:
-    """Return the `k` largest elements and some more; None where a sample does not tell which those may be.
-
-    Of the sample, those are taken that would be among the k largest, and as many more as four standard deviations.
-    """
-    numel = elements.numel()
-    if numel < _MIN_SAMPLED or k * _MIN_SPARSITY > numel:
-        return None
-    chosen = np.empty(min(_MAX_SAMPLES, numel // _PER_SAMPLE), np.int32)
-    write_samples(0, numel, chosen)
-    expected = k / numel * chosen.size
-    rank = ceil(expected + 4 * expected**0.5 + 4)
-    threshold, _, _ = _threshold(host_bits(elements)[chosen], _nan_magnitude(elements.dtype), rank)
-    found = reaching(elements, threshold, 2 * rank * numel // chosen.size)
-    return None if found is None or found[0].numel() < k else Coo(*found)
-
-
 def _without_later_ties(found: Coo, threshold: int, ties: int) -> Coo:
     """Return `found` with only the first `ties` of the elements whose magnitude is `threshold`."""
     magnitudes = _magnitudes(found.values)
@@ -180,13 +153,10 @@ def _topk_cpu(dense: Tensor, k: int) -> Coo:
     k = min(k, elements.numel())
     if k == 0:
         return Coo(torch.empty(0, dtype=torch.int32), elements[:0])
-    likely = _likely(elements, k)
-    among = elements if likely is None else likely.values
-    threshold, ties, equal = _threshold(host_bits(among), _nan_magnitude(elements.dtype), k)
-    reached = reaching(among, threshold, k - ties + equal)
+    threshold, ties, equal = _threshold(host_bits(elements), _nan_magnitude(elements.dtype), k)
+    reached = reaching(elements, threshold, k - ties + equal)
     assert reached is not None
-    indices, values = reached
-    found = Coo(indices if likely is None else likely.indices[indices], values)
+    found = Coo(*reached)
     return _without_later_ties(found, threshold, ties) if ties < equal else found
 
 
