@@ -153,32 +153,35 @@ class RoundScheme(Scheme):
 
 def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int, Tensor]]:
     """Return for each exchange source → message."""
-    if not asked:
-        return []
-    if len(asked) == 1:
-        return [_pass(transport, asked[0])]
+    if len(asked) <= 1:
+        return [_pass(transport, each) for each in asked]
     outgoing: dict[int, list[Tensor]] = {}
     senders: dict[int, list[int]] = {}
     for distance in range(1, transport.size):  # ranks are asked in the order in which they send
         ahead, behind = ((transport.rank + way * distance) % transport.size for way in (1, -1))
-        outgoing[ahead] = [each.outgoing[ahead] for each in asked if ahead in each.outgoing]
-        senders[behind] = [index for index, each in enumerate(asked) if behind in each.sources]
-    senders = {source: indices for source, indices in senders.items() if indices}
-    sizes = _known_sizes(asked, senders)
+        if parts := [each.outgoing[ahead] for each in asked if ahead in each.outgoing]:
+            outgoing[ahead] = parts
+        if indices := [index for index, each in enumerate(asked) if behind in each.sources]:
+            senders[behind] = indices
+    known = [each.sizes_bytes for each in asked if each.sizes_bytes is not None]
+    sizes: dict[int, list[int]] = {}
+    if len(known) == len(asked):
+        sizes = {source: [known[index][source] for index in indices] for source, indices in senders.items()}
     received = _pass(
         transport,
         Messages(
-            outgoing=_joined(outgoing, with_sizes=sizes is None),
+            outgoing=_joined(outgoing, with_sizes=len(known) < len(asked)),
             sources=list(senders),
-            sizes_bytes=None if sizes is None else {source: sum(map(_room, each)) for source, each in sizes.items()},
+            sizes_bytes={source: sum(map(_room, each)) for source, each in sizes.items()}
+            if len(known) == len(asked)
+            else None,
             by_all=any(each.by_all for each in asked),
         ),
     )
-    if sizes is None:
-        sizes = _announced_sizes(received, {source: len(indices) for source, indices in senders.items()})
     found: list[dict[int, Tensor]] = [{} for _ in asked]
     for source, indices in senders.items():
-        for index, part in zip(indices, _parts(received[source], sizes[source]), strict=True):
+        own = sizes.get(source) or _announced_sizes(source, received[source], len(indices))
+        for index, part in zip(indices, _parts(received[source], own), strict=True):
             found[index][source] = part
     return found
 
@@ -195,15 +198,6 @@ def _pass(transport: Transport, asked: Messages) -> dict[int, Tensor]:
     return {source: received[source] for source in asked.sources}
 
 
-def _known_sizes(asked: Sequence[Messages], senders: Mapping[int, Sequence[int]]) -> dict[int, list[int]] | None:
-    """Return source → sizes of the messages that it sends, None where sizes are announced."""
-    known = [each.sizes_bytes for each in asked]
-    sizes = {}
-    for source, indices in senders.items():
-        sizes[source] = [each[source] for index in indices if (each := known[index]) is not None]
-    return None if None in known else sizes
-
-
 def _room(size_bytes: int) -> int:
     """Return what a message takes among others."""
     return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -211,17 +205,14 @@ def _room(size_bytes: int) -> int:
 
 def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, with_sizes: bool) -> dict[int, Tensor]:
     """Return for each rank with messages these as one; where sizes are told, they come first."""
-    distinct = {tuple(map(id, parts)): parts for parts in outgoing.values() if parts}
-    if not distinct:
-        return {}
-    device = next(iter(distinct.values()))[0].device
-    padding = torch.zeros(_ALIGNED_BYTES, dtype=torch.uint8, device=device)
-    made = {}
-    for key, parts in distinct.items():
-        filled = [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
-        sizes = [torch.tensor([part.numel() for part in parts], device=device)] if with_sizes else []
-        made[key] = to_bytes(*sizes, *filled)
-    return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items() if parts}
+    made: dict[tuple[int, ...], Tensor] = {}  # what goes to several ranks is joined once
+    for parts in outgoing.values():
+        if (key := tuple(map(id, parts))) not in made:
+            padding = parts[0].new_zeros(_ALIGNED_BYTES)
+            filled = [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
+            sizes = [torch.tensor([part.numel() for part in parts], device=padding.device)] if with_sizes else []
+            made[key] = to_bytes(*sizes, *filled)
+    return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items()}
 
 
 def _parts(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
@@ -230,21 +221,17 @@ def _parts(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
     return [joined[begin : begin + size_bytes] for begin, size_bytes in zip(ends, sizes_bytes, strict=False)]
 
 
-def _announced_sizes(messages: Mapping[int, Tensor], counts: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return source → sizes of the messages that it has joined, as many as are given.
+def _announced_sizes(source: int, joined: Tensor, count: int) -> list[int]:
+    """Return the sizes of the messages, so many, that a rank has joined.
 
     Raises:
         MessageError: It has joined others.
     """
-    sizes = {}
-    for source, count in counts.items():
-        header_bytes = torch.int64.itemsize * count
-        header = messages[source][:header_bytes]
-        sizes[source] = header.view(torch.int64).tolist() if header.numel() == header_bytes else [-1]
-        expected_bytes = header_bytes + sum(map(_room, sizes[source]))
-        if min(sizes[source]) < 0 or messages[source].numel() != expected_bytes:
-            raise MessageError(
-                f"rank {source} sent {messages[source].numel()} bytes that are not {count} messages with "
-                f"their sizes; run the same version with the same options on all ranks"
-            )
+    header = joined[: torch.int64.itemsize * count]
+    sizes: list[int] = header.view(torch.int64).tolist() if header.numel() == torch.int64.itemsize * count else [-1]
+    if min(sizes) < 0 or joined.numel() != header.numel() + sum(map(_room, sizes)):
+        raise MessageError(
+            f"rank {source} sent {joined.numel()} bytes that are not {count} messages with their sizes; run the same "
+            f"version with the same options on all ranks"
+        )
     return sizes
