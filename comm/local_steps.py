@@ -134,7 +134,7 @@ class LocalSteps:
         if not 0 <= self._mixing < 1:
             raise CommError(f"mixing {mixing}: give a share in [0, 1)")
         self._every, self._outer_lr, self._outer_momentum = every, outer_lr, outer_momentum
-        self._fragments, self._delay = _cut(self._parameters, fragments), delay
+        self._fragments, self._delay = _fragments_of(self._parameters, fragments), delay
         # Step within a round → fragment whose own round ends with it.
         self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
         self._sum = BucketSum(scheme=made, world=ranks, least_elements=least_elements)
@@ -333,7 +333,7 @@ class _Flight:
             self.worker.join(_LEAVE_S)
 
 
-def _cut(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
+def _fragments_of(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
     """Return the names in their order, cut into `count` fragments of about as many elements each, none empty."""
     whole = sum(each.numel() for each in parameters.values())
     found: list[list[str]] = [[]]

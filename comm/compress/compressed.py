@@ -45,7 +45,7 @@ class Compressed(RoundScheme):
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
             messages = yield from bruck_gather(rank, range(ranks), message, sizes_bytes=sizes_bytes)
             compressor.add_all((received, total, seed) for received in messages)
-        self.memory.settle([key], total)
+        self.memory.undo_unless_finite([key], total)
         total = total.view(gradient.shape)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
 

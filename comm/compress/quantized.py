@@ -132,8 +132,8 @@ class TwoStep(RoundScheme):
                 for received, count in zip(sums, numels, strict=True)
             ]
         )
-        self._own.settle([key], total)
-        self._sums.settle([key], total)
+        self._own.undo_unless_finite([key], total)
+        self._sums.undo_unless_finite([key], total)
         return total.view(gradient.shape)
 
     def residuals(self, key: str) -> tuple[Tensor, Tensor]:

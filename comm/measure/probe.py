@@ -106,7 +106,7 @@ def probe_coder(
 
         def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
             memory.compress("probe", dense.to(device))[0].to(home)
-            memory.settle(["probe"], dense)
+            memory.undo_unless_finite(["probe"], dense)
 
         for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
             points[name].append(_mean_s(work, device=home, repeats=repeats, transport=transport))

@@ -65,7 +65,7 @@ class Dgc(Scheme):
         """Return what `reduce` returns for each; they go together through the scheme that sums."""
         sums = self.between.reduce_together([(key, self._chosen(key, gradient)) for key, gradient in gradients])
         for (key, _), total in zip(gradients, sums, strict=True):
-            self.memory.settle([key], total)
+            self.memory.undo_unless_finite([key], total)
         pairs = zip(gradients, sums, strict=True)
         return [total.to_sparse(each.sparse_dim()) if each.is_sparse else total for (_, each), total in pairs]
 

@@ -168,7 +168,7 @@ class _Run(Reduction):
         assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
         total = self._held[: self._shape.numel()]
         if self._remembered:
-            self._memory.settle(self._remembered, total)
+            self._memory.undo_unless_finite(self._remembered, total)
         return total.view(self._shape)
 
     def tensors(self) -> Iterator[Tensor]:
