@@ -1,9 +1,9 @@
 """What a rank remembers of its gradients between steps, so that compression loses nothing for good.
 
 Both memories keep their state by the parameter's key, in float32 (float64 for float64 gradients). An inf or a nan is
-sent on, be it of the gradient or of a message that overflows, so that all ranks see it in the sum; then `undo_unless_finite` takes
-back what all of them remembered of that gradient. A rank that leaves a parameter out in a step (`no_sync`, gradient
-accumulation) calls nothing.
+sent on, be it of the gradient or of a message that overflows, so that all ranks see it in the sum; then
+`undo_unless_finite` takes back what all of them remembered of that gradient. A rank that leaves a parameter out in a
+step (`no_sync`, gradient accumulation) calls nothing.
 """
 
 import zlib
@@ -43,7 +43,8 @@ class Memory(ABC):
     def compress(self, key: str, gradient: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, int]:
         """Return the message of a gradient, and the seed that decodes it; the same seed on all ranks.
 
-        Give the sum that the message goes into to `undo_unless_finite`: until then what was remembered before is kept beside.
+        Give the sum that the message goes into to `undo_unless_finite`: until then what was remembered before is kept
+        beside.
 
         Args:
             key: Name of the parameter (or of a part of it), the same on all ranks.
