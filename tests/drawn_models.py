@@ -42,7 +42,7 @@ from resilient_run.comm.compress.compressors import TopK
 from resilient_run.comm.compress.feedback import MomentumCorrection
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register
-from resilient_run.comm.net.two_level import TwoLevel, _Cut
+from resilient_run.comm.net.two_level import TwoLevel, _HostShares
 from resilient_run.comm.runtime.dgc import Dgc
 
 WIDTH = 8
@@ -492,7 +492,7 @@ def residual(hook: GradientHook, name: str, shape: torch.Size) -> Tensor:
     """Return what this rank remembers of a gradient, flat, with zeros for what only others remember."""
     scheme, state = hook.scheme, hook.state_dict()
     if isinstance(scheme, TwoLevel):
-        cut = _Cut(torch.zeros(shape), scheme.within.size)
+        cut = _HostShares(torch.zeros(shape), scheme.within.size)
         share = cut.share(torch.zeros(cut.parts().numel() // scheme.within.size))
         parts = [torch.zeros(share.numel(), dtype=torch.float64) for _ in range(scheme.within.size)]
         parts[scheme.within.rank] = _remembered(scheme.between, state, name, share.numel())
