@@ -35,7 +35,7 @@ _COMPRESSED: Mapping[Routine, Callable[[Transport, Tensor, bool], object]] = {
     ),
     Routine.GATHER: lambda transport, data, alike: gather_pieces_to(0, _pieces(data, 1), transport, alike=alike),
     Routine.BROADCAST: lambda transport, data, _: unpack(
-        [broadcast_from(0, None if transport.rank else pack([_pieces(data, 1)])[0], transport)]
+        broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
     ),
 }
 
