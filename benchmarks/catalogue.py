@@ -362,7 +362,7 @@ BENCHMARKS: Final = (
             Result(
                 name="zen-delay",
                 arguments="--hosts 3 4 6 8 --delay-ms 20 --elements 200000 --workloads LSTM BERT --schemes dense "
-                "'agsparse, rows' 'sparcml, rows' 'sparse-ps, rows' zen 'zen, by time'",
+                "'agsparse, rows' 'sparcml, rows' 'sparse-ps, rows' zen",
                 minutes=10,
             ),
             Result(
@@ -440,7 +440,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_hash.py",
-        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_kernels.py"),
         results=(Result(name="zen-hash", minutes=2, figures=("3.8", "3.16")),),
     ),
     Benchmark(
@@ -551,7 +551,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",
-        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_kernels.py"),
         results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
     ),
     Benchmark(
@@ -562,7 +562,7 @@ BENCHMARKS: Final = (
             "comm/ops",
             "comm/zen",
             "benchmarks/comm_ops.py",
-            "benchmarks/hash_cpu.py",
+            "benchmarks/hash_kernels.py",
         ),
         results=(Result(name="compressor-kernels", minutes=10, figures=("4.10", "5.2")),),
     ),
@@ -927,7 +927,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/comm_ops.py",
         gpu=True,
-        depends=("comm/ops", "comm/zen", "benchmarks/hash_cpu.py"),
+        depends=("comm/ops", "comm/zen", "benchmarks/hash_kernels.py"),
         results=(Result(name="comm-ops-gpu", arguments="--sizes 1000000 --densities 0.01", minutes=1),),
     ),
     Benchmark(
@@ -939,7 +939,7 @@ BENCHMARKS: Final = (
             "comm/ops",
             "comm/zen",
             "benchmarks/comm_ops.py",
-            "benchmarks/hash_cpu.py",
+            "benchmarks/hash_kernels.py",
         ),
         results=(
             Result(

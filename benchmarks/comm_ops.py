@@ -14,18 +14,17 @@ from typing import Any
 
 import report
 import torch
-from hash_cpu import hash_cpu
+from hash_kernels import hash_cpu, hash_op
 from torch import Tensor
 
-from resilient_run.comm.ops.bitmap import bitmap_indices
+from resilient_run.comm.ops.bitmap import bitmap_encode, bitmap_indices
 from resilient_run.comm.ops.block import block_encode
 from resilient_run.comm.ops.coo import coo_decode, coo_encode
 from resilient_run.comm.ops.scatter import coo_add, scatter_add
 from resilient_run.comm.ops.spread import Spread
 from resilient_run.comm.ops.topk import sampled_topk, topk
-from resilient_run.comm.zen.hash import HashMemory, hierarchical_hash
-from resilient_run.comm.zen.hash_bitmap import hash_bitmap_encode
-from resilient_run.comm.zen.histogram import partition
+from resilient_run.comm.zen.hash import HashMemory
+from resilient_run.comm.zen.histogram import partition, positions
 
 Run = Callable[[], Any]
 GPU_NUMEL = 214_000_000
@@ -59,8 +58,8 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
     wide = indices.long()
     spread = Spread(numel=numel, parts=parts)
     parts_of = partition(indices, values, spread)
-    own = parts_of.indices[: parts_of.counts[0]]
-    bitmap, length = hash_bitmap_encode(own, spread, 0), spread.size(0)
+    own, length = positions(parts_of.indices[: parts_of.counts[0]], spread), spread.size(0)
+    bitmap = bitmap_encode(own, length)
     memory = HashMemory.of(spread, density)
     k = int(numel * density)
     sums = [
@@ -80,10 +79,7 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
         ),
         "scatter_add": (lambda: scatter_add(other, indices, values), lambda: other.index_add_(0, wide, values)),
         "coo_add": (lambda: coo_add(indices, values, *theirs), lambda: (sums[0] + sums[1]).coalesce()),
-        "hash_bitmap_encode": (
-            lambda: hash_bitmap_encode(own, spread, 0),
-            lambda: hash_bitmap_encode.reference(own, spread, 0),
-        ),
+        "bitmap_encode": (lambda: bitmap_encode(own, length), lambda: bitmap_encode.reference(own, length)),
         "bitmap_indices": (lambda: bitmap_indices(bitmap, length), lambda: bitmap_indices.reference(bitmap, length)),
         "block_encode": (lambda: block_encode(gradient), lambda: block_encode.reference(gradient)),
         "topk": (lambda: topk(full, k), lambda: torch_topk(full, k)),
@@ -148,7 +144,7 @@ def on_gpu(parts: int, repeats: int) -> dict[str, Any]:
             "coo_encode": lambda g=gradient: coo_encode(g),
             "partition": lambda e=entries: partition(*e, spread),
             "coo_encode + partition": lambda g=gradient: partition(*coo_encode(g), spread),
-            "hierarchical hash": lambda g=gradient, e=entries, m=memory: hierarchical_hash(g, e.indices, spread, m),
+            "hierarchical hash": lambda g=gradient, e=entries, m=memory: hash_op(g, e.indices, spread, m),
         }
         for name, run in runs.items():
             gpu_seconds(run)

@@ -138,7 +138,7 @@ def mean(key: str, gradients: Sequence[Tensor], memories: Sequence[Memory]) -> T
         for message, _ in sent:
             compressor.add(message, total, seed=seed)
     for memory in memories:
-        memory.settle([key], total)
+        memory.undo_unless_finite([key], total)
     return total.view(like.shape) / len(gradients)
 
 

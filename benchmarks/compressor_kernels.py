@@ -21,7 +21,7 @@ from resilient_run.comm.compress.compressors import NAMES, named
 from resilient_run.comm.net.transport import from_bytes, to_bytes
 from resilient_run.comm.ops.bitmap import bitmap_bytes
 from resilient_run.comm.ops.quantize import BLOCK, DTYPES, dequantize, quantize, scale_count
-from resilient_run.comm.ops.random import random_place, random_select
+from resilient_run.comm.ops.random import random_indices
 from resilient_run.comm.ops.signs import signs_decode, signs_encode
 
 SEED = 7
@@ -63,8 +63,10 @@ def torch_coders(name: str, dense: Tensor, k: int) -> tuple[Callable[[], Tensor]
         return compress, place
     if name == "randomk":
         return (
-            lambda: to_bytes(random_select.reference(dense, k, seed=SEED)),
-            lambda message: random_place.reference(from_bytes(message, (dtype, k))[0], numel, seed=SEED),
+            lambda: to_bytes(dense[random_indices.reference(dense, numel, k, seed=SEED)]),
+            lambda message: torch.zeros(numel, dtype=dtype, device=dense.device).index_copy_(
+                0, random_indices.reference(dense, numel, k, seed=SEED).long(), from_bytes(message, (dtype, k))[0]
+            ),
         )
     if name in ("efsignsgd", "onebit"):
         levels, count = (slice(2, 3), 1) if name == "efsignsgd" else (slice(2), 2)

@@ -32,9 +32,6 @@ SCHEMES = (
     "zen",
     "index-free",
 )
-BY_TIME = "zen, by time"
-WORD_S = 32e-9
-"""At 1 Gbit/s."""
 
 
 def run(*, ranks: int, rate: str | None, options: Any) -> list[dict[str, Any]]:
@@ -46,8 +43,7 @@ def run(*, ranks: int, rate: str | None, options: Any) -> list[dict[str, Any]]:
         options: Of the command.
     """
     names = ("elements", "gpus", "workloads", "schemes", "rounds")
-    network = {"alpha_s": 2e-3 * options.delay_ms, "beta_s": WORD_S}
-    shared = json.dumps({"network": network, **{name: getattr(options, name) for name in names}})
+    shared = json.dumps({name: getattr(options, name) for name in names})
     lab = DelayedHosts(ranks, delay_s=options.delay_ms / 1e3) if rate is None else NetLab(ranks, rate=rate)
     with lab:
         found = [json.loads(line) for line in lines_of(lab, [sys.executable, "-P", WORKER, shared])]
@@ -80,7 +76,7 @@ def survey(workload: str, *, ranks: int, options: Any) -> Sparsity:
 def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
     """Return the time of the scheme's own formula; where there is none that without indices, as for rows."""
     kind = scheme.removesuffix(", rows")
-    name = {"zen, elements": "zen", "zen": "index-free", BY_TIME: "index-free"}.get(kind, kind)
+    name = {"zen, elements": "zen", "zen": "index-free"}.get(kind, kind)
     limit_bytes = RECEIVED_BYTES.get(name, RECEIVED_BYTES["index-free"])(sparse)
     # The formulas of coordinates count an index for each value.
     return 8 * limit_bytes / rate_bit_s / (1 if kind == scheme else 2)
@@ -153,7 +149,7 @@ def main() -> None:
     arguments.add_argument("--rates", nargs="+", default=["100mbit"])
     arguments.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="of each packet, one way")
     arguments.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    arguments.add_argument("--schemes", nargs="+", choices=(*SCHEMES, BY_TIME), default=list(SCHEMES))
+    arguments.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     arguments.add_argument("--elements", type=int, default=2_000_000, help="of a gradient; ratios hardly depend on it")
     arguments.add_argument("--gpus", type=int, default=8, help="of a host, whose gradients are summed before")
     arguments.add_argument("--rounds", type=int, default=5, help="in which schemes take turns")

@@ -25,10 +25,9 @@ from torch import Tensor
 from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops.block import block_encode
-from resilient_run.comm.ops.op import run_alone
 from resilient_run.comm.zen.formats import ALL, Format, encode
-from resilient_run.comm.zen.parallel import push_and_pull
 from resilient_run.comm.zen.partition import Balanced
+from resilient_run.comm.zen.routes import push_and_pull
 from resilient_run.comm.zen.sparse import compress, expand
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -52,7 +51,7 @@ def sizes(elements: int, density: float) -> dict[str, float]:
     dense = torch.randn(elements, generator=random) * present
     whole = compress(dense)
     cut = Balanced(length=elements, servers=SERVERS)
-    shares = run_alone(cut.split(whole))
+    shares = cut.split(whole)
     blocks = block_encode(dense)
     found = {
         "COO": sum(message.nbytes for message in encode(shares, (Format.COO,))),

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from hash_cpu import hash_cpu
+from hash_kernels import hash_cpu
 from numpy.typing import NDArray
 from report import Summary, parser, table, write_json
 from torch import Tensor

@@ -14,7 +14,7 @@ from .net.fabric import NOT_GIVEN, agreed, as_number
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
-from .runtime.bucket import LEAST_ELEMENTS, check_pool
+from .runtime.bucket import LEAST_ELEMENTS
 from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice, check_number
 from .runtime.gradient_hook import GradientHook, synchronize
 from .trial.advice import Method, methods
@@ -137,30 +137,26 @@ class _Ranks:
         world: All ranks.
         within: Those of this rank's host, None where the scheme sums among all.
         across: Those for the scheme.
-        sizes: Name → elements of each parameter.
     """
 
     world: Transport
     within: Transport | None
     across: Transport
-    sizes: Mapping[str, int]
 
     @classmethod
     def of(cls, model: DistributedDataParallel, given: Transport, ranks_per_host: int) -> Self:
         ranks, device = dist.get_process_group_ranks(model.process_group), given.device
-        sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
         world = Transport.among(ranks, device)
         if ranks_per_host == 1:
-            return cls(world=world, within=None, across=world, sizes=sizes)
+            return cls(world=world, within=None, across=world)
         host, place = divmod(world.rank, ranks_per_host)
         within = Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device)
         across = Transport.among(ranks[place::ranks_per_host], device)
-        return cls(world=world, within=within, across=across, sizes=sizes)
+        return cls(world=world, within=within, across=across)
 
 
 def _made(ranks: _Ranks, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
     made = agreed_scheme(choice, ranks.across, ranks.world, options, least_elements=least_elements)
-    check_pool(made.pool, ranks.sizes, least_elements)
     return made if ranks.within is None else TwoLevel(ranks.within, made)
 
 

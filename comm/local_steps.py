@@ -3,11 +3,12 @@
 import atexit
 import logging
 import sys
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,7 @@ from .net.scheme import Scheme
 from .net.transport import Transport, from_bytes, to_bytes
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.choice import Choice, agreed_scheme
+from .runtime.lanes import Worker
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +134,7 @@ class LocalSteps:
         if not 0 <= self._mixing < 1:
             raise CommError(f"mixing {mixing}: give a share in [0, 1)")
         self._every, self._outer_lr, self._outer_momentum = every, outer_lr, outer_momentum
-        self._fragments, self._delay = _cut(self._parameters, fragments), delay
+        self._fragments, self._delay = _fragments_of(self._parameters, fragments), delay
         # Step within a round → fragment whose own round ends with it.
         self._ends = {(place + 1) * every // fragments % every: place for place in range(fragments)}
         self._sum = BucketSum(scheme=made, world=ranks, least_elements=least_elements)
@@ -148,7 +150,7 @@ class LocalSteps:
         largest = max(sum(self._outer[name].numel() for name in names) for names in self._fragments)
         self._sent = torch.zeros(largest if delay else 0, dtype=exact, device=device)
         self._sending, self._begun = _NONE, 0
-        self._pending: _BackgroundSum | None = None
+        self._pending: _Flight | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -258,10 +260,17 @@ class LocalSteps:
         parts = torch.split(flat, [self._outer[name].numel() for name in names])
         return {name: part.view_as(self._outer[name]) for name, part in zip(names, parts, strict=True)}
 
-    def _start_sum(self, names: Sequence[str]) -> "_BackgroundSum":
+    def _start_sum(self, names: Sequence[str]) -> "_Flight":
         """Send what `_sent` has of these parameters into a sum beside training."""
         total = self._sent[: sum(self._outer[name].numel() for name in names)].clone()
-        return _BackgroundSum(self._sum, total, self._views(names, total))
+        gradients = self._views(names, total)
+        before = deepcopy(self._sum.state_dict())
+        worker = Worker("local steps", total.device)
+        done = worker.submit(partial(self._sum.sum_bucket, total, list(gradients.items())))
+        worker.close()
+        flight = _Flight(total=total, gradients=gradients, before=before, worker=worker, done=done)
+        atexit.register(flight.leave)
+        return flight
 
     def _move(self, pseudo: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Make the outer step that the sum asks for, and take its parameters."""
@@ -290,61 +299,41 @@ class LocalSteps:
             outer.add_(gradient, alpha=-self._outer_lr)
 
 
-class _BackgroundSum:
-    """A sum that is on its way in a thread of its own, and on CUDA in a stream of its own.
-
-    Args:
-        bucket_sum: Sums; nobody else asks it for anything before `wait` has returned.
-        total: What is to be summed, in place.
-        gradients: Its parts, by name.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Flight:
+    """A sum that is on its way in a worker of its own; nobody else asks for one before it is there.
 
     Attributes:
-        total: As given; the sum once `wait` has returned.
-        gradients: As given.
+        total: What is to be summed, and the sum once it is `done`.
+        gradients: Its parts, by name.
         before: What the scheme remembered before.
+        worker: That sums.
+        done: When the sum is there.
     """
 
-    def __init__(self, bucket_sum: BucketSum, total: Tensor, gradients: dict[str, Tensor]) -> None:
-        self.total, self.gradients = total, gradients
-        self.before = deepcopy(bucket_sum.state_dict())
-        self._sum = bucket_sum
-        self._error: Exception | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if total.is_cuda:
-            self._stream = torch.cuda.Stream(total.device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(total.device))
-        self._thread = threading.Thread(target=self._work, name="local steps", daemon=True)
-        self._thread.start()
-        atexit.register(self._leave)
+    total: Tensor
+    gradients: dict[str, Tensor]
+    before: dict[str, Any]
+    worker: Worker
+    done: "Future[None]"
 
     def wait(self) -> None:
-        """Return when the sum is there; on CUDA, the current stream waits for it.
+        """Return when the sum is there, or raise what went wrong; on CUDA, the current stream waits for it."""
+        try:
+            self.done.result()
+        finally:
+            self.worker.join()
+            atexit.unregister(self.leave)
+        self.worker.follow()
 
-        Raises:
-            Exception: What went wrong.
-        """
-        self._thread.join()
-        atexit.unregister(self._leave)
-        if self._error is not None:
-            raise self._error
-        if self._stream is not None:
-            torch.cuda.current_stream(self.total.device).wait_stream(self._stream)
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Wait at the end of a script: Python's own end aborts the process if the thread is in the middle of a sum."""
         if getattr(sys, "last_type", None) is None:  # others may never send theirs to a script that has failed
             log.warning("the script ends while a sum of local steps is on its way; call close() after the last step")
-            self._thread.join(_LEAVE_S)
-
-    def _work(self) -> None:
-        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            try:
-                self._sum.sum_bucket(self.total, list(self.gradients.items()))
-            except Exception as error:  # noqa: BLE001 - whoever waits gets it
-                self._error = error
+            self.worker.join(_LEAVE_S)
 
 
-def _cut(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
+def _fragments_of(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
     """Return the names in their order, cut into `count` fragments of about as many elements each, none empty."""
     whole = sum(each.numel() for each in parameters.values())
     found: list[list[str]] = [[]]

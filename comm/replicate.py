@@ -25,7 +25,7 @@ from .net.scheme import Scheme
 from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
-from .runtime.bucket import LEAST_ELEMENTS, BucketSum, check_pool
+from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.choice import Choice, agreed_scheme
 from .runtime.execute import OptionScheme, options_of
 from .synchronizer import fits
@@ -140,8 +140,8 @@ def register_replicated(
 
     Raises:
         CommError: There is no such scheme, options are given without a name, or the model is not of FSDP2, has no
-            replicas, different replicas for different parameters, or a hook already; or gradients that are large on
-            some ranks of a pool only; or the replicas are given different schemes or options.
+            replicas, different replicas for different parameters, or a hook already; or the replicas
+            are given different schemes or options.
     """
     names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     groups = []
@@ -158,8 +158,6 @@ def register_replicated(
         )
     ranks = Transport.over(_replicas(groups), groups[0][0].device)
     made = agreed_scheme(scheme, ranks, ranks, options, least_elements=least_elements)
-    sizes = {name: p.padded_sharded_param_size.numel() for _, found in groups for name, p in found.items()}
-    check_pool(made.pool, sizes, least_elements)
     return ReplicateHook(groups, scheme=made, least_elements=least_elements)
 
 

@@ -24,7 +24,6 @@ from .compress.compressor import Compressor
 from .compress.feedback import ErrorFeedback, Memory
 from .errors import CommError
 from .net.fabric import make_fabric
-from .net.scheme import Scheme
 from .plan.plan import DENSE, Plan, PlanGroup
 from .runtime.choice import check_alike
 from .runtime.execute import OptionScheme, options_of
@@ -49,13 +48,13 @@ class GradientSynchronizer:
     Args:
         module: Its trainable parameters each have one gradient, which is dense.
         groups: Names of parameters that are summed as one tensor; all that are trainable, each once.
-        scheme: Sums; the key of a group is its `group_key`.
+        scheme: Sums in stages; the key of a group is its `group_key`.
 
     Raises:
         CommError: The groups are not the trainable parameters.
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[Sequence[str]], scheme: Scheme) -> None:
+    def __init__(self, module: nn.Module, groups: Sequence[Sequence[str]], scheme: OptionScheme) -> None:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if reason := mismatch(groups, parameters):
             raise CommError(f"the groups do not fit the module: {reason}; plan for this model")

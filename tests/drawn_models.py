@@ -42,7 +42,7 @@ from resilient_run.comm.compress.compressors import TopK
 from resilient_run.comm.compress.feedback import MomentumCorrection
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register
-from resilient_run.comm.net.two_level import TwoLevel, _Cut
+from resilient_run.comm.net.two_level import TwoLevel, _HostShares
 from resilient_run.comm.runtime.dgc import Dgc
 from resilient_run.comm.trial import trial
 
@@ -83,7 +83,7 @@ MISTAKES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("dgc", {"momentum": 1.0}),
     ("dgc", {"clip_norm": -1.0}),
     ("dgc", {"warm_up_steps": -1}),
-    ("dgc", {"pool": 3}),
+    ("dgc", {"pool": 3}),  # of earlier versions
     ("dense", {"density": 0.1}),
     ("auto", {"density": 0.1}),
     ("auto", {"lossy": "yes"}),
@@ -225,7 +225,6 @@ def _scheme(draw: random.Random, ranks: int) -> tuple[str, dict[str, Any]]:
             {"route": draw.choice(["parallel", "hierarchical", "gather", "dense"])},
             {"route": "parallel", "partition": "hash", "seed": draw.randint(0, 99)},
             {"rows": draw.choice([(), (4,), (3, 8), (16, 64, 256)]), "profile_steps": 1},
-            {**network, "profile_steps": 1},
         ],
         "spardl": [
             {"density": density},
@@ -500,7 +499,7 @@ def residual(hook: GradientHook, name: str, shape: torch.Size) -> Tensor:
     """Return what this rank remembers of a gradient, flat, with zeros for what only others remember."""
     scheme, state = hook.scheme, hook.state_dict()
     if isinstance(scheme, TwoLevel):
-        cut = _Cut(torch.zeros(shape), scheme.within.size)
+        cut = _HostShares(torch.zeros(shape), scheme.within.size)
         share = cut.share(torch.zeros(cut.parts().numel() // scheme.within.size))
         parts = [torch.zeros(share.numel(), dtype=torch.float64) for _ in range(scheme.within.size)]
         parts[scheme.within.rank] = _remembered(scheme.between, state, name, share.numel())

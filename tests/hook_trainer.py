@@ -84,12 +84,10 @@ def parallelized(model: "Model", scheme: str, switches: list[str]) -> tuple[nn.M
         kind = model.out.weight.device.type
         replicas = 3 if "three" in switches else 2
         each = dist.get_world_size() // replicas
-        options: dict[str, Any] = {}
         if "tensor" in switches:
             whole = init_device_mesh(kind, (replicas, 1, each), mesh_dim_names=("replicate", "shard", "tensor"))
             mesh = whole["replicate", "shard"]
             parallelize_module(model, whole["tensor"], TENSOR_PARALLEL)
-            options = {"pool": whole.get_group("tensor")} if scheme == "dgc" else {}
         else:
             mesh = init_device_mesh(kind, (replicas, each), mesh_dim_names=("replicate", "shard"))
         for layer in (model.table, model.hidden):
@@ -98,7 +96,7 @@ def parallelized(model: "Model", scheme: str, switches: list[str]) -> tuple[nn.M
         if scheme == "none":
             return sharded, None
         made = topk if scheme == "topk" else scheme
-        return sharded, register_replicated(sharded, made, least_elements=1000, **options)
+        return sharded, register_replicated(sharded, made, least_elements=1000)
     column = None
     if "columns" in switches:
         dist.new_group([0])  # one more for rank 0, as for the ranks that lead hosts

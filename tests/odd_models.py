@@ -154,7 +154,7 @@ def mistakes(_: str) -> dict[str, Any]:
         "bare": text(model.module, "zen"),
         "teams": text(model, "spardl", teams=7),
         "no rank": text(model, "powersgd", rank=0),
-        "no pool": text(model, "dgc", pool=3),
+        "no more": text(model, "dgc", pool=3),
         "least": text(model, "zen", least_elements="1"),
         "hosts": text(model, "zen", ranks_per_host=3),
     }

@@ -1,6 +1,6 @@
 """What the tests of operations share: backends, gradients that are hard to handle, and equality of bits."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -31,9 +31,10 @@ class Runner:
         """Whether a thread of the kernels takes about a millisecond."""
         return self.backend == "cuda" and self.device == "cpu"
 
-    def __call__(self, op: Op[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         moved: list[Any] = [arg.to(self.device) if isinstance(arg, Tensor) else arg for arg in args]
-        result: R = _to_cpu(op.on(self.backend)(*moved, **kwargs))  # type: ignore[arg-type]
+        run = op.on(self.backend) if isinstance(op, Op) else op
+        result: R = _to_cpu(run(*moved, **kwargs))  # type: ignore[arg-type]
         return result
 
 

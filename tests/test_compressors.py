@@ -95,7 +95,7 @@ def test_step_that_overflowed_leaves_no_trace(make: Any) -> None:
         poisoned[17] = bad
         total = sent_by(memory, "w", poisoned)
         assert not total.isfinite().all()
-        memory.settle(["w"], total)
+        memory.undo_unless_finite(["w"], total)
         assert all(map(torch.equal, memory.state_dict()["kept"]["w"], before))
 
 

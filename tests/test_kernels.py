@@ -62,7 +62,7 @@ def test_a_gpu_without_a_compiler_takes_the_reference_and_says_so_once(
 
 
 def test_code_that_depends_on_other_files_is_not_kept() -> None:
-    for kernel, kept in ((spread.count_owners, True), (random._select, False)):
+    for kernel, kept in ((spread.count_owners, True), (random._draw, False)):
         assert isinstance(kernel.py_func, FunctionType)  # type: ignore[attr-defined]
         assert (type(kernel._cache).__name__ != "NullCache") == kept  # type: ignore[attr-defined]
 

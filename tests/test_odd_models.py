@@ -23,7 +23,7 @@ MISTAKES = {
     "bare": "register() takes a model of DistributedDataParallel, got Linear: wrap it first, or use",
     "teams": "2 ranks cannot form 7 equal teams; choose one of [1, 2]",
     "no rank": "rank 0 is below 1",
-    "no pool": "dgc: pool must be a process group, got 3",
+    "no more": "zen has no option pool; it has rows,",
     "least": "least_elements must be an integer, got '1'",
     "hosts": "2 ranks are no multiple of 3 per host",
     "twice": "this model has a communication hook already",

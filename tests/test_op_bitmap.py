@@ -6,11 +6,10 @@ from op_cases import EACH_GRADIENT, RUNNERS, Runner, lists, same, sparse
 from torch import Tensor
 
 from resilient_run.comm.errors import OpError
-from resilient_run.comm.ops.bitmap import bitmap_bytes, bitmap_indices
+from resilient_run.comm.ops.bitmap import bitmap_bytes, bitmap_encode, bitmap_indices
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.scatter import scatter_add
 from resilient_run.comm.ops.spread import Spread
-from resilient_run.comm.zen.hash_bitmap import hash_bitmap_encode
 from resilient_run.comm.zen.histogram import indices_at, partition, positions
 
 
@@ -40,9 +39,8 @@ def test_kernels_are_their_references(seed: int) -> None:
     gradient = sparse(1000 + 7 * seed, 0.9**seed, seed=seed)
     bitmap, numel = packed((gradient != 0).tolist()), gradient.numel()
     same([bitmap_indices(bitmap, numel)], [bitmap_indices.reference(bitmap, numel)])
-    spread = Spread(numel=numel, parts=1)
-    indices = coo_encode(gradient).indices
-    same([hash_bitmap_encode(indices, spread, 0)], [hash_bitmap_encode.reference(indices, spread, 0)])
+    indices = coo_encode(gradient).indices.flip(0)
+    same([bitmap_encode(indices, numel), bitmap_encode.reference(indices, numel)], [bitmap] * 2)
 
 
 @RUNNERS
@@ -63,7 +61,7 @@ def test_hash_bitmap_names_the_indices_of_a_part(run: Runner, numel: int, parts:
     spread = Spread(numel=numel, parts=parts, seed=2)
     gradient = sparse(numel, 0.4)
     for part, (indices, values) in enumerate(lists(partition(*coo_encode(gradient), spread))):
-        bitmap = run(hash_bitmap_encode, indices.flip(0), spread, part)
+        bitmap = run(bitmap_encode, positions(indices, spread).flip(0), spread.size(part))
         assert bitmap.numel() == bitmap_bytes(spread.size(part))
         same([unpacked(run, bitmap, spread, part)], [indices])
         # A server that keeps its share dense has the same bitmap, and values in the same order.
@@ -76,10 +74,10 @@ def test_all_and_none(run: Runner) -> None:
     spread = Spread(numel=30, parts=2)
     for part in range(2):
         own = torch.arange(30, dtype=torch.int32)[spread.owners(torch.arange(30)) == part]
-        full = run(hash_bitmap_encode, own, spread, part)
+        full = run(bitmap_encode, positions(own, spread), spread.size(part))
         assert full.tolist() == [255, 127]
         same([unpacked(run, full, spread, part)], [own])
-        assert run(hash_bitmap_encode, own[:0], spread, part).tolist() == [0, 0]
+        assert run(bitmap_encode, own[:0], spread.size(part)).tolist() == [0, 0]
 
 
 def test_bitmaps_of_all_servers_take_a_thirtysecond_of_the_tensor() -> None:
@@ -90,10 +88,7 @@ def test_bitmaps_of_all_servers_take_a_thirtysecond_of_the_tensor() -> None:
 
 
 @RUNNERS
-def test_indices_of_other_parts_are_refused(run: Runner) -> None:
-    spread = Spread(numel=10, parts=3)
-    for part in range(3):
-        with pytest.raises(OpError, match=f"not all indices are of part {part}"):
-            run(hash_bitmap_encode, torch.arange(10, dtype=torch.int32), spread, part)
-    with pytest.raises(OpError, match="part 3 is none of the 3"):
-        run(hash_bitmap_encode, torch.arange(10, dtype=torch.int32), spread, 3)
+def test_indices_that_do_not_fit_are_refused(run: Runner) -> None:
+    for wrong in (-1, 10):
+        with pytest.raises(OpError, match=f"indices from {min(wrong, 0)} to {max(wrong, 0)} do not fit 10 elements"):
+            run(bitmap_encode, torch.tensor([0, wrong], dtype=torch.int32), 10)

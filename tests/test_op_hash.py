@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zen_hash
-from hash_cpu import hash_cpu
+from hash_kernels import hash_cpu, hash_op
 from op_cases import RUNNERS, Runner, lists, same, sparse
 
 from resilient_run.comm.errors import OpError
@@ -36,7 +36,7 @@ def test_equals_the_partition(run: Runner, numel: int, density: float) -> None:
     spread = Spread(numel=numel, parts=3, seed=1)
     gradient = sparse(numel, density).view(-1, 1)
     indices, values = coo_encode(gradient)
-    found = run(hierarchical_hash, gradient, indices, spread, HashMemory.of(spread, max(density, 0.1)))
+    found = run(hash_op, gradient, indices, spread, HashMemory.of(spread, max(density, 0.1)))
     assert_complete(found, partition(indices, values, spread))
 
 
@@ -46,7 +46,7 @@ def test_index_0_and_every_type(run: Runner, dtype: torch.dtype) -> None:
     spread = Spread(numel=12, parts=2)
     gradient = torch.arange(1, 13).to(dtype)
     indices, values = coo_encode(gradient)
-    found = run(hierarchical_hash, gradient, indices, spread, HashMemory(slots=12, serial=2))
+    found = run(hash_op, gradient, indices, spread, HashMemory(slots=12, serial=2))
     assert_complete(found, partition(indices, values, spread))
 
 
@@ -55,7 +55,7 @@ def test_too_little_memory_is_doubled_and_nothing_lost(run: Runner) -> None:
     spread = Spread(numel=60, parts=2)
     gradient = torch.ones(60)
     indices, values = coo_encode(gradient)
-    found = run(hierarchical_hash, gradient, indices, spread, HashMemory(slots=2, serial=1, rounds=2))
+    found = run(hash_op, gradient, indices, spread, HashMemory(slots=2, serial=1, rounds=2))
     assert found.memory.slots > 2
     assert found.memory == HashMemory(slots=found.memory.slots, serial=found.memory.slots // 2, rounds=2)
     assert found.spilled <= 2 * found.memory.serial
@@ -71,7 +71,7 @@ def test_random_gradients_of_any_density(seed: int) -> None:
     indices, values = coo_encode(gradient)
     # The planned density is too small for half of them.
     memory = HashMemory.of(spread, 0.4)
-    for implementation in (hash_cpu, hierarchical_hash.reference):
+    for implementation in (hash_cpu, hierarchical_hash):
         assert_complete(implementation(gradient, indices, spread, memory), partition(indices, values, spread))
 
 
@@ -111,6 +111,6 @@ def test_sizes_are_per_partition() -> None:
 def test_memory_that_cannot_be_indexed_is_refused(run: Runner) -> None:
     spread, memory = Spread(numel=2, parts=2), HashMemory(slots=2**30, serial=1)
     with pytest.raises(OpError, match="use `partition`"):
-        run(hierarchical_hash, torch.ones(2), torch.tensor([1], dtype=torch.int32), spread, memory)
+        run(hash_op, torch.ones(2), torch.tensor([1], dtype=torch.int32), spread, memory)
     with pytest.raises(OpError, match="3 elements, but the spread is of 2"):
-        run(hierarchical_hash, torch.ones(3), torch.tensor([1], dtype=torch.int32), spread, memory)
+        run(hash_op, torch.ones(3), torch.tensor([1], dtype=torch.int32), spread, memory)

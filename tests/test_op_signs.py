@@ -74,10 +74,12 @@ def test_signs_of_another_size_are_refused(backend: Backend) -> None:
 def test_random_k_takes_and_places_what_the_seed_says(backend: Backend, numel: int, k: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         dense = on(backend, torch.arange(1, numel + 1).to(dtype))
-        indices = random_indices(numel, k, seed=7).long()
-        values = random_select.on(backend)(dense, k, seed=7)
+        drawn = random_indices.on(backend)(dense, numel, k, seed=7).cpu()
+        assert torch.equal(drawn, random_indices.reference(dense.cpu(), numel, k, seed=7))
+        indices = drawn.long()
+        values = random_select(dense, k, seed=7)
         assert torch.equal(values.cpu(), dense.cpu()[indices])
-        placed = random_place.on(backend)(values, numel, seed=7).cpu()
+        placed = random_place(values, numel, seed=7).cpu()
         assert torch.equal(placed[indices], values.cpu())
         assert int((placed != 0).sum()) == k
 
@@ -86,7 +88,7 @@ def test_random_k_draws_each_element_alike() -> None:
     numel, k, draws = 60, 7, 4000
     counts = torch.zeros(numel)
     for seed in range(draws):
-        indices = random_indices(numel, k, seed=seed)
+        indices = random_indices(counts, numel, k, seed=seed)
         assert (indices.diff() > 0).all()
         counts[indices.long()] += 1
     assert (counts.sum(), counts.numel()) == (k * draws, numel)
@@ -100,6 +102,6 @@ def test_random_k_out_of_range_is_refused(backend: Backend) -> None:
     dense = on(backend, torch.ones(4))
     for k, seed in [(5, 0), (-1, 0), (1, 2**32), (1, -1)]:
         with pytest.raises(OpError, match="random_k: k"):
-            random_select.on(backend)(dense, k, seed=seed)
+            random_indices.on(backend)(dense, 4, k, seed=seed)
     with pytest.raises(OpError, match="random_k: k 4 of 3 elements"):
-        random_place.on(backend)(dense, 3, seed=0)
+        random_place(dense, 3, seed=0)

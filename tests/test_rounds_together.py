@@ -196,30 +196,6 @@ def test_sizes_are_announced_once_for_all() -> None:
     run_ranks(4, work)
 
 
-def test_gradients_that_are_read_in_between_keep_their_order() -> None:
-    """What one rank has to read of a gradient, and how often, is nothing to the others."""
-
-    def numbered(transport: Transport, place: int) -> Rounds[int]:
-        rank, size = transport.rank, transport.size
-        found = []
-        for distance in (1, 2):
-            for time in range((place * rank + distance) % 3):
-                numbers = torch.arange((place + time) % 3, dtype=torch.int32) + place
-                assert (yield numbers) == numbers.tolist()
-            message = torch.full((place + rank,), place, dtype=torch.uint8)
-            found.append((yield from swap(message, to=(rank + distance) % size, source=(rank - distance) % size)))
-            assert found[-1].numel() == place + (rank - distance) % size
-        assert all((each == place).all() for each in found)
-        return place
-
-    def work(transport: Transport) -> None:
-        transport.traffic.reset()
-        assert carry_out(transport, [numbered(transport, place) for place in range(7)]) == list(range(7))
-        assert transport.traffic.rounds == 2
-
-    run_ranks(4, work)
-
-
 def test_what_goes_to_all_is_joined_once() -> None:
     class Watching(Transport):
         def all_to_all(self, messages: Any, *, sizes_bytes: Any = None) -> list[Tensor]:

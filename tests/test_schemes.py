@@ -339,14 +339,6 @@ def test_ranks_with_other_seeds_or_shapes_are_told() -> None:
         run_ranks(2, lambda transport: Zen(transport).reduce("weight", torch.ones(4 + transport.rank)))
 
 
-def test_ranks_of_other_networks_are_told() -> None:
-    def work(transport: Transport) -> None:
-        Zen(transport, alpha_s=1e-3, beta_s=(1 + transport.rank) * 1e-8).reduce("weight", torch.ones(4))
-
-    with pytest.raises(MessageError, match=r"weight: rank [01] has another beta_s; give all"):
-        run_ranks(2, work)
-
-
 @pytest.mark.parametrize("options", [("route", "gather", "parallel"), ("profile_steps", 1, 2), ("rows", (4,), (2,))])
 def test_ranks_that_would_go_different_ways_are_told_at_once(options: tuple[str, Any, Any]) -> None:
     """A message of an all-gather looks like one that is pushed to a server."""
@@ -366,35 +358,11 @@ def test_ranks_with_other_dtypes_or_shapes_of_one_size_are_told() -> None:
             run_ranks(2, lambda transport, pair=(mine, other): Zen(transport).reduce("w", given[pair[transport.rank]]))
 
 
-def test_zen_told_of_long_latencies_gathers() -> None:
-    """Of the same counts as before; what was chosen is the state's."""
-    given = gradients(4, (5000,), density=0.01)
-
-    def work(transport: Transport) -> list[tuple[str, Tensor]]:
-        found = []
-        networks: list[dict[str, Any]] = [{}, {"alpha_s": 0.05, "beta_s": 1e-8}]
-        for network in networks:
-            scheme = Zen(transport, profile_steps=1, rows=(), **network)
-            total = [scheme.reduce("weight", given[transport.rank].clone()) for _ in range(2)][-1]
-            again = Zen(transport, rows=())
-            again.load_state_dict(scheme.state_dict())
-            assert torch.equal(again.reduce("weight", given[transport.rank].clone()), total)
-            found.append((scheme.plans["weight"].route, total))
-        return found
-
-    for found in run_ranks(4, work):
-        assert [route for route, _ in found] == ["hierarchical", "gather"]
-        for _, total in found:
-            torch.testing.assert_close(total, in_order(given))
-
-
 @pytest.mark.parametrize(
     ("option", "told"),
     [
         ({"route": "ring"}, "zen knows no route 'ring'"),
         ({"partition": "even"}, "zen knows no partition 'even'"),
-        ({"alpha_s": 1e-4}, "needs both, alpha_s and beta_s"),
-        ({"alpha_s": "1e-4", "beta_s": 1e-8}, "alpha_s is '1e-4'; give seconds"),
         ({"rows": 16}, "rows 16 are no numbers of elements"),
         ({"rows": (16, 0)}, "are no numbers of elements"),
         ({"profile_steps": -1}, "profile_steps -1 is no whole number"),

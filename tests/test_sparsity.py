@@ -5,7 +5,6 @@ import torch
 from baselines.rows import Even
 
 from resilient_run.comm import sparsity
-from resilient_run.comm.ops.op import run_alone
 from resilient_run.comm.zen.partition import Balanced, join
 from resilient_run.comm.zen.sparse import Sparse, merge
 
@@ -61,7 +60,7 @@ def test_shares_are_balanced(model: str, skew: float) -> None:
         even = Even(length=length, servers=servers)
         if skew > 1:
             # What all others would have to live with.
-            first = torch.tensor([part.count for part in run_alone(even.split(_rows(indices[0], length)))])
+            first = torch.tensor([part.count for part in even.split(_rows(indices[0], length))])
             assert servers * first.max() / indices[0].numel() > 1.5
 
 
@@ -82,13 +81,13 @@ def test_every_partition_gives_back_what_it_split(length: int, servers: int, wid
     ]
     for cut in cuts:
         assert sum(cut.size(server) for server in range(servers)) == length
-        parts = run_alone(cut.split(given))
+        parts = cut.split(given)
         assert all(bool((part.indices.diff() > 0).all()) for part in parts), "not ascending"
         back = join(cut, parts, length)
         order = back.indices.argsort()
         assert torch.equal(back.indices[order], given.indices)
         assert torch.equal(back.values[order], given.values)
-    exact, hashed = (run_alone(cut.split(given)) for cut in cuts[1:])
+    exact, hashed = (cut.split(given) for cut in cuts[1:])
     for one, other in zip(exact, hashed, strict=True):
         assert torch.equal(one.indices, other.indices)
         assert torch.equal(one.values, other.values)

@@ -304,6 +304,7 @@ def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_af
 
     class Staged(Scheme):
         name = "staged"
+        stages = ("communicate",)
 
         def __init__(self, fabric: Fabric) -> None:
             super().__init__(fabric.flat)

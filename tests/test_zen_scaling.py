@@ -12,7 +12,7 @@ from zen_scaling import BALANCES, PARALLEL, SCHEMES, WIDTH, drawn, imbalance, ph
 from resilient_run.comm import sparsity
 from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.zen.parallel import push_and_pull
+from resilient_run.comm.zen.routes import push_and_pull
 from resilient_run.comm.zen.sparse import compress
 
 ROWS = 1000

@@ -65,7 +65,7 @@ class GTopk(SparseScheme):
                 source, size = rank + distance, size_bytes(kept, dtype)
                 received = yield Messages(outgoing={}, sources=[source], sizes_bytes={source: size})
                 other = from_message(received[source], dtype, end=work.numel())
-                summed = yield from added([mine, other], work.dtype)
+                summed = added([mine, other], work.dtype)
                 best = top_k(summed.values, kept)
                 mine = Coo(indices=summed.indices[best], values=rounded(summed.values[best], dtype))
             else:

@@ -8,7 +8,6 @@ from torch import Tensor
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport, from_bytes, to_bytes
-from resilient_run.comm.ops.op import run_alone
 from resilient_run.comm.zen.partition import Balanced, join
 from resilient_run.comm.zen.sparse import Sparse, compress, expand, merge
 
@@ -48,7 +47,7 @@ class IndexFree(Scheme):
         """
         own = compress(gradient)
         cut = Balanced(length=own.length, servers=self.transport.size, seed=self._seed)
-        parts = run_alone(cut.split(own))
+        parts = cut.split(own)
         if key not in self._known:
             self._known[key] = self._exchange_indices(own, parts)
         known = self._known[key]

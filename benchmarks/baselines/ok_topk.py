@@ -20,10 +20,9 @@ from resilient_run.comm.net.entries import (
     top_k,
     write_dense,
 )
-from resilient_run.comm.net.rounds import Rounds, all_to_all
+from resilient_run.comm.net.rounds import Rounds, all_to_all, bruck_gather
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops.coo import Coo
-from resilient_run.comm.spardl import bruck
 from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
 
 from .settled import settle
@@ -126,7 +125,7 @@ class OkTopk(SparseScheme):
         if total is None or estimate.step % _THRESHOLD_PERIOD == 0:
             candidates = magnitudes[top_k(magnitudes, kept)].to(torch.float32)
             rank, ranks = self.transport.rank, range(self.transport.size)
-            messages = yield from bruck.bruck_gather(rank, ranks, candidates.view(torch.uint8))
+            messages = yield from bruck_gather(rank, ranks, candidates.view(torch.uint8))
             every = torch.cat([message.clone().view(torch.float32) for message in messages])
             total = float(every[top_k(every, kept)].min())
         return replace(estimate, total=total), (~(magnitudes < total)).nonzero().view(-1)
@@ -136,7 +135,7 @@ class OkTopk(SparseScheme):
         ranks, rank = self.transport.size, self.transport.rank
         count = torch.tensor([mine.indices.numel()], device=mine.indices.device).view(torch.uint8)
         sizes = [count.numel()] * ranks
-        every = yield from bruck.bruck_gather(rank, range(ranks), count, sizes_bytes=sizes)
+        every = yield from bruck_gather(rank, range(ranks), count, sizes_bytes=sizes)
         counts: list[int] = torch.cat(every).view(torch.int64).tolist()
         if not all(0 <= number <= numel for number in counts) or counts[rank] != mine.indices.numel():
             raise MessageError(f"ranks say that they keep {counts} of {numel} sums; run the same version on all ranks")
@@ -144,7 +143,7 @@ class OkTopk(SparseScheme):
             ends = [sum(counts) * (place + 1) // ranks for place in range(ranks)]
             mine = yield from _moved(rank, mine, list(accumulate(counts)), ends, dtype, numel)
             counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        messages = yield from bruck.bruck_gather(
+        messages = yield from bruck_gather(
             rank,
             range(ranks),
             to_message(mine),

@@ -9,10 +9,8 @@ from torch import Tensor
 from resilient_run.comm.net.rounds import Rounds, RoundScheme
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.ops.block import BLOCK
-from resilient_run.comm.ops.op import Finding
-from resilient_run.comm.zen.centralized import sum_by_doubling, sum_by_gathering
 from resilient_run.comm.zen.formats import Format
-from resilient_run.comm.zen.parallel import push_and_pull
+from resilient_run.comm.zen.routes import push_and_pull, sum_by_doubling, sum_by_gathering
 from resilient_run.comm.zen.sparse import Sparse, compress, expand, row_width
 
 
@@ -32,10 +30,10 @@ class Even:
         """Return the rows of a server."""
         return self._start(server + 1) - self._start(server)
 
-    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
+    def split(self, sparse: Sparse) -> list[Sparse]:
         """Return for each server its rows, counted from its first one."""
         servers = torch.arange(self.servers + 1, device=sparse.indices.device)
-        bounds = yield torch.searchsorted(sparse.indices, (servers * self.length // self.servers).int())
+        bounds = torch.searchsorted(sparse.indices, (servers * self.length // self.servers).int()).tolist()
         return [
             Sparse(
                 indices=sparse.indices[bounds[server] : bounds[server + 1]] - self._start(server),
@@ -67,8 +65,8 @@ class RowScheme(RoundScheme):
         self._row = row
         self._formats = tuple(formats)
 
-    def _rows(self, gradient: Tensor) -> Finding[Sparse]:
-        return compress.finding(gradient, row_width(gradient.shape, self._row))
+    def _rows(self, gradient: Tensor) -> Sparse:
+        return compress(gradient, row_width(gradient.shape, self._row))
 
 
 class AGsparse(RowScheme):
@@ -78,7 +76,7 @@ class AGsparse(RowScheme):
 
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum over all ranks, in the order of ranks."""
-        own = yield from self._rows(gradient)
+        own = self._rows(gradient)
         total = yield from sum_by_gathering(self.transport.rank, self.transport.size, own, formats=self._formats)
         return expand(total, gradient)
 
@@ -93,7 +91,7 @@ class RecursiveDoubling(RowScheme):
 
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum over all ranks."""
-        own = yield from self._rows(gradient)
+        own = self._rows(gradient)
         total, _ = yield from sum_by_doubling(self.transport.rank, self.transport.size, own, formats=self._formats)
         return expand(total, gradient)
 
@@ -106,7 +104,7 @@ class SparsePS(RowScheme):
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum over all ranks, in the order of ranks."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        own, ranks = (yield from self._rows(dense)), self.transport.size
+        own, ranks = self._rows(dense), self.transport.size
         cut = Even(length=own.length, servers=ranks)
         summed = yield from push_and_pull(self.transport.rank, ranks, own, cut, formats=self._formats)
         total = expand(summed, dense)
@@ -121,5 +119,5 @@ class OmniReduce(SparsePS):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
 
-    def _rows(self, gradient: Tensor) -> Finding[Sparse]:
-        return compress.finding(gradient, BLOCK)
+    def _rows(self, gradient: Tensor) -> Sparse:
+        return compress(gradient, BLOCK)

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from resilient_run.comm.net.entries import from_message, kept_count, size_bytes, take, to_message, top_k
-from resilient_run.comm.net.rounds import Rounds, all_to_all
+from resilient_run.comm.net.rounds import Rounds, all_to_all, bruck_gather
 from resilient_run.comm.ops.coo import Coo
-from resilient_run.comm.spardl import bruck
 from resilient_run.comm.spardl.sparse_scheme import SparseScheme, Synchronized
 from resilient_run.comm.spardl.srs import TeamBlocks
 
@@ -55,7 +54,7 @@ class TopkDSA(SparseScheme):
             message = to_message(Coo(indices=(places + start).to(torch.int32), values=own[places]))
         else:
             message = own.view(torch.uint8)
-        messages = yield from bruck.bruck_gather(self.transport.rank, range(blocks.count), message)
+        messages = yield from bruck_gather(self.transport.rank, range(blocks.count), message)
         for block, received in enumerate(messages):
             start, end = blocks.span(block)
             if received.numel() == (end - start) * total.itemsize:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..net.rounds import Rounds, RoundScheme, gather
+from ..net.rounds import Rounds, RoundScheme, bruck_gather
 from ..net.transport import Transport
 from .feedback import Memory
 
@@ -39,12 +39,13 @@ class Compressed(RoundScheme):
         else:
             # Of this rank's size, which warm-up changes.
             alike = compressor.message_bytes(numel, dtype) is not None
-            sizes_bytes = [message.numel()] * self.transport.size if alike else None
+            rank, ranks = self.transport.rank, self.transport.size
+            sizes_bytes = [message.numel()] * ranks if alike else None
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
-            messages = yield from gather(message, sizes_bytes=sizes_bytes)
+            messages = yield from bruck_gather(rank, range(ranks), message, sizes_bytes=sizes_bytes)
             compressor.add_all((received, total, seed) for received in messages)
-        self.memory.settle([key], total)
+        self.memory.undo_unless_finite([key], total)
         total = total.view(gradient.shape)
         return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..net.entries import check_density, to_message, unchecked
+from ..net.entries import check_density, kept_count, to_message, unchecked
 from ..ops.coo import Coo, coo_decode
-from ..ops.kernels import checked_together
 from ..ops.scatter import scatter_add
 
 
@@ -51,10 +50,9 @@ class Compressor(ABC):
         total += self.decompress(message, total.numel(), total.dtype, seed=seed)
 
     def add_all(self, messages: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-        """Do `add` for each (message, total, seed), in this order; a GPU is waited for once."""
-        with checked_together():
-            for message, total, seed in messages:
-                self.add(message, total, seed=seed)
+        """Do `add` for each (message, total, seed), in this order."""
+        for message, total, seed in messages:
+            self.add(message, total, seed=seed)
 
     def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
         """Subtract what a message of a tensor of `dtype` decodes to from `dense`, which may be wider, in place."""
@@ -80,7 +78,7 @@ class Sparsifier(Compressor):
 
     def count(self, numel: int, density: float | None = None) -> int:
         """Return k for a tensor of `numel` elements."""
-        return min(numel, max(1, round(numel * (self.density if density is None else density))))
+        return kept_count(numel, self.density if density is None else density)
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the indices and values of the selected elements."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite, check_density
+from ..net.entries import all_finite, check_density, kept_count
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes
 from ..ops.coo import Coo
@@ -67,25 +67,22 @@ class RandomK(Compressor):
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the values that the seed draws, one of them a nan if not all elements are finite."""
-        values = random_select(dense, self._count(dense.numel()), seed=seed)
+        values = random_select(dense, kept_count(dense.numel(), self.density), seed=seed)
         values[:1] = torch.where(all_finite(dense), values[:1], torch.nan)
         return to_bytes(values)
 
     def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         """Return the dense tensor with the values where the seed drew them, 0 elsewhere."""
-        (values,) = from_bytes(message, (dtype, self._count(numel)))
+        (values,) = from_bytes(message, (dtype, kept_count(numel, self.density)))
         return random_place(values, numel, seed=seed)
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the size of messages."""
-        return self._count(numel) * dtype.itemsize
+        return kept_count(numel, self.density) * dtype.itemsize
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return `dtype`: all ranks draw the same elements."""
         return dtype
-
-    def _count(self, numel: int) -> int:
-        return min(numel, max(1, round(numel * self.density)))
 
 
 class EFSignSGD(Compressor):

@@ -1,9 +1,9 @@
 """What a rank remembers of its gradients between steps, so that compression loses nothing for good.
 
 Both memories keep their state by the parameter's key, in float32 (float64 for float64 gradients). An inf or a nan is
-sent on, be it of the gradient or of a message that overflows, so that all ranks see it in the sum; then `settle` takes
-back what all of them remembered of that gradient. A rank that leaves a parameter out in a step (`no_sync`, gradient
-accumulation) calls nothing.
+sent on, be it of the gradient or of a message that overflows, so that all ranks see it in the sum; then
+`undo_unless_finite` takes back what all of them remembered of that gradient. A rank that leaves a parameter out in a
+step (`no_sync`, gradient accumulation) calls nothing.
 """
 
 import zlib
@@ -43,7 +43,8 @@ class Memory(ABC):
     def compress(self, key: str, gradient: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, int]:
         """Return the message of a gradient, and the seed that decodes it; the same seed on all ranks.
 
-        Give the sum that the message goes into to `settle`: until then what was remembered before is kept beside.
+        Give the sum that the message goes into to `undo_unless_finite`: until then what was remembered before is kept
+        beside.
 
         Args:
             key: Name of the parameter (or of a part of it), the same on all ranks.
@@ -68,7 +69,7 @@ class Memory(ABC):
         self._steps[key] = step + 1
         return message, seed
 
-    def settle(self, keys: Iterable[str], total: Tensor) -> None:
+    def undo_unless_finite(self, keys: Iterable[str], total: Tensor) -> None:
         """Take back what the last `compress` of `keys` remembered, if an optimizer must not take the step.
 
         Args:
@@ -78,11 +79,10 @@ class Memory(ABC):
         finite = all_finite(total)
         for key in keys:
             after, before = self._kept[key], self._before.pop(key)
-            if after[0].device.type == "cpu":
-                self._kept[key] = after if finite else before
-            else:  # decided without waiting for the device
-                self._kept[key] = tuple(torch.where(finite, *pair) for pair in zip(after, before, strict=True))
-                for tensor in (*after, *before):  # they may be of the stream that communicates
+            if not finite:
+                self._kept[key] = before
+            for tensor in (*after, *before):
+                if tensor.is_cuda:  # it may be of the stream that communicates
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     @abstractmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.rounds import Rounds, RoundScheme, all_to_all, gather
+from ..net.rounds import Rounds, RoundScheme, all_to_all, bruck_gather
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.quantize import BLOCK, DTYPES, Format, dequantize, quantize, scale_count
 from ..ops.spread import murmur
@@ -125,15 +125,15 @@ class TwoStep(RoundScheme):
         for received in shares:  # in the order of ranks
             share += self._compressor.decompress(received, share.numel(), dtype, seed=seed)
         message, seed = self._sums.compress(key, share, dtype=dtype)
-        sums = yield from gather(message, sizes_bytes=sizes_bytes)
+        sums = yield from bruck_gather(rank, range(size), message, sizes_bytes=sizes_bytes)
         total = torch.cat(
             [
                 self._compressor.decompress(received, count, dtype, seed=seed)
                 for received, count in zip(sums, numels, strict=True)
             ]
         )
-        self._own.settle([key], total)
-        self._sums.settle([key], total)
+        self._own.undo_unless_finite([key], total)
+        self._sums.undo_unless_finite([key], total)
         return total.view(gradient.shape)
 
     def residuals(self, key: str) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ _COMPRESSED: Mapping[Routine, Callable[[Transport, Tensor, bool], object]] = {
     ),
     Routine.GATHER: lambda transport, data, alike: gather_pieces_to(0, _pieces(data, 1), transport, alike=alike),
     Routine.BROADCAST: lambda transport, data, _: unpack(
-        [broadcast_from(0, None if transport.rank else pack([_pieces(data, 1)])[0], transport)]
+        broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
     ),
 }
 
@@ -106,7 +106,7 @@ def probe_coder(
 
         def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
             memory.compress("probe", dense.to(device))[0].to(home)
-            memory.settle(["probe"], dense)
+            memory.undo_unless_finite(["probe"], dense)
 
         for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
             points[name].append(_mean_s(work, device=home, repeats=repeats, transport=transport))

@@ -57,7 +57,7 @@ def reduce_scatter(transport: Transport, tensor: Tensor) -> Tensor:
 def reduce_to(root: int, tensor: Tensor, transport: Transport) -> Tensor | None:
     """Return on `root` the sum of the ranks' 1-D tensors, which are overwritten; None on the others."""
     dense = tensor.contiguous()
-    numels = _cut(Routine.REDUCE, dense.numel(), transport.size, item_bytes=dense.itemsize)
+    numels = _block_numels(Routine.REDUCE, dense.numel(), transport.size, item_bytes=dense.itemsize)
     _run_turns(transport, Routine.REDUCE, list(torch.split(dense, numels)), numels, root=root)
     return dense if transport.rank == root else None
 
@@ -66,13 +66,13 @@ def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, s
     """Return the message of `root`; on the others `message` is None. `size_bytes`: its size, where all know it."""
     if message is None:
         size_bytes = transport.announce({}, [root])[root] if size_bytes is None else size_bytes
-        numels = _cut(Routine.BROADCAST, size_bytes, transport.size)
+        numels = _block_numels(Routine.BROADCAST, size_bytes, transport.size)
         held = [torch.empty(0, dtype=torch.uint8, device=transport.device)] * len(numels)
         _run_turns(transport, Routine.BROADCAST, held, numels, root=root)
         return torch.cat(held)
     if size_bytes is None:
         transport.announce({rank: message for rank in range(transport.size) if rank != root}, [])
-    numels = _cut(Routine.BROADCAST, message.numel(), transport.size)
+    numels = _block_numels(Routine.BROADCAST, message.numel(), transport.size)
     _run_turns(transport, Routine.BROADCAST, list(torch.split(message, numels)), numels, root=root)
     return message
 
@@ -107,7 +107,7 @@ def _is_left_to_library(transport: Transport) -> bool:
     return transport.device.type == "cuda"
 
 
-def _cut(routine: Routine, numel: int, ranks: int, *, item_bytes: int = 1) -> list[int]:
+def _block_numels(routine: Routine, numel: int, ranks: int, *, item_bytes: int = 1) -> list[int]:
     """Return the numbers of elements of a tensor's blocks."""
     count = segments(routine, ranks, numel * item_bytes)
     return [numel * (block + 1) // count - numel * block // count for block in range(count)]

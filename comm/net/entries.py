@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..errors import CommError, MessageError
 from ..ops.coo import Coo
-from ..ops.kernels import checked_together, fitting
-from ..ops.op import Finding
+from ..ops.kernels import bounds
 from ..ops.scatter import coo_add, scatter_add
 from ..ops.topk import topk
 from .transport import from_bytes, to_bytes
@@ -26,7 +25,7 @@ def from_message(message: Tensor, dtype: torch.dtype, *, end: int, start: int = 
     """Return the elements that `to_message` wrote, with values of `dtype` and indices in [start, end).
 
     Raises:
-        MessageError: The message has a size that no number of elements has, or another index (see `fitting`).
+        MessageError: The message has a size that no number of elements has, or another index.
     """
     indices, values = unchecked(message, dtype)
     return Coo(within(indices, end, start=start), values)
@@ -46,20 +45,19 @@ def unchecked(message: Tensor, dtype: torch.dtype) -> Coo:
 
 
 def within(indices: Tensor, end: int, *, start: int = 0) -> Tensor:
-    """Return int32 indices that came in a message, and are in [start, end) (see `fitting`).
+    """Return int32 indices that came in a message, and are in [start, end).
 
     Raises:
         MessageError: One is not.
     """
 
-    def verify(low: int, high: int) -> None:
-        if low < start or high >= end:
-            raise MessageError(
-                f"a message came with indices from {low} to {high}, where {start} to {end - 1} were expected; "
-                f"run the same version with the same options on all ranks"
-            )
-
-    return fitting(indices, start, end, verify)
+    low, high = bounds(indices)
+    if indices.numel() and (low < start or high >= end):
+        raise MessageError(
+            f"a message came with indices from {low} to {high}, where {start} to {end - 1} were expected; "
+            f"run the same version with the same options on all ranks"
+        )
+    return indices
 
 
 def size_bytes(count: int, dtype: torch.dtype) -> int:
@@ -130,16 +128,15 @@ def take(work: Tensor, chosen: Tensor, dtype: torch.dtype) -> Coo:
 
 def add_to(dense: Tensor, *lists: Coo) -> None:
     """Add the elements to the flat `dense`, in its precision, list by list."""
-    with checked_together():
-        for entries in lists:
-            scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
+    for entries in lists:
+        scatter_add(dense, entries.indices, entries.values.to(dense.dtype))
 
 
-def added(lists: Sequence[Coo], exact: torch.dtype) -> Finding[Coo]:
+def added(lists: Sequence[Coo], exact: torch.dtype) -> Coo:
     """Return the sum of at least one list as one, in the precision of `exact`; added in the order given."""
     indices, values = lists[0].indices, lists[0].values.to(exact)
     for entries in lists[1:]:
-        indices, values = yield from coo_add.finding(indices, values, entries.indices, entries.values.to(exact))
+        indices, values = coo_add(indices, values, entries.indices, entries.values.to(exact))
     return Coo(indices=indices, values=values)
 
 

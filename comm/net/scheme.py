@@ -2,9 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -45,10 +44,6 @@ class Network:
             raise CommError("the cost model needs both, alpha_s and beta_s; give the other one, too")
         return cls(alpha_s=alpha_s, beta_s=beta_s)
 
-    def seconds(self, rounds: int, size_bytes: float) -> float:
-        """Return what so many messages that follow each other take, of so many bytes together."""
-        return rounds * self.alpha_s + size_bytes / 4 * self.beta_s
-
 
 class Reduction(ABC):
     """A sum over all ranks that is on its way; the stages come in this order, from any thread."""
@@ -72,31 +67,6 @@ class Reduction(ABC):
         """Yield what the next stage reads."""
 
 
-class Unstaged(Reduction):
-    """A sum that has no stages.
-
-    Args:
-        reduce: Makes the sum of a gradient.
-        gradient: This rank's.
-    """
-
-    def __init__(self, reduce: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
-        self._reduce = reduce
-        self._held = gradient
-
-    def communicate(self) -> None:
-        """Do it all."""
-        self._held = self._reduce(self._held)
-
-    def total(self) -> Tensor:
-        """Return the sum."""
-        return self._held
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the gradient, and then the sum."""
-        yield self._held
-
-
 class Scheme(ABC):
     """Sums gradients over all ranks of a transport.
 
@@ -109,12 +79,6 @@ class Scheme(ABC):
 
     name: ClassVar[str]
     """How users and benchmarks call it."""
-
-    stages: tuple[Stage, ...] = ("communicate",)
-    """What its sums have to do between `begin` and `total`."""
-
-    pool: Transport | None = None
-    """Ranks that it asks about each gradient besides those over which it sums."""
 
     beside: Transport | None = None
     """Ranks that sum other shares of the same gradients, each with own ranks; `is_all_reduced` is the same there."""
@@ -140,10 +104,6 @@ class Scheme(ABC):
         No key comes twice. Which gradients come together may change from step to step.
         """
         return [self.reduce(key, gradient) for key, gradient in gradients]
-
-    def begin(self, key: str, gradient: Tensor) -> Reduction:
-        """Do what needs no other rank yet, and return the rest of `reduce`; all of it, unless a scheme has stages."""
-        return Unstaged(partial(self.reduce, key), gradient)
 
     def is_all_reduced(self, key: str) -> bool:
         """Tell whether this gradient is only all-reduced from now on, so that it may be so together with others."""

@@ -268,7 +268,9 @@ class Transport:
         """
         sources = list(senders)
         # All sizes in one tensor each way: the CPU waits for a GPU whenever it reads one.
-        sizes = copied_to_device([message.numel() for message in outgoing.values()], self.device).view(-1, 1)
+        sizes = torch.tensor(
+            [message.numel() for message in outgoing.values()], dtype=torch.int64, device=self.device
+        ).view(-1, 1)
         heard = torch.empty(len(sources), 1, dtype=torch.int64, device=self.device)
         self._pass(
             dict(zip(outgoing, sizes.view(torch.uint8), strict=True)),
@@ -470,12 +472,6 @@ def _timeout() -> timedelta | None:
     backend = world._get_backend(world._device_types[0])
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
-
-
-def copied_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return the numbers as int64 on `device`, which is not waited for if it is a GPU."""
-    is_gpu = device.type == "cuda"
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=is_gpu).to(device, non_blocking=is_gpu)
 
 
 def to_bytes(*parts: Tensor) -> Tensor:

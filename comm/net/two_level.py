@@ -41,7 +41,7 @@ class TwoLevel(Scheme):
 
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return what `reduce` returns for each; between hosts they go together."""
-        cuts = {key: _Cut(gradient, self.within.size) for key, gradient in gradients if gradient.numel()}
+        cuts = {key: _HostShares(gradient, self.within.size) for key, gradient in gradients if gradient.numel()}
         shares = [(key, cut.share(reduce_scatter(self.within, cut.parts()))) for key, cut in cuts.items()]
         sums = dict(zip(cuts, self.between.reduce_together(shares), strict=True))
         wholes = {key: cut.whole(gather_shares(self.within, sums[key].reshape(-1))) for key, cut in cuts.items()}
@@ -60,7 +60,7 @@ class TwoLevel(Scheme):
         self.between.load_state_dict(state)
 
 
-class _Cut:
+class _HostShares:
     """How a gradient becomes a share for each rank of a host, of two dimensions and of one size.
 
     It is cut between rows, so that a share is as sparse by rows as the whole; between columns where there are so few

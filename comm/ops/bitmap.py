@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .compaction import check_count, marked
-from .kernels import check_numel, check_range, cpu_kernel, host
+from .compaction import mark, marked
+from .kernels import check_list, check_numel, check_range, cpu_kernel, host
 from .op import Op
 
 
@@ -35,8 +35,13 @@ def _indices_reference(bitmap: Tensor, numel: int, count: int | None = None) -> 
     indices = present.view(-1).nonzero().view(-1).int()
     check_range("bitmap", indices, numel)
     if count is not None:
-        check_count(count, indices.numel())
+        _check_count(count, indices.numel())
     return indices
+
+
+def _check_count(expected: int, found: int) -> None:
+    if found != expected:
+        raise OpError(f"bitmap: {found} bits are set, of {expected}; pass the count it was made with")
 
 
 def _check_bitmap(bitmap: Tensor, numel: int) -> None:
@@ -73,7 +78,7 @@ def _indices_cpu(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor
     array = host(bitmap)
     found = _count(array)
     if count is not None:
-        check_count(count, found)
+        _check_count(count, found)
     indices = torch.empty(found + 1, dtype=torch.int32)
     _list(array, host(indices))
     indices = indices[:found]
@@ -83,10 +88,53 @@ def _indices_cpu(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor
 
 def _indices_cuda(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor:
     _check_bitmap(bitmap, numel)
-    indices = marked(bitmap.contiguous(), count)
+    indices = marked(bitmap.contiguous())
+    if count is not None:
+        _check_count(count, indices.numel())
     check_range("bitmap", indices, numel)
-    # What is found to be wrong only later is used meanwhile.
-    return indices.clamp(max=numel - 1)
+    return indices
+
+
+def _encode_reference(indices: Tensor, numel: int) -> Tensor:
+    """Return the bitmap of `numel` elements in which the bits of `indices`, int32 in any order, are set.
+
+    Of positions in a server's share (`Spread`) it is the hash bitmap of Zen (Algorithm 3.3): the index set of the paper
+    is a table of all indices on each worker, and is computed here.
+
+    Raises:
+        OpError: An index does not fit.
+    """
+    present = _present(indices, numel, bitmap_bytes(numel) * 8)
+    weights = 1 << torch.arange(8, device=indices.device)
+    return (present.view(-1, 8) * weights).sum(1).to(torch.uint8)
+
+
+def _present(indices: Tensor, numel: int, size: int) -> Tensor:
+    check_numel("bitmap", numel)
+    check_list("bitmap", indices)
+    check_range("bitmap", indices, numel)
+    return torch.zeros(size, dtype=torch.int8, device=indices.device).index_fill_(0, indices.long(), 1)
+
+
+@cpu_kernel
+def _set(indices: NDArray[np.int32], bitmap: NDArray[np.uint8]) -> None:
+    for i in range(indices.size):
+        bitmap[indices[i] >> 3] |= 1 << (indices[i] & 7)
+
+
+def _encode_cpu(indices: Tensor, numel: int) -> Tensor:
+    check_numel("bitmap", numel)
+    check_list("bitmap", indices)
+    check_range("bitmap", indices, numel)
+    bitmap = torch.zeros(bitmap_bytes(numel), dtype=torch.uint8)
+    _set(host(indices), host(bitmap))
+    return bitmap
+
+
+def _encode_cuda(indices: Tensor, numel: int) -> Tensor:
+    # Bits of one byte would have to be set one after the other; bytes of their own need no order.
+    return mark(_present(indices, numel, numel))
 
 
 bitmap_indices = Op(name="bitmap_indices", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)
+bitmap_encode = Op(name="bitmap_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)

@@ -22,7 +22,7 @@ from .kernels import (
     host_bits,
     magnitude_mask,
 )
-from .op import Finding, Op, Reading
+from .op import Op
 
 BLOCK = 256
 """Elements of a block, as in OmniReduce."""
@@ -54,24 +54,17 @@ def _encode_reference(dense: Tensor, block: int = BLOCK) -> Blocks:
     return Blocks(ids.int(), padded[ids])
 
 
-def _decode_reference(ids: Tensor, data: Tensor, numel: int) -> Tensor:
-    """Return the dense 1-D tensor of `numel` elements that has `data` in blocks `ids` and zeros elsewhere.
-
-    Raises:
-        OpError: Ids, data and `numel` do not belong together.
-    """
-    block, blocks = _check_decode(ids, data, numel)
-    padded = torch.zeros(blocks, block, dtype=data.dtype, device=data.device)
-    padded[ids.long()] = data.detach()
-    return padded.view(-1)[:numel]
-
-
 def _check_block(name: str, block: int) -> None:
     if block < 1:
         raise OpError(f"{name}: a block has at least 1 element, not {block}")
 
 
-def _check_decode(ids: Tensor, data: Tensor, numel: int) -> tuple[int, int]:
+def block_decode(ids: Tensor, data: Tensor, numel: int) -> Tensor:
+    """Return the dense 1-D tensor of `numel` elements that has `data` in blocks `ids` and zeros elsewhere.
+
+    Raises:
+        OpError: Ids, data and `numel` do not belong together.
+    """
     check_numel("block_decode", numel)
     check_list("block_decode", ids)
     if data.dim() != 2 or data.shape[0] != ids.numel():
@@ -80,7 +73,8 @@ def _check_decode(ids: Tensor, data: Tensor, numel: int) -> tuple[int, int]:
     _check_block("block_decode", block)
     blocks = -(-numel // block)
     check_range("block_decode", ids, blocks)
-    return block, blocks
+    padded = torch.zeros(blocks, block, dtype=data.dtype, device=data.device)
+    return padded.index_copy_(0, ids.long(), data.detach()).view(-1)[:numel]
 
 
 @cpu_kernel
@@ -129,23 +123,6 @@ def _encode_cpu(dense: Tensor, block: int = BLOCK) -> Blocks:
     return Blocks(ids, data)
 
 
-@cpu_kernel
-def _copy_in(ids: NDArray[np.int32], data: NDArray[Any], dense: NDArray[Any]) -> None:
-    block = data.shape[1]
-    for row in range(ids.size):
-        start = ids[row] * block
-        source, target = data[row], dense[start : start + block]
-        for i in range(target.size):
-            target[i] = source[i]
-
-
-def _decode_cpu(ids: Tensor, data: Tensor, numel: int) -> Tensor:
-    _check_decode(ids, data, numel)
-    dense = torch.zeros(numel, dtype=data.dtype)
-    _copy_in(host(ids), host_bits(data), host_bits(dense))
-    return dense
-
-
 @CudaKernel
 def _find_kernel(bits: Any, mask: int, block: int, present: Any) -> None:
     i = cuda.grid(1)
@@ -161,34 +138,15 @@ def _copy_out_kernel(bits: Any, ids: Any, block: int, data: Any) -> None:
         data[i] = bits[source] if source < bits.size else 0
 
 
-@Reading
-def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Finding[Blocks]:
+def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Blocks:
     elements = flat("block_encode", dense)
     _check_block("block_encode", block)
     present = torch.zeros(-(-elements.numel() // block), dtype=torch.int8, device=elements.device)
     _find_kernel.launch(elements.numel(), bits(elements), magnitude_mask(elements), block, present)
-    ids = yield from marked.finding(mark(present))
+    ids = marked(mark(present))
     data = torch.empty(ids.numel(), block, dtype=elements.dtype, device=elements.device)
     _copy_out_kernel.launch(data.numel(), bits(elements), ids, block, bits(data).view(-1))
     return Blocks(ids, data)
 
 
-@CudaKernel
-def _copy_in_kernel(ids: Any, data: Any, block: int, dense: Any) -> None:
-    i = cuda.grid(1)
-    if i < data.size:
-        target = np.int64(ids[i // block]) * block + i % block
-        if 0 <= target < dense.size:
-            dense[target] = data[i]
-
-
-def _decode_cuda(ids: Tensor, data: Tensor, numel: int) -> Tensor:
-    block, _ = _check_decode(ids, data, numel)
-    dense = torch.zeros(numel, dtype=data.dtype, device=data.device)
-    rows = bits(data.detach().contiguous()).view(-1)
-    _copy_in_kernel.launch(data.numel(), ids.contiguous(), rows, block, bits(dense))
-    return dense
-
-
 block_encode = Op(name="block_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
-block_decode = Op(name="block_decode", reference=_decode_reference, cpu=_decode_cpu, cuda=_decode_cuda)

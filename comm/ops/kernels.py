@@ -1,13 +1,8 @@
 """How torch tensors become arguments of numba kernels: on the CPU, on CUDA, and in numba's CUDA simulator."""
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from numba import config, cuda, njit
 from numpy.typing import NDArray
@@ -64,113 +59,19 @@ def check_list(name: str, indices: Tensor, values: Tensor | None = None) -> None
 
 def check_range(name: str, indices: Tensor, numel: int) -> None:
     """Raise OpError when an index is not in [0, numel): what came from elsewhere is never written past a tensor."""
-
-    def verify(low: int, high: int) -> None:
-        if low < 0 or high >= numel:
-            raise OpError(
-                f"{name}: indices from {low} to {high} do not fit {numel} elements; pass the tensor they were made from"
-            )
-
-    _verify_bounds(indices, 0, numel, verify)
-
-
-def fitting(indices: Tensor, start: int, end: int, verify: Callable[[int, int], None]) -> Tensor:
-    """Return int32 `indices` that are in [start, end), after a call of `verify` with the least and the greatest.
-
-    On a GPU the call comes when `checked_together` ends, if that is open. Until then those that do not fit are replaced
-    by some that do, so that whatever is done with them stays within memory.
-    """
-    _verify_bounds(indices, start, end, verify)
-    return indices if is_on_host(indices) or start == end else indices.clamp(start, end - 1)
-
-
-def _verify_bounds(indices: Tensor, start: int, end: int, verify: Callable[[int, int], None]) -> None:
-    if not indices.numel():
-        return
-    if start == end:
-        verify(start, end)
-    if is_on_host(indices):
-        verify(*_bounds(host(indices)))
-    else:
-        check_numbers(torch.stack(torch.aminmax(indices)), verify)
-
-
-_Check = tuple[Tensor, Callable[..., None]]
-"""Numbers on a GPU, and what judges them."""
-
-
-class _Waiting(threading.local):
-    """What this thread has still to check."""
-
-    checks: list[_Check] | None = None
-
-
-_waiting = _Waiting()
-
-
-@contextmanager
-def checked_together(translate: Callable[[OpError], Exception] | None = None) -> Iterator[None]:
-    """Read what the operations of this block have to check on a GPU once, at its end: the CPU waits for each reading.
-
-    Until then, kernels leave out what does not fit. A block within another one is part of it.
-
-    Args:
-        translate: Makes of an OpError of the block, whenever it is found, the error to be raised.
-
-    Raises:
-        OpError: As the operations would have raised it.
-    """
-    around, checks = _waiting.checks, list[_Check]()
-    _waiting.checks = checks
-    try:
-        try:
-            yield
-        finally:
-            _waiting.checks = around
-        if around is None:
-            _read(checks)
-    except OpError as error:
-        if translate is None:
-            raise
-        raise translate(error) from error
-    if around is not None:
-        around += (
-            [(numbers, partial(_verify, verify, translate)) for numbers, verify in checks] if translate else checks
+    low, high = bounds(indices)
+    if low < 0 or high >= numel:
+        raise OpError(
+            f"{name}: indices from {low} to {high} do not fit {numel} elements; pass the tensor they were made from"
         )
 
 
-def read_together(tensors: Iterable[Tensor]) -> list[list[int]]:
-    """Return the integers of each of the 1-D tensors on one device, for which the CPU waits once."""
-    lists = list(tensors)
-    numbers = iter(torch.cat([each.long() for each in lists]).tolist() if lists else [])
-    return [list(islice(numbers, each.numel())) for each in lists]
-
-
-def _read(checks: Sequence[_Check]) -> None:
-    numbers = read_together(each for each, _ in checks)
-    for own, (_, verify) in zip(numbers, checks, strict=True):
-        verify(*own)
-
-
-def _verify(verify: Callable[..., None], translate: Callable[[OpError], Exception], *numbers: int) -> None:
-    try:
-        verify(*numbers)
-    except OpError as error:
-        raise translate(error) from error
-
-
-def check_numbers(numbers: Tensor, verify: Callable[..., None]) -> None:
-    """Call `verify` with the integers of a 1-D tensor on a GPU; at the end of `checked_together`, if that is open."""
-    if _waiting.checks is None:
-        verify(*numbers.tolist())
-    else:
-        # A copy, as these may be the end of something large.
-        _waiting.checks.append((numbers.to(torch.int64, copy=True), verify))
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    """Return whether the CPU reads a tensor without waiting for a GPU."""
-    return tensor.device.type == "cpu"
+def bounds(indices: Tensor) -> tuple[int, int]:
+    """Return the least and the greatest of these integers; of none 0 and -1."""
+    if not indices.numel():
+        return 0, -1
+    low, high = torch.stack(torch.aminmax(indices)).tolist()
+    return low, high
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -266,12 +167,3 @@ def _calls_other_files(function: Callable[..., Any]) -> bool:
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
     sources = [getattr(getattr(each, "py_func", None), "__code__", None) for each in called]
     return any(source is not None and source.co_filename != function.__code__.co_filename for source in sources)
-
-
-@cpu_kernel
-def _bounds(indices: NDArray[np.int32]) -> tuple[int, int]:
-    low = high = indices[0]
-    for i in range(indices.size):
-        low = min(low, indices[i])
-        high = max(high, indices[i])
-    return low, high

@@ -222,15 +222,10 @@ def _dequantize_blocks(
             dense[i] = table[codes[i]] * scales[b]
 
 
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what each byte is worth."""
-    return torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
-
-
 def _dequantize_cpu(codes: Tensor, scales: Tensor, numel: int, *, block: int = BLOCK) -> Tensor:
     _check(codes, scales, numel, block)
     dense = torch.empty(numel)
-    table = _table(codes.dtype, codes.device)
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()  # what each byte is worth
     _dequantize_blocks(host(codes.view(torch.uint8)), host(table), host(scales), block, host(dense))
     return dense
 
@@ -268,21 +263,5 @@ def _quantize_cuda(dense: Tensor, kind: Format, *, block: int = BLOCK, seed: int
     return Quantized(codes.view(DTYPES[kind]), scales)
 
 
-@CudaKernel
-def _dequantize_kernel(codes, table, scales, block, dense):  # type: ignore[no-untyped-def]
-    i = cuda.grid(1)
-    if i < codes.size:
-        dense[i] = table[codes[i]] * scales[i // block]
-
-
-def _dequantize_cuda(codes: Tensor, scales: Tensor, numel: int, *, block: int = BLOCK) -> Tensor:
-    _check(codes, scales, numel, block)
-    dense = torch.empty(numel, device=codes.device)
-    table = _table(codes.dtype, codes.device)
-    bytes_ = codes.contiguous().view(torch.uint8)
-    _dequantize_kernel.launch(numel, bytes_, table, scales.contiguous(), block, dense)
-    return dense
-
-
 quantize = Op(name="quantize", reference=_quantize_reference, cpu=_quantize_cpu, cuda=_quantize_cuda)
-dequantize = Op(name="dequantize", reference=_dequantize_reference, cpu=_dequantize_cpu, cuda=_dequantize_cuda)
+dequantize = Op(name="dequantize", reference=_dequantize_reference, cpu=_dequantize_cpu)

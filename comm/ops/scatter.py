@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import OpError
 from .coo import Coo
 from .kernels import CudaKernel, check_list, check_range, cpu_kernel, cuda_function, flat_in_place, host
-from .op import Finding, Op, Reading
+from .op import Op
 
 _NATIVE = (torch.float32, torch.float64)
 
@@ -135,23 +135,6 @@ def _coo_add_cpu(indices: Tensor, values: Tensor, other_indices: Tensor, other_v
     return Coo(both[:count], sums[:count].to(values.dtype))
 
 
-@CudaKernel
-def _add_kernel(dense: Any, indices: Any, values: Any) -> None:
-    i = cuda.grid(1)
-    if i < indices.size and 0 <= indices[i] < dense.size:
-        cuda.atomic.add(dense, indices[i], values[i])
-
-
-def _scatter_add_cuda(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    elements = _checked("scatter_add", dense, indices, values)
-    if dense.dtype not in _NATIVE:
-        # An index that is found not to fit only later must not end the process meanwhile.
-        elements.index_add_(0, indices.clamp(0, max(0, elements.numel() - 1)), values.detach())
-        return dense
-    _add_kernel.launch(indices.numel(), elements, indices.contiguous(), values.contiguous())
-    return dense
-
-
 @cuda_function
 def _below(indices: Any, index: int) -> int:
     """Return how many of the ascending indices are below `index`."""
@@ -194,15 +177,14 @@ def _merge_kernel(
             sums[i + j - before] = other_values[j]
 
 
-@Reading
-def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Finding[Coo]:
+def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
     _check_lists(indices, values, other_indices, other_values)
     wide = values.dtype if values.dtype in _NATIVE else torch.float32
     indices, other_indices = indices.contiguous(), other_indices.contiguous()
     matches = torch.empty_like(indices)
     _match_kernel.launch(indices.numel(), indices, other_indices, matches)
     matched = matches.cumsum(0, dtype=torch.int32)
-    count = indices.numel() + other_indices.numel() - sum((yield matched[-1:]))
+    count = indices.numel() + other_indices.numel() - (int(matched[-1]) if indices.numel() else 0)
     both = torch.empty(count, dtype=torch.int32, device=indices.device)
     sums = torch.empty(count, dtype=wide, device=indices.device)
     first, second = values.detach().to(wide).contiguous(), other_values.detach().to(wide).contiguous()
@@ -211,5 +193,5 @@ def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_
     return Coo(both, sums.to(values.dtype))
 
 
-scatter_add = Op(name="scatter_add", reference=_scatter_add_reference, cpu=_scatter_add_cpu, cuda=_scatter_add_cuda)
+scatter_add = Op(name="scatter_add", reference=_scatter_add_reference, cpu=_scatter_add_cpu)
 coo_add = Op(name="coo_add", reference=_coo_add_reference, cpu=_coo_add_cpu, cuda=_coo_add_cuda)

@@ -4,13 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
 from .bitmap import bitmap_bytes
-from .kernels import CudaKernel, check_numel, cpu_kernel, flat, host
+from .kernels import check_numel, cpu_kernel, flat, host
 from .op import Op
 
 _LANES = 32
@@ -141,40 +140,5 @@ def _decode_cpu(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
     return dense.to(levels.dtype)
 
 
-@CudaKernel
-def _pack_cuda(elements, bitmap):  # type: ignore[no-untyped-def]
-    byte = cuda.grid(1)
-    if byte < bitmap.size:
-        word = 0
-        for i in range(byte * 8, min(byte * 8 + 8, elements.size)):
-            if elements[i] < 0:
-                word |= 1 << (i - byte * 8)
-        bitmap[byte] = word
-
-
-def _encode_cuda(dense: Tensor) -> Signs:
-    elements = flat("signs_encode", dense)
-    bitmap = torch.empty(bitmap_bytes(elements.numel()), dtype=torch.uint8, device=dense.device)
-    wide = elements if elements.dtype == torch.float64 else elements.float()
-    _pack_cuda.launch(bitmap.numel(), wide, bitmap)
-    # Torch sums in the same order each time; atomic additions would not.
-    return Signs(bitmap, _means(elements))
-
-
-@CudaKernel
-def _unpack_cuda(bitmap, levels, dense):  # type: ignore[no-untyped-def]
-    i = cuda.grid(1)
-    if i < dense.size:
-        dense[i] = levels[(bitmap[i >> 3] >> (i & 7)) & 1]
-
-
-def _decode_cuda(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
-    _check(bitmap, levels, numel)
-    wide = levels if levels.dtype == torch.float64 else levels.float()
-    dense = torch.empty(numel, dtype=wide.dtype, device=bitmap.device)
-    _unpack_cuda.launch(numel, bitmap, wide, dense)
-    return dense.to(levels.dtype)
-
-
-signs_encode = Op(name="signs_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
-signs_decode = Op(name="signs_decode", reference=_decode_reference, cpu=_decode_cpu, cuda=_decode_cuda)
+signs_encode = Op(name="signs_encode", reference=_encode_reference, cpu=_encode_cpu)
+signs_decode = Op(name="signs_decode", reference=_decode_reference, cpu=_decode_cpu)

@@ -78,13 +78,6 @@ def write_indices(positions: NDArray[np.int32], part: int, parts: int, seed: int
         indices[i] = stripe * parts + turn
 
 
-@cpu_kernel
-def write_samples(seed: int, numel: int, samples: NDArray[np.int32]) -> None:
-    """Write pseudo-random numbers in [0, numel) to `samples`; some may be equal."""
-    for i in range(samples.size):
-        samples[i] = (murmur_cpu(i, seed) * numel) >> 32
-
-
 @cuda_function
 def owner_cuda(index: Any, parts: int, seed: int) -> Any:
     """Return the part that owns `index`."""

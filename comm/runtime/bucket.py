@@ -1,13 +1,11 @@
 """Sums the gradients that a framework hands over together: large ones by a scheme, all others as one tensor."""
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..errors import CommError
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 
@@ -73,23 +71,3 @@ class BucketSum:
     def is_large(self, name: str, gradient: Tensor) -> bool:
         """Tell whether a gradient goes to the scheme."""
         return gradient.numel() >= self._least_elements and not self.scheme.is_all_reduced(name)
-
-
-def check_pool(pool: Transport | None, sizes: Mapping[str, int], least_elements: int) -> None:
-    """Raise CommError, on all ranks of `pool`, unless the same gradients are large on all of them.
-
-    Args:
-        pool: Of a scheme; None has nothing to check.
-        sizes: Name → elements of this rank's part.
-        least_elements: From how many on a gradient is large.
-    """
-    if pool is None:
-        return
-    parts = [json.loads(each) for each in pool.gather_bytes(json.dumps(sizes).encode())]
-    for name in {name: None for part in parts for name in part}:
-        found = [part.get(name, 0) for part in parts]
-        if min(found) < least_elements <= max(found):
-            raise CommError(
-                f"{name} has {', '.join(map(str, found))} elements on the ranks of the pool: give a least_elements "
-                f"that is larger than all of them, or no larger than any"
-            )

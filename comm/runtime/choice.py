@@ -31,7 +31,6 @@ _DEEPEST: Final = 8
 _KINDS: Final = (
     (float, Real, "a number"),
     (int, Integral, "an integer"),
-    (dist.ProcessGroup, dist.ProcessGroup, "a process group"),
 )
 
 
@@ -86,11 +85,11 @@ def check_choice(choice: Choice, options: Mapping[str, Any], *, ranks: int = 0) 
         check_number(f"{choice}: {name}", takes[name].annotation, options[name])
     if ranks:
         nobody = Transport(dist.ProcessGroup(0, ranks))  # type: ignore[call-arg]
-        scheme_of(choice, nobody, **{name: value for name, value in options.items() if name != "pool"})
+        scheme_of(choice, nobody, **options)
 
 
 def check_number(what: str, annotation: Any, value: object) -> None:
-    """Raise CommError unless a value is the number, or the process group, that its annotation asks for."""
+    """Raise CommError unless a value is the number that its annotation asks for."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if value is None and NoneType in kinds:
         return

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..compress.compressors import SampledTopK
 from ..compress.feedback import MomentumCorrection
-from ..compress.pooled import PooledTopK
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 from ..schemes import named
@@ -28,9 +26,6 @@ class Dgc(Scheme):
         masking: Whether elements that are sent lose their momentum, as published.
         clip_norm: Of one parameter's gradient; None does not clip.
         warm_up_steps: Over which the density falls to its final value.
-        pool: The process group of the ranks that hold the parts of this replica's parameters (tensor parallelism, or
-            shards): one threshold for all parts of a gradient. All its ranks make this scheme together. None gives
-            each part a threshold of its own.
         options: Of `scheme`.
 
     Raises:
@@ -49,16 +44,12 @@ class Dgc(Scheme):
         masking: bool = False,
         clip_norm: float | None = None,
         warm_up_steps: int = 0,
-        pool: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         super().__init__(transport)
         self.between = named(scheme, transport, **options)
-        if pool is not None:
-            # Of its own: where the scheme runs beside the backward pass, both would take each other's messages.
-            self.pool = Transport.among(dist.get_process_group_ranks(pool), transport.device)
         self.memory = MomentumCorrection(
-            SampledTopK(density) if self.pool is None else PooledTopK(density, self.pool),
+            SampledTopK(density),
             ranks=transport.size,
             momentum=momentum,
             masking=masking,
@@ -74,7 +65,7 @@ class Dgc(Scheme):
         """Return what `reduce` returns for each; they go together through the scheme that sums."""
         sums = self.between.reduce_together([(key, self._chosen(key, gradient)) for key, gradient in gradients])
         for (key, _), total in zip(gradients, sums, strict=True):
-            self.memory.settle([key], total)
+            self.memory.undo_unless_finite([key], total)
         pairs = zip(gradients, sums, strict=True)
         return [total.to_sparse(each.sparse_dim()) if each.is_sparse else total for (_, each), total in pairs]
 

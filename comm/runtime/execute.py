@@ -24,7 +24,7 @@ from ..compress.feedback import Memory
 from ..errors import CommError
 from ..net.collectives import broadcast_from, gather_shares, reduce_scatter, reduce_to
 from ..net.fabric import Fabric
-from ..net.scheme import Reduction, Scheme, Unstaged
+from ..net.scheme import Reduction, Scheme, Stage
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..plan.plan import COMPRESSED, DENSE, FLAT
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
@@ -53,8 +53,8 @@ class OptionScheme(Scheme):
         self.memory = memory
         self._fabric = fabric
         self._options = dict(options)
-        if any(Device.CPU in option.devices for option in self._options.values()):
-            self.stages = ("prepare", "communicate", "settle")
+        on_cpus = any(Device.CPU in option.devices for option in self._options.values())
+        self.stages: tuple[Stage, ...] = ("prepare", "communicate", "settle") if on_cpus else ("communicate",)
 
     def is_all_reduced(self, key: str) -> bool:
         """Tell whether the gradient of `key` is only all-reduced."""
@@ -63,10 +63,8 @@ class OptionScheme(Scheme):
     def begin(self, key: str, gradient: Tensor) -> Reduction:
         """Compress the gradient as far as that is done where it was computed, and return the rest of the sum."""
         option = self._options.get(key)
-        if option is None:
+        if option is None or gradient.numel() == 0:
             return _AllReduce(self.transport, gradient)
-        if gradient.numel() == 0:
-            return Unstaged(lambda empty: empty, gradient)
         return _Run(self._fabric, self.memory, key, option.steps, gradient)
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
@@ -125,11 +123,12 @@ class _AllReduce(Reduction):
         self._work: Work | None = None
 
     def communicate(self) -> None:
-        self._work = self._transport.begin_all_reduce(self._total)
+        if self._total.numel():
+            self._work = self._transport.begin_all_reduce(self._total)
 
     def total(self) -> Tensor:
-        assert self._work is not None
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._total
 
     def tensors(self) -> Iterator[Tensor]:
@@ -169,7 +168,7 @@ class _Run(Reduction):
         assert isinstance(self._held, Tensor), "every path of the tree ends with the sum on all ranks"
         total = self._held[: self._shape.numel()]
         if self._remembered:
-            self._memory.settle(self._remembered, total)
+            self._memory.undo_unless_finite(self._remembered, total)
         return total.view(self._shape)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -258,9 +257,8 @@ class _Run(Reduction):
             return None
         match step.routine:
             case Routine.BROADCAST:
-                message = None if held is None else pack([_pieces(held)])[0]
-                (received,) = unpack([broadcast_from(self._root(step.phase), message, transport)])
-                return received
+                message = None if held is None else pack(_pieces(held))
+                return unpack(broadcast_from(self._root(step.phase), message, transport))
             case Routine.ALL_TO_ALL:
                 return summands(scatter_all(_pieces(held), transport, alike=self._alike))
             case Routine.GATHER:

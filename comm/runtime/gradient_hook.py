@@ -1,11 +1,9 @@
 """The communication hook of DistributedDataParallel that sums buckets by a scheme while backward goes on."""
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import NoReturn
 
 import torch
@@ -18,6 +16,7 @@ from ..errors import CommError
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 from .bucket import LEAST_ELEMENTS, BucketSum
+from .lanes import Worker
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -65,12 +64,7 @@ class GradientHook(BucketSum):
         }
         self._device = world.device
         self._precedes_ddp = self._device.type == "cuda" and model.find_unused_parameters
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="gradient hook", daemon=True)
-        self._thread.start()
+        self._worker = Worker("gradient hook", self._device)
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Return a future of the averaged bucket; buckets are averaged one after the other, in the order submitted.
@@ -78,19 +72,19 @@ class GradientHook(BucketSum):
         Raises:
             CommError: The hook is closed.
         """
-        if not self._thread.is_alive():
+        if self._worker.closed:
             raise CommError("backward() after hook.close(): close the hook after the last backward pass")
         parameters = bucket.parameters()
         names = [self._names[parameter] for parameter in parameters]
         submitted = Submitted(
-            future=Future(devices=[self._device] if self._stream is not None else None),
+            future=Future(devices=[self._device] if self._device.type == "cuda" else None),
             names=names,
             parameters=parameters,
             buffer=bucket.buffer(),
             used=self._used_of(names),
             is_last=bucket.is_last(),
         )
-        self._queue(submitted, partial(self._answer, submitted))
+        self._worker.submit(partial(self._serve, submitted))
         if self._precedes_ddp and submitted.is_last:
             # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
             # that differ in the order may wait for each other for ever.
@@ -100,8 +94,8 @@ class GradientHook(BucketSum):
 
     def close(self) -> None:
         """End the thread; call it after the last backward pass, before the process group is destroyed."""
-        self._tasks.put(None)
-        self._thread.join()
+        self._worker.close()
+        self._worker.join()
         for handle in self._handles.values():
             handle.remove()
 
@@ -111,24 +105,11 @@ class GradientHook(BucketSum):
             "or save model.module, wrap the copy, and register a hook for it"
         )
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-
-    def _queue(self, submitted: Submitted, answer: Callable[[], None]) -> None:
-        """Let the thread call `answer`, which sets the future of `submitted`, after what the device does by now."""
-        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-
-        def task() -> None:
-            with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                try:
-                    if self._stream is not None and ready is not None:
-                        self._stream.wait_event(ready)
-                    answer()
-                except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-                    self._fail(submitted, error)
-
-        self._tasks.put(task)
+    def _serve(self, submitted: Submitted) -> None:
+        try:
+            self._answer(submitted)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+            self._fail(submitted, error)
 
     def _answer(self, submitted: Submitted) -> None:
         submitted.future.set_result(self._average(submitted, submitted.buffer))

@@ -1,8 +1,11 @@
-"""Threads that take sums of gradients through their stages, each thread one stage, one sum after the other."""
+"""Threads beside training: one that does a task after the other, and a pipeline of them for the stages of sums."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -11,8 +14,69 @@ from torch import Tensor
 from ..net.scheme import Reduction, Stage
 
 
+class Worker:
+    """A thread, with a stream of its own on CUDA, that does one task after the other.
+
+    Args:
+        name: Of the thread.
+        device: Where gradients are.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more tasks are taken."""
+        return self._closed
+
+    def submit(self, task: Callable[[], None], after: Any = None) -> "Future[None]":
+        """Return a future of the task; on CUDA it follows the event `after`, or what the current stream has to do."""
+        done: Future[None] = Future()
+        after = after or recorded(self._device)
+
+        def run() -> None:
+            try:
+                if after is not None:
+                    self._stream.wait_event(after)
+                task()
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._tasks.put(run)
+        return done
+
+    def follow(self) -> None:
+        """Let the current stream wait for what the worker has done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Take no more tasks, and end the thread after those that are there."""
+        self._closed = True
+        self._tasks.put(None)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            while (task := self._tasks.get()) is not None:
+                task()
+
+
 class Lanes:
-    """A pipeline: every sum passes each lane, a thread (and a stream of its own on CUDA), in the order of its index.
+    """A pipeline: every sum passes each lane, a worker for one stage, in the order of its index.
 
     Args:
         stages: Of each lane.
@@ -21,27 +85,21 @@ class Lanes:
     """
 
     def __init__(self, stages: Sequence[Stage], count: int, device: torch.device) -> None:
-        self._device = device
+        self._device, self._count = device, count
+        self._lanes = [(stage, Worker(f"gradients: {stage}", device)) for stage in stages]
         self._changed = threading.Condition()
-        self._put: list[Reduction | None] = [None] * count
-        self._ready: list[Any] = [None] * count
-        self._done = [count] * len(stages)
+        self._next = 0
+        self._put: dict[int, tuple[Reduction, Any]] = {}
+        self._passed: dict[int, tuple[Reduction, Any]] = {}
         self._error: Exception | None = None
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane, stage), name=f"gradients: {stage}", daemon=True)
-            for lane, stage in enumerate(stages)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def put(self, index: int, reduction: Reduction) -> None:
         """Hand over a sum, in any order; what the current stream still does for it comes first."""
         with self._changed:
-            if self._done[-1] == len(self._put):
-                self._done = [0] * len(self._done)
-            self._put[index], self._ready[index] = reduction, self._event()
-            self._changed.notify_all()
+            self._put[index] = reduction, recorded(self._device)
+            while self._next in self._put:
+                self._hand_over(0, self._next, *self._put.pop(self._next))
+                self._next = (self._next + 1) % self._count
 
     def take(self, index: int) -> Reduction:
         """Return a sum that has passed all lanes, once it has; the current stream waits for it.
@@ -50,12 +108,13 @@ class Lanes:
             Exception: What went wrong in a stage, or was passed to `fail`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._done[-1] > index)
+            self._changed.wait_for(lambda: self._error is not None or index in self._passed)
             if self._error is not None:
                 raise self._error
-            reduction, self._put[index] = self._put[index], None
-        assert reduction is not None
-        self._follow(index, reduction)
+            reduction, event = self._passed.pop(index)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        _keep(reduction.tensors())
         return reduction
 
     def fail(self, error: Exception) -> None:
@@ -66,57 +125,37 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads."""
+        for _, worker in self._lanes:
+            worker.close()
+            worker.join()
+
+    def _hand_over(self, lane: int, index: int, reduction: Reduction, event: Any) -> None:
+        if lane < len(self._lanes):
+            self._lanes[lane][1].submit(partial(self._pass, lane, index, reduction), event)
+            return
         with self._changed:
-            self._closed = True
+            self._passed[index] = reduction, event
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
 
-    def _work(self, lane: int, stage: Stage) -> None:
-        stream: Any = None
-        if self._device.type == "cuda":
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-            while (index := self._next(lane)) is not None:
-                reduction = self._put[index]
-                assert reduction is not None
-                try:
-                    self._follow(index, reduction)
-                    getattr(reduction, stage)()
-                except Exception as error:  # noqa: BLE001 (it belongs to whoever takes the sum)
-                    self.fail(error)
-                    continue
-                with self._changed:
-                    self._ready[index] = self._event()
-                    self._done[lane] += 1
-                    self._changed.notify_all()
-
-    def _next(self, lane: int) -> int | None:
-        """Wait for the next sum of a lane and return its index; None when everything ends."""
-
-        def waits() -> bool:
-            index = self._done[lane]
-            if self._error is not None or index == len(self._put):
-                return False
-            return self._put[index] is not None if lane == 0 else self._done[lane - 1] > index
-
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or waits())
-            return None if self._closed else self._done[lane]
-
-    def _event(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _follow(self, index: int, reduction: Reduction) -> None:
-        """Let the current stream wait for the stage before, and keep what it reads until it has read it."""
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._ready[index])
-            _keep_for(stream, reduction.tensors())
+    def _pass(self, lane: int, index: int, reduction: Reduction) -> None:
+        if self._error is not None:
+            return
+        try:
+            _keep(reduction.tensors())
+            getattr(reduction, self._lanes[lane][0])()
+        except Exception as error:  # noqa: BLE001 (it belongs to whoever takes the sum)
+            self.fail(error)
+        else:
+            self._hand_over(lane + 1, index, reduction, recorded(self._device))
 
 
-def _keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:
-    """Let nobody get the memory of tensors that another stream made before `stream` has read them."""
+def recorded(device: torch.device) -> Any:
+    """Return an event after what the current stream has to do; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _keep(tensors: Iterable[Tensor]) -> None:
+    """Let nobody get the memory of tensors that another stream made before the current one has read them."""
     for tensor in tensors:
         if tensor.is_cuda:
-            tensor.record_stream(stream)
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

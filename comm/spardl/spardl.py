@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ..errors import CommError, MessageError
 from ..net.entries import copied, from_message, joined, kept_count, size_bytes, to_message, write_dense
-from ..net.rounds import Rounds
+from ..net.rounds import Rounds, bruck_gather
 from ..net.scheme import Network
 from ..net.transport import Transport
 from ..ops.coo import Coo
-from . import bruck
 from .cost import choose_teams
 from .sparse_scheme import SparseScheme, Synchronized
 from .srs import TeamBlocks, spar_reduce_scatter
@@ -196,7 +195,7 @@ class SparDL(SparseScheme):
         sizes = None
         if gather == "recursive":
             sizes = [size_bytes(blocks.quota(block), dtype) for block in range(blocks.count)]
-        messages = yield from bruck.bruck_gather(self.transport.rank, members, to_message(mine), sizes_bytes=sizes)
+        messages = yield from bruck_gather(self.transport.rank, members, to_message(mine), sizes_bytes=sizes)
         spans = map(blocks.span, range(blocks.count))
         return joined(
             [

@@ -1,7 +1,6 @@
 """What all schemes that send a part of the gradient share: density, residuals, and steps that must not be kept."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..net.entries import all_finite, check_density, check_residual
-from ..net.rounds import Rounds, carry_out
-from ..net.scheme import Scheme
+from ..net.rounds import Rounds, RoundScheme
 from ..net.transport import Transport
 
 
@@ -29,7 +27,7 @@ class Synchronized:
     memory: Any = None
 
 
-class SparseScheme(Scheme):
+class SparseScheme(RoundScheme):
     """Sums the greatest elements of each gradient and keeps the others, by parameter, for the next step.
 
     Residuals and sums are float32 (float64 for float64 gradients), messages have the gradient's dtype. If the sum has
@@ -50,31 +48,22 @@ class SparseScheme(Scheme):
         self._residuals: dict[str, Tensor] = {}
         self._memories: dict[str, Any] = {}
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+    def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Return the sum of what was selected, equal on all ranks; the rest stays for the next step.
 
         A contiguous gradient is overwritten with it.
         """
-        return self.reduce_together([(key, gradient)])[0]
-
-    def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return what `reduce` returns for each, in as many rounds as the gradient has that needs most."""
-        dense = {key: each.to_dense() if each.is_sparse else each for key, each in gradients}
-        flat = {key: each.detach().reshape(-1).contiguous() for key, each in dense.items() if each.numel()}
-        runs = [self._synchronize(key, self._accumulated(key, each), each) for key, each in flat.items()]
-        done = carry_out(self.transport, runs)
-        # All at once: the CPU waits for a GPU whenever it reads.
-        finite = torch.stack([all_finite(each.values) for each in done]).tolist() if done else []
-        for key, each, is_kept in zip(flat, done, finite, strict=True):
-            if is_kept:
-                self._residuals[key] = each.residual
-                if each.memory is not None:
-                    self._memories[key] = each.memory
-        totals = []
-        for key, gradient in gradients:
-            total = dense[key] if dense[key].is_contiguous() else flat[key].view(gradient.shape)
-            totals.append(total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total)
-        return totals
+        if not gradient.numel():
+            return gradient
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        flat = dense.detach().reshape(-1).contiguous()
+        done = yield from self._synchronize(key, self._accumulated(key, flat), flat)
+        if all_finite(done.values):
+            self._residuals[key] = done.residual
+            if done.memory is not None:
+                self._memories[key] = done.memory
+        total = dense if dense.is_contiguous() else flat.view(gradient.shape)
+        return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
 
     def _accumulated(self, key: str, flat: Tensor) -> Tensor:
         """Return gradient and residual together, in memory of its own."""

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import add_to, added, from_message, rounded, size_bytes, to_message, top_k
-from ..net.rounds import Rounds, swap
+from ..net.rounds import Rounds, bruck_gather, swap
 from ..ops.coo import Coo
-from . import bruck
 
 Gather = Literal["recursive", "bruck"]
 """R-SAG, for a power of two of teams, or B-SAG, for any number."""
@@ -114,7 +113,7 @@ def gather_recursive(rank: int, peers: Sequence[int], mine: Coo, quota: int, wor
         message = yield from swap(to_message(mine), to=partner, source=partner, size_bytes=quota_bytes)
         distance *= 2
         received = from_message(message, dtype, end=work.numel())
-        both = yield from added([mine, received], work.dtype)
+        both = added([mine, received], work.dtype)
         mine = _keep(both, quota, dtype, work, share=1 / distance)
     return mine
 
@@ -137,9 +136,9 @@ def gather_bruck(rank: int, peers: Sequence[int], mine: Coo, quota: int, work: T
     """
     dtype = mine.values.dtype
     sizes = [to_message(mine).numel()] * len(peers)
-    messages = yield from bruck.bruck_gather(rank, peers, to_message(mine), sizes_bytes=sizes)
+    messages = yield from bruck_gather(rank, peers, to_message(mine), sizes_bytes=sizes)
     lists = [from_message(message, dtype, end=work.numel()) for message in messages]
-    union = yield from added(lists, work.dtype)
+    union = added(lists, work.dtype)
     return _keep(union, quota, dtype, work, share=1 / len(peers)), union.indices.numel()
 
 

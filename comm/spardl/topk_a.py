@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from ..net.entries import add_to, from_message, kept_count, size_bytes, take, to_message, top_k
-from ..net.rounds import Rounds
-from . import bruck
+from ..net.rounds import Rounds, bruck_gather
 from .sparse_scheme import SparseScheme, Synchronized
 
 
@@ -23,7 +22,7 @@ class TopkA(SparseScheme):
         mine = take(accumulated, top_k(accumulated, kept), dtype)
         ranks = range(self.transport.size)
         sizes = [size_bytes(kept, dtype)] * len(ranks)
-        messages = yield from bruck.bruck_gather(self.transport.rank, ranks, to_message(mine), sizes_bytes=sizes)
+        messages = yield from bruck_gather(self.transport.rank, ranks, to_message(mine), sizes_bytes=sizes)
         sums = total.zero_() if dtype == accumulated.dtype else torch.zeros_like(accumulated)
         lists = [from_message(message, dtype, end=total.numel()) for message in messages]
         add_to(sums, *lists)

@@ -144,7 +144,7 @@ class TriedHook(GradientHook):
         return None if answer is None else answer.value()
 
     def _now_s(self) -> float:
-        if self._stream is not None:
+        if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return time.monotonic()
 

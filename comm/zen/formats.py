@@ -6,14 +6,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ..errors import MessageError
+from ..errors import MessageError, OpError
 from ..net.entries import within
 from ..net.transport import from_bytes, to_bytes
-from ..ops.bitmap import bitmap_bytes, bitmap_indices
-from ..ops.kernels import checked_together
-from ..ops.op import Finding, Reading
-from ..ops.spread import Spread
-from .hash_bitmap import hash_bitmap_encode
+from ..ops.bitmap import bitmap_bytes, bitmap_encode, bitmap_indices
 from .sparse import Sparse
 
 _INDEX_BYTES = 4
@@ -52,8 +48,7 @@ def cheapest(allowed: Sequence[Format], *, count: int, length: int, row_bytes: i
 
 def encode(parts: Sequence[Sparse], allowed: Sequence[Format] = ALL) -> list[Tensor]:
     """Return a message of each matrix that `decode` reads, in the cheapest format allowed; without rows it is empty."""
-    with checked_together():
-        return [_encode(part, allowed) for part in parts]
+    return [_encode(part, allowed) for part in parts]
 
 
 def _encode(sparse: Sparse, allowed: Sequence[Format]) -> Tensor:
@@ -61,36 +56,31 @@ def _encode(sparse: Sparse, allowed: Sequence[Format]) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=sparse.values.device)
     row_bytes = sparse.width * sparse.values.itemsize
     form = cheapest(allowed, count=sparse.count, length=sparse.length, row_bytes=row_bytes)
-    # Made on the device: a GPU is waited for when it gets numbers of the CPU.
     tag = torch.full((_TAG_BYTES,), int(form), dtype=torch.uint8, device=sparse.values.device)
     if form is Format.COO:
         return to_bytes(sparse.indices, sparse.values, tag)
     if form is Format.BITMAP:
-        return to_bytes(sparse.values, hash_bitmap_encode(sparse.indices, _whole(sparse.length), 0), tag)
+        return to_bytes(sparse.values, bitmap_encode(sparse.indices, sparse.length), tag)
     rows = sparse.values.new_zeros(sparse.length, sparse.width)
     rows[sparse.indices] = sparse.values
     return to_bytes(rows, tag)
 
 
-@Reading
-def decode(
-    messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dtype: torch.dtype
-) -> Finding[list[Sparse]]:
+def decode(messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dtype: torch.dtype) -> list[Sparse]:
     """Return the matrices of messages of `encode`, each of so many rows of `width` elements of `dtype`.
 
     Raises:
         MessageError: One is not such a message.
     """
-    tags = [message[-_TAG_BYTES:] for message in messages if message.numel()]
-    forms = iter((yield torch.cat(tags)) if tags else [])
-    pairs = zip(messages, lengths, strict=True)
-    with checked_together(lambda error: MessageError(f"a message came that is no matrix: {error}")):
+    try:
         return [
-            _decode(message, next(forms), length, width, dtype)
+            _decode(message, length, width, dtype)
             if message.numel()
             else _nothing(message.device, length, width, dtype)
-            for message, length in pairs
+            for message, length in zip(messages, lengths, strict=True)
         ]
+    except OpError as error:
+        raise MessageError(f"a message came that is no matrix: {error}") from error
 
 
 def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) -> Sparse:
@@ -98,8 +88,8 @@ def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) 
     return Sparse(indices=indices, values=indices.new_empty(0, width, dtype=dtype), length=length)
 
 
-def _decode(message: Tensor, form: int, length: int, width: int, dtype: torch.dtype) -> Sparse:
-    row_bytes, size = width * dtype.itemsize, message.numel() - _TAG_BYTES
+def _decode(message: Tensor, length: int, width: int, dtype: torch.dtype) -> Sparse:
+    row_bytes, size, form = width * dtype.itemsize, message.numel() - _TAG_BYTES, int(message[-1])
     tag = (torch.uint8, _TAG_BYTES)
     if form == Format.COO:
         count = size // (_INDEX_BYTES + row_bytes)
@@ -115,8 +105,3 @@ def _decode(message: Tensor, form: int, length: int, width: int, dtype: torch.dt
     else:
         raise MessageError(f"a message in format {form}; run the same version on all ranks")
     return Sparse(indices=indices, values=values.view(-1, width), length=length)
-
-
-def _whole(length: int) -> Spread:
-    """Return the spread in which every row stands where it is, so that the hash bitmap is a bitmap."""
-    return Spread(numel=length, parts=1)

@@ -7,17 +7,14 @@ partition (`partition`) gives the same sets exactly and faster, and is what Zen 
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
-from numba import cuda
 from torch import Tensor
 
 from ..errors import OpError
-from ..ops.compaction import mark, marked
-from ..ops.kernels import MAX_NUMEL, CudaKernel, check_list, check_range, flat
-from ..ops.op import Op
-from ..ops.spread import Spread, murmur, murmur_cuda, owner_cuda
+from ..ops.kernels import MAX_NUMEL, check_list, check_range, flat
+from ..ops.spread import Spread, murmur
 from .histogram import Parts
 
 
@@ -64,11 +61,11 @@ class Hashed(NamedTuple):
     memory: HashMemory
 
 
-def _hash_reference(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+def hierarchical_hash(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
     """Return the elements of `dense` at `indices` by the part that owns them, found by hashing.
 
     Each part has the same set of entries as with `partition`; their order, and how many spilled, are of no meaning and
-    differ between backends.
+    differ between implementations.
 
     Args:
         dense: G, of any shape.
@@ -142,50 +139,3 @@ def _fill_reference(indices: Tensor, owners: Tensor, spread: Spread, memory: Has
     fits = rank < memory.serial
     slots[(owners[left] * width + memory.slots + rank)[fits]] = indices[left[fits]] + 1
     return slots.view(spread.parts, width), left.numel(), int((~fits).sum())
-
-
-@CudaKernel
-def _fill_kernel(
-    indices: Any,
-    parts: int,
-    seed: int,
-    seeds: Any,
-    first: int,
-    serial: int,
-    slots: Any,
-    spilled: Any,
-) -> None:
-    i = cuda.grid(1)
-    if i >= indices.size:
-        return
-    index = indices[i]
-    part = owner_cuda(index, parts, seed)
-    base = part * (first + serial)
-    for j in range(seeds.size):
-        slot = base + ((murmur_cuda(index, seeds[j]) * first) >> 32)
-        if cuda.atomic.cas(slots, slot, 0, index + 1) == 0:
-            return
-    rank = cuda.atomic.add(spilled, part, 1)
-    if rank < serial:
-        slots[base + first + rank] = index + 1
-
-
-def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
-    elements = checked(dense, indices, spread)
-    indices = indices.contiguous()
-    seeds = torch.tensor(seeds_of(spread, memory), device=indices.device)
-    while True:
-        slots = torch.zeros(check_memory(spread, memory), dtype=torch.int32, device=indices.device)
-        spilled = torch.zeros(spread.parts, dtype=torch.int32, device=indices.device)
-        sizes = (spread.parts, spread.seed, seeds, memory.slots, memory.serial)
-        _fill_kernel.launch(indices.numel(), indices, *sizes, slots, spilled)
-        if int(spilled.max()) <= memory.serial:
-            break
-        memory = memory.doubled()
-    filled = marked(mark(slots))
-    found = slots.index_select(0, filled) - 1
-    counts: list[int] = torch.bincount(filled // (memory.slots + memory.serial), minlength=spread.parts).tolist()
-    return Hashed(Parts(found, elements.index_select(0, found), counts), int(spilled.sum()), memory)
-
-
-hierarchical_hash = Op(name="hierarchical_hash", reference=_hash_reference, cpu=_hash_reference, cuda=_hash_cuda)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..ops.kernels import CudaKernel, bits, check_list, check_range, cpu_kernel, host, host_bits
-from ..ops.op import Finding, Op, Reading
+from ..ops.op import Op
 from ..ops.spread import Spread, count_owners, index_cuda, owner_cuda, write_indices
 
 _MIN_RUN = 16
@@ -106,8 +106,7 @@ def _distribute_kernel(
             sorted_values[place] = values[i]
 
 
-@Reading
-def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Finding[Parts]:
+def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     _check("partition", indices, values, spread)
     indices, elements = indices.contiguous(), bits(values.detach().contiguous())
     # A thread has a counter for each part, and enough indices that counters are the smaller part of its work.
@@ -119,7 +118,7 @@ def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Finding[
     places = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
     sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
     _distribute_kernel.launch(threads, indices, elements, *sizes, places, sorted_indices, sorted_values)
-    return Parts(sorted_indices, sorted_values.view(values.dtype), (yield counts.sum(1)))
+    return Parts(sorted_indices, sorted_values.view(values.dtype), counts.sum(1).tolist())
 
 
 def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
@@ -146,21 +145,6 @@ def _positions_cpu(indices: Tensor, spread: Spread) -> Tensor:
     _check("positions", indices, None, spread)
     positions = torch.empty_like(indices)
     _write_positions(host(indices), spread.parts, host(positions))
-    return positions
-
-
-@CudaKernel
-def _positions_kernel(indices: Any, parts: int, positions: Any) -> None:
-    i = cuda.grid(1)
-    if i < indices.size:
-        positions[i] = np.uint32(indices[i]) // np.uint32(parts)
-
-
-def _positions_cuda(indices: Tensor, spread: Spread) -> Tensor:
-    _check("positions", indices, None, spread)
-    indices = indices.contiguous()
-    positions = torch.empty_like(indices)
-    _positions_kernel.launch(indices.numel(), indices, spread.parts, positions)
     return positions
 
 
@@ -196,11 +180,6 @@ def _indices_kernel(positions: Any, part: int, parts: int, seed: int, indices: A
 
 def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
     _check_positions(positions, spread, part)
-    return indices_of(positions, spread, part)
-
-
-def indices_of(positions: Tensor, spread: Spread, part: int) -> Tensor:
-    """Return what stands at positions on a GPU, which may lie behind the part's end."""
     positions = positions.contiguous()
     indices = torch.empty_like(positions)
     _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, indices)
@@ -208,5 +187,5 @@ def indices_of(positions: Tensor, spread: Spread, part: int) -> Tensor:
 
 
 partition = Op(name="partition", reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda)
-positions = Op(name="positions", reference=_positions_reference, cpu=_positions_cpu, cuda=_positions_cuda)
+positions = Op(name="positions", reference=_positions_reference, cpu=_positions_cpu)
 indices_at = Op(name="indices_at", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)

@@ -7,8 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..ops.kernels import checked_together
-from ..ops.op import Finding
 from ..ops.spread import Spread
 from .hash import HashMemory, hierarchical_hash
 from .histogram import Parts, indices_at, partition, positions
@@ -17,8 +15,7 @@ from .sparse import Sparse
 
 def join(cut: "Balanced", parts: Sequence[Sparse], length: int) -> Sparse:
     """Return the matrix that was split into `parts`; its indices are ascending only within those of a server."""
-    with checked_together():
-        indices = [cut.indices(server, part.indices) for server, part in enumerate(parts)]
+    indices = [cut.indices(server, part.indices) for server, part in enumerate(parts)]
     return Sparse(indices=torch.cat(indices), values=torch.cat([part.values for part in parts]), length=length)
 
 
@@ -47,17 +44,17 @@ class Balanced:
         """Return the rows of a server."""
         return self._spread.size(server)
 
-    def split(self, sparse: Sparse) -> Finding[list[Sparse]]:
+    def split(self, sparse: Sparse) -> list[Sparse]:
         """Return for each server its rows, counted from its first one."""
         if sparse.width == 1 and self.how == "exact":
-            found = yield from partition.finding(sparse.indices, sparse.values.view(-1), self._spread)
+            found = partition(sparse.indices, sparse.values.view(-1), self._spread)
             indices, values = found.indices, found.values.view(-1, 1)
         else:
             rows = torch.arange(sparse.count, dtype=torch.int32, device=sparse.indices.device)
             if self.how == "hash":
                 found = self._hash(sparse.indices, rows)
             else:
-                found = yield from partition.finding(sparse.indices, rows, self._spread)
+                found = partition(sparse.indices, rows, self._spread)
             indices, values = found.indices, sparse.values.index_select(0, found.values)
         places = torch.split(positions(indices, self._spread), found.counts)
         return [

@@ -3,17 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
-from ..net.scheme import Network
 from .formats import ALL, cheapest, payload_bytes
 
 Route = Literal["dense", "parallel", "hierarchical", "gather"]
 
 _WORTH = 0.9
-_EXCHANGE_ROUNDS = 2
-"""The sizes of messages are announced before they are sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,77 +47,56 @@ class ZenPlan:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidate:
-    """One way to sum: what each rank receives, in messages of which so many wait for each other."""
+class _Candidate(NamedTuple):
+    """One way to sum, and what each rank receives."""
 
+    received_bytes: float
     route: Route
     width: int
-    received_bytes: float
-    rounds: int
-
-    def cost(self, network: Network | None) -> float:
-        return self.received_bytes if network is None else network.seconds(self.rounds, self.received_bytes)
 
 
-def decide(
-    profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int, network: Network | None = None
-) -> ZenPlan:
-    """Return the plan that takes the least time on `network`; equal on all ranks for equal profiles.
+def decide(profile: Sequence[Rows], *, ranks: int, numel: int, item_bytes: int) -> ZenPlan:
+    """Return the plan with the fewest bytes received per rank; equal on all ranks for equal profiles.
 
-    All-reduce stays unless a tenth of its time is saved: it costs no computation.
+    All-reduce stays unless a tenth of its bytes is saved: it costs no computation.
 
     Args:
         profile: One entry for each width that is possible.
         ranks: n.
         numel: Elements of the gradient.
         item_bytes: Of one element.
-        network: What a message costs; None for the fewest bytes received per rank.
     """
-    cost = partial(_Candidate.cost, network=network)
-    dense_bytes = 2 * (ranks - 1) / ranks * numel * item_bytes
-    dense = _Candidate(route="dense", width=1, received_bytes=dense_bytes, rounds=2 * (ranks - 1))
+    dense = _Candidate(2 * (ranks - 1) / ranks * numel * item_bytes, "dense", 1)
     sparse = [
         each for rows in profile for each in _candidates(rows, ranks, -(-numel // rows.width), rows.width * item_bytes)
     ]
-    sparse.sort(key=lambda each: (cost(each), each.received_bytes))
-    best = sparse[0] if sparse and cost(sparse[0]) < _WORTH * cost(dense) else dense
+    sparse.sort(key=itemgetter(0))
+    best = sparse[0] if sparse and sparse[0].received_bytes < _WORTH * dense.received_bytes else dense
     others: dict[Route, _Candidate] = {}
     for other in (*sparse, dense):
         if other.route != best.route:
             others.setdefault(other.route, other)
-
-    def described(each: _Candidate) -> str:
-        return f"{each.received_bytes / 1e6:.3f} MB" + ("" if network is None else f" in {1e3 * cost(each):.3f} ms")
-
-    against = ", ".join(f"{described(other)} {route}" for route, other in others.items())
+    against = ", ".join(f"{each.received_bytes / 1e6:.3f} MB {route}" for route, each in others.items())
+    reason = f"{best.received_bytes / 1e6:.3f} MB per rank in rows of {best.width}"
     return ZenPlan(
         route=best.route,
         width=best.width,
         received_bytes=round(best.received_bytes),
-        reason=f"{described(best)} per rank in rows of {best.width}" + (f", against {against}" if against else ""),
+        reason=reason + (f", against {against}" if against else ""),
     )
 
 
 def _candidates(rows: Rows, ranks: int, length: int, row_bytes: int) -> Iterator[_Candidate]:
     """Yield the ways to sum `length` rows that are not all-reduce."""
-
-    def candidate(route: Route, received_bytes: float, exchanges: int) -> _Candidate:
-        return _Candidate(
-            route=route, width=rows.width, received_bytes=received_bytes, rounds=_EXCHANGE_ROUNDS * exchanges
-        )
-
     own_bytes = _message_bytes(rows.own, length, row_bytes)
-    yield candidate("parallel", _parallel_bytes(rows, ranks, length, row_bytes), 2)
+    yield _Candidate(_parallel_bytes(rows, ranks, length, row_bytes), "parallel", rows.width)
     if rows.sent:
         doubled = sum(_message_bytes(count, length, row_bytes) for count in rows.sent)
-        exchanges = len(rows.sent)
         # With n no power of two some ranks take part in the fold: what they receive before and after.
         if ranks & (ranks - 1):
             doubled += own_bytes + _message_bytes(rows.summed, length, row_bytes)
-            exchanges += 2
-        yield candidate("hierarchical", doubled, exchanges)
-    yield candidate("gather", (ranks - 1) * own_bytes, 1)
+        yield _Candidate(doubled, "hierarchical", rows.width)
+    yield _Candidate((ranks - 1) * own_bytes, "gather", rows.width)
 
 
 def imbalance(rows: float, parts: int) -> float:

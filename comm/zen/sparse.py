@@ -10,8 +10,6 @@ from torch import Tensor
 from ..errors import CommError
 from ..ops.block import block_decode, block_encode
 from ..ops.coo import coo_decode, coo_encode
-from ..ops.kernels import checked_together, is_on_host
-from ..ops.op import Finding, Reading
 from ..ops.scatter import coo_add, scatter_add
 
 _DENSE_SHARE = 1 / 8
@@ -53,8 +51,7 @@ def row_width(shape: Sequence[int], at_most: int) -> int:
     return max((width for width in range(1, min(at_most, last) + 1) if last % width == 0), default=1)
 
 
-@Reading
-def compress(gradient: Tensor, width: int = 1) -> Finding[Sparse]:
+def compress(gradient: Tensor, width: int = 1) -> Sparse:
     """Return the rows of `gradient` that are not all zero; inf and NaN are not zero.
 
     Args:
@@ -66,22 +63,22 @@ def compress(gradient: Tensor, width: int = 1) -> Finding[Sparse]:
         CommError: The sparse tensor is not such a one.
     """
     if gradient.is_sparse:
-        return (yield from _compress_coo(gradient, width))
+        return _compress_coo(gradient, width)
     if width == 1:
-        indices, values = yield from coo_encode.finding(gradient)
+        indices, values = coo_encode(gradient)
         return Sparse(indices=indices, values=values.view(-1, 1), length=gradient.numel())
-    ids, data = yield from block_encode.finding(gradient, width)
+    ids, data = block_encode(gradient, width)
     return Sparse(indices=ids, values=data, length=-(-gradient.numel() // width))
 
 
-def _compress_coo(gradient: Tensor, width: int) -> Finding[Sparse]:
+def _compress_coo(gradient: Tensor, width: int) -> Sparse:
     gradient = gradient.detach().coalesce()
     if gradient.sparse_dim() != 1 or math.prod(gradient.shape[1:]) % width:
         raise CommError(
             f"a sparse gradient of shape {list(gradient.shape)} with {gradient.sparse_dim()} sparse dimensions cannot "
             f"be cut into rows of {width} elements; give one sparse dimension and a width that divides the others"
         )
-    found = yield from compress.finding(gradient.values().contiguous(), width)
+    found = compress(gradient.values().contiguous(), width)
     per_row = math.prod(gradient.shape[1:]) // width
     rows = gradient.indices()[0][found.indices // per_row]
     indices = rows * per_row + found.indices % per_row
@@ -111,8 +108,7 @@ def _expand_coo(sparse: Sparse, like: Tensor) -> Tensor:
     )
 
 
-@Reading
-def merge(parts: Sequence[Sparse]) -> Finding[Sparse]:
+def merge(parts: Sequence[Sparse]) -> Sparse:
     """Return the sum of at least one matrix; each element is added in the order of `parts`.
 
     Numbers of less than four bytes are added as float32 and rounded once, at the end.
@@ -121,35 +117,29 @@ def merge(parts: Sequence[Sparse]) -> Finding[Sparse]:
     wide = _WIDE.get(first.values.dtype, first.values.dtype)
     if first.width == 1 and len(parts) == 2:
         one, other = ((part.indices, part.values.view(-1).to(wide)) for part in parts)
-        indices, sums = yield from coo_add.finding(*one, *other)
+        indices, sums = coo_add(*one, *other)
         sums = sums.view(-1, 1)
     elif first.width == 1 and sum(part.count for part in parts) >= _DENSE_SHARE * first.length:
         whole = first.values.new_zeros(first.length, 1, dtype=wide)
-        with checked_together():
-            for part in parts:
-                scatter_add(whole, part.indices, part.values.view(-1).to(wide))
-        total = yield from compress.finding(whole)
+        for part in parts:
+            scatter_add(whole, part.indices, part.values.view(-1).to(wide))
+        total = compress(whole)
         indices, sums = total.indices, total.values
     else:
-        indices, places = yield from _union(parts)
+        indices, places = _union(parts)
         sums = first.values.new_zeros(indices.numel(), first.width, dtype=wide)
         for part, place in zip(parts, torch.split(places, [part.count for part in parts]), strict=True):
             sums.index_add_(0, place, part.values.to(wide))
     return Sparse(indices=indices, values=sums.to(first.values.dtype), length=first.length)
 
 
-def _union(parts: Sequence[Sparse]) -> Finding[tuple[Tensor, Tensor]]:
+def _union(parts: Sequence[Sparse]) -> tuple[Tensor, Tensor]:
     """Return which rows are given, ascending, and where among them each row of each part stands."""
     given, length = torch.cat([part.indices for part in parts]), parts[0].length
-    if is_on_host(given) and given.numel() < _DENSE_SHARE * length:
+    if given.numel() < _DENSE_SHARE * length:
         indices, places = torch.unique(given, return_inverse=True)
         return indices, places
     present = torch.zeros(length, dtype=torch.bool, device=given.device)
     present.index_fill_(0, given.long(), True)
-    if is_on_host(given):
-        # On a CPU torch adds at places of int64 several times faster than at those of int32.
-        return present.nonzero().view(-1).int(), present.cumsum(0).index_select(0, given) - 1
-    numbers = present.cumsum(0, dtype=torch.int32)
-    count = sum((yield numbers[-1:]))
-    indices = torch.searchsorted(numbers, torch.arange(1, count + 1, dtype=torch.int32, device=given.device))
-    return indices.int(), numbers.index_select(0, given) - 1
+    # On a CPU torch adds at places of int64 several times faster than at those of int32.
+    return present.nonzero().view(-1).int(), present.cumsum(0).index_select(0, given) - 1

@@ -2,8 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field
-from itertools import islice
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor
 
 from ..errors import CommError, MessageError
 from ..net.rounds import Rounds, RoundScheme, all_to_all
-from ..net.scheme import Dense, Network
+from ..net.scheme import Dense
 from ..net.transport import Transport, from_bytes, to_bytes
-from .centralized import sum_by_doubling, sum_by_gathering
-from .parallel import push_and_pull
 from .partition import Balanced
 from .plan import Route, Rows, ZenPlan, decide
+from .routes import push_and_pull, sum_by_doubling, sum_by_gathering
 from .sparse import compress, expand, row_width
 
 _HOPELESS = 1 / 4
-_TERMS = ("shape", "dtype", "rows", "seed", "route", "profile_steps", "replan_steps", "alpha_s", "beta_s")
+_TERMS = ("shape", "dtype", "rows", "seed", "route", "profile_steps", "replan_steps")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,9 +35,8 @@ class Zen(RoundScheme):
 
     The first steps of each key are summed by recursive doubling (dense, where more than a quarter is not zero) and
     counted. Then all ranks choose as one between Push and Pull, recursive doubling, all-gather and dense all-reduce,
-    and between single elements and rows: by bytes, or, where `alpha_s` and `beta_s` are given, by the time that bytes
-    and rounds take. Counts are the same in each run of a script, and so is the choice, and the sums to the last bit.
-    In Push and Pull each message is in the format that is smallest for it.
+    and between single elements and rows, by bytes. Counts are the same in each run of a script, and so is the choice,
+    and the sums to the last bit. In Push and Pull each message is in the format that is smallest for it.
 
     Args:
         transport: The ranks; with several ranks on a host use `TwoLevel` around this one.
@@ -52,11 +49,9 @@ class Zen(RoundScheme):
         route: Choose this one without counting.
         partition: Find each rank's rows exactly, or by the hierarchical hash of the thesis; the result is the same.
         seed: Of the hash that shares rows among ranks; the same on all ranks.
-        alpha_s: Latency of one message, seconds; None to choose by bytes.
-        beta_s: Time of one word of 4 bytes on a link, seconds; given together with `alpha_s`.
 
     Raises:
-        CommError: An option has no such value, or one of the last two is given alone.
+        CommError: An option has no such value.
     """
 
     name = "zen"
@@ -71,8 +66,6 @@ class Zen(RoundScheme):
         route: Route | None = None,
         partition: Literal["exact", "hash"] = "exact",
         seed: int = 0,
-        alpha_s: float | None = None,
-        beta_s: float | None = None,
     ) -> None:
         super().__init__(transport)
         for option, chosen, known in (
@@ -86,7 +79,6 @@ class Zen(RoundScheme):
         for option, number in (("profile_steps", profile_steps), ("replan_steps", replan_steps), ("seed", seed)):
             if not isinstance(number, int) or not 0 <= number < 1 << 63:
                 raise CommError(f"{option} {number!r} is no whole number from 0 to 2**63 - 1")
-        self._network = Network.given(alpha_s, beta_s)
         self._rows = tuple(rows)
         self._profile_steps = profile_steps
         self._replan_steps = replan_steps
@@ -121,7 +113,7 @@ class Zen(RoundScheme):
         seen.steps += 1
         if seen.plan.route == "dense":
             return self._dense.reduce(key, gradient)
-        own = yield from compress.finding(gradient, seen.plan.width)
+        own = compress(gradient, seen.plan.width)
         rank, ranks = self.transport.rank, self.transport.size
         if seen.plan.route == "hierarchical":
             total, _ = yield from sum_by_doubling(rank, ranks, own)
@@ -153,7 +145,7 @@ class Zen(RoundScheme):
         """Go on with saved plans, and with counts if they are of the same rows; those of older versions do not say.
 
         Their plans are made anew where others sum shares beside: each share had its own. A `route` that was asked for
-        goes before plans. Those that were made by bytes, or for another network, stay until counts are taken again.
+        goes before plans.
 
         Raises:
             CommError: They are of another scheme.
@@ -176,7 +168,7 @@ class Zen(RoundScheme):
 
     def _profile(self, key: str, gradient: Tensor, seen: _Seen) -> Rounds[Tensor]:
         """Sum this step in a way that shows the densities, and plan when enough of them are known."""
-        own = yield from compress.finding(gradient)
+        own = compress(gradient)
         widths, numel = self._widths(gradient), gradient.numel()
         counts = yield from self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
         if counts[0] <= _HOPELESS * numel:
@@ -187,7 +179,7 @@ class Zen(RoundScheme):
             rounds += [[0] * len(widths)] * (self.transport.size.bit_length() - 1 - len(rounds))
         else:
             result, rounds = self._dense.reduce(key, gradient), []
-            total = yield from compress.finding(result)
+            total = compress(result)
         counts += [_rows(total.indices, width) for width in widths]
         counts = yield from self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
         seen.steps += 1
@@ -207,7 +199,6 @@ class Zen(RoundScheme):
                 ranks=self.transport.size,
                 numel=numel,
                 item_bytes=gradient.itemsize,
-                network=self._network,
             )
         return result
 
@@ -231,10 +222,7 @@ class Zen(RoundScheme):
         route = -1 if self._route is None else get_args(Route).index(self._route)
         said = [zlib.crc32(repr(each).encode()) for each in (tuple(gradient.shape), gradient.dtype, self._rows)]
         numbers = [*said, self._seed, route, self._profile_steps, self._replan_steps]
-        network = (-1.0, -1.0) if self._network is None else astuple(self._network)
-        # As bits, so that all of it is one tensor, and read at once.
-        seconds = torch.tensor(network, dtype=torch.float64).view(torch.int64)
-        return torch.cat([torch.tensor(numbers, dtype=torch.int64), seconds])
+        return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _greatest(key: str, terms: Tensor, messages: Sequence[Tensor]) -> list[int]:
@@ -243,9 +231,8 @@ def _greatest(key: str, terms: Tensor, messages: Sequence[Tensor]) -> list[int]:
     Raises:
         MessageError: Not all have these terms, or as many counts.
     """
-    read = iter(torch.cat([from_bytes(each, (torch.int64, each.numel() // 8))[0] for each in messages]).tolist())
     said = terms.tolist()
-    heard = [list(islice(read, each.numel() // 8)) for each in messages]
+    heard = [from_bytes(each, (torch.int64, each.numel() // 8))[0].tolist() for each in messages]
     for rank, other in enumerate(heard):
         differing = [name for name, one, two in zip(_TERMS, said, other, strict=False) if one != two]
         if differing or len(other) != len(heard[0]):

@@ -1,13 +1,18 @@
-"""Zen's hierarchical hash compiled for a CPU, to be timed beside the partition, which the package uses there."""
+"""Zen's hierarchical hash as kernels for a CPU and for CUDA, to be timed beside the partition that Zen uses."""
+
+from typing import Any
 
 import numpy as np
 import torch
+from numba import cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
-from resilient_run.comm.ops.kernels import cpu_kernel, host
-from resilient_run.comm.ops.spread import Spread, murmur_cpu
-from resilient_run.comm.zen.hash import Hashed, HashMemory, check_memory, checked, seeds_of
+from resilient_run.comm.ops.compaction import mark, marked
+from resilient_run.comm.ops.kernels import CudaKernel, cpu_kernel, host
+from resilient_run.comm.ops.op import Op
+from resilient_run.comm.ops.spread import Spread, murmur_cpu, murmur_cuda, owner_cuda
+from resilient_run.comm.zen.hash import Hashed, HashMemory, check_memory, checked, hierarchical_hash, seeds_of
 from resilient_run.comm.zen.histogram import Parts
 
 
@@ -71,3 +76,50 @@ def hash_cpu(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory)
     _extract(slots, memory.slots + memory.serial, host(found), counts)
     found = found[:-1]
     return Hashed(Parts(found, elements[found], counts.tolist()), int(spilled.sum()), memory)
+
+
+@CudaKernel
+def _fill_kernel(
+    indices: Any,
+    parts: int,
+    seed: int,
+    seeds: Any,
+    first: int,
+    serial: int,
+    slots: Any,
+    spilled: Any,
+) -> None:
+    i = cuda.grid(1)
+    if i >= indices.size:
+        return
+    index = indices[i]
+    part = owner_cuda(index, parts, seed)
+    base = part * (first + serial)
+    for j in range(seeds.size):
+        slot = base + ((murmur_cuda(index, seeds[j]) * first) >> 32)
+        if cuda.atomic.cas(slots, slot, 0, index + 1) == 0:
+            return
+    rank = cuda.atomic.add(spilled, part, 1)
+    if rank < serial:
+        slots[base + first + rank] = index + 1
+
+
+def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+    elements = checked(dense, indices, spread)
+    indices = indices.contiguous()
+    seeds = torch.tensor(seeds_of(spread, memory), device=indices.device)
+    while True:
+        slots = torch.zeros(check_memory(spread, memory), dtype=torch.int32, device=indices.device)
+        spilled = torch.zeros(spread.parts, dtype=torch.int32, device=indices.device)
+        sizes = (spread.parts, spread.seed, seeds, memory.slots, memory.serial)
+        _fill_kernel.launch(indices.numel(), indices, *sizes, slots, spilled)
+        if int(spilled.max()) <= memory.serial:
+            break
+        memory = memory.doubled()
+    filled = marked(mark(slots))
+    found = slots.index_select(0, filled) - 1
+    counts: list[int] = torch.bincount(filled // (memory.slots + memory.serial), minlength=spread.parts).tolist()
+    return Hashed(Parts(found, elements.index_select(0, found), counts), int(spilled.sum()), memory)
+
+
+hash_op = Op(name="hierarchical_hash", reference=hierarchical_hash, cpu=hash_cpu, cuda=_hash_cuda)

@@ -1,20 +1,34 @@
-"""Sums of a gradient in one piece: gathered by all ranks, or made along a hypercube."""
+"""The three ways to sum a sparse gradient: by servers of equal shares, along a hypercube, or gathered by all ranks."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from ..net.rounds import Messages, Rounds, all_to_all, idle, swap
-from ..ops.op import Finding
 from .formats import ALL, Format, decode, encode
+from .partition import Balanced, join
 from .sparse import Sparse, merge
+
+
+def push_and_pull(
+    rank: int, ranks: int, own: Sparse, cut: Balanced, *, formats: Sequence[Format] = ALL
+) -> Rounds[Sparse]:
+    """Return the sum over all `ranks`, of which `rank` is this one: balanced parallelism (Algorithm 3.1).
+
+    Every rank pushes each server its rows; a server adds its share in the order of ranks, and all pull the shares.
+    """
+    width, dtype = own.width, own.values.dtype
+    lengths = [cut.size(server) for server in range(ranks)]
+    messages = yield from all_to_all(rank, encode(cut.split(own), formats))
+    share = merge(decode(messages, [lengths[rank]] * ranks, width=width, dtype=dtype))
+    messages = yield from all_to_all(rank, encode([share], formats) * ranks)
+    return join(cut, decode(messages, lengths, width=width, dtype=dtype), own.length)
 
 
 def sum_by_gathering(rank: int, ranks: int, own: Sparse, *, formats: Sequence[Format] = ALL) -> Rounds[Sparse]:
     """Return the sum over all `ranks`, of which `rank` is this one, added in the order of ranks."""
     messages = yield from all_to_all(rank, encode([own], formats) * ranks)
-    lists = yield from decode.finding(messages, [own.length] * ranks, width=own.width, dtype=own.values.dtype)
-    return (yield from merge.finding(lists))
+    return merge(decode(messages, [own.length] * ranks, width=own.width, dtype=own.values.dtype))
 
 
 def sum_by_doubling(
@@ -26,16 +40,15 @@ def sum_by_doubling(
     power = 1 << levels
     extra = ranks - power
 
-    def read(message: Tensor) -> Finding[Sparse]:
-        lists = yield from decode.finding([message], [own.length], width=own.width, dtype=own.values.dtype)
-        return lists[0]
+    def read(message: Tensor) -> Sparse:
+        return decode([message], [own.length], width=own.width, dtype=own.values.dtype)[0]
 
     def send(to: int) -> Rounds[None]:
         yield Messages(outgoing={to: encode([own], formats)[0]}, sources=[], sizes_bytes=None)
 
     def receive(source: int) -> Rounds[Sparse]:
         received = yield Messages(outgoing={}, sources=[source], sizes_bytes=None)
-        return (yield from read(received[source]))
+        return read(received[source])
 
     if rank >= power:
         host = rank - power
@@ -45,7 +58,7 @@ def sum_by_doubling(
         return total, []
     if rank < extra:
         folded = yield from receive(rank + power)
-        own = yield from merge.finding([own, folded])
+        own = merge([own, folded])
     elif extra:
         yield from idle(1)
     sent = list[Tensor]()
@@ -54,8 +67,7 @@ def sum_by_doubling(
         sent.append(own.indices)
         message = yield from swap(encode([own], formats)[0], to=partner, source=partner)
         # Both partners add the same two numbers, and a + b is b + a to the last bit: all ranks end equal.
-        theirs = yield from read(message)
-        own = yield from merge.finding([own, theirs])
+        own = merge([own, read(message)])
     if rank < extra:
         yield from send(rank + power)
     elif extra:
