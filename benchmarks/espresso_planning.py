@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from baselines import planners
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso, espresso_plan
@@ -20,6 +21,7 @@ from resilient_run.comm.plan.curve import FREE, Affine, Table
 from resilient_run.comm.plan.model import Model, read_model
 from resilient_run.comm.plan.tree import Device, all_options
 
+planners.register()
 THESIS_MS = {"lstm": 1, "vgg16": 17, "gpt2": 99, "ugatit": 84, "resnet50": None, "bert_base": 125, "resnet101": 179}
 LINKS_GBIT = {"nvlink-100": (1200, 100), "pcie-25": (100, 25)}
 RATIOS = {"dgc": 0.02, "efsignsgd": 1 / 32}

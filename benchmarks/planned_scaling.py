@@ -34,7 +34,7 @@ from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.cupcake.fusion import FusionProblem
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso
 from resilient_run.comm.espresso.fused import fused_plan
-from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, FLAT, fusion_system
+from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, FLAT, fusion_costs
 from resilient_run.comm.plan.cluster import Cluster, LinkCost
 from resilient_run.comm.plan.model import Model, read_model
 
@@ -225,7 +225,7 @@ def tensor_by_tensor_s(model: Model, of: Cluster, contenders: Collection[str]) -
 def fused_s(model: Model, of: Cluster, contenders: Collection[str]) -> dict[str, float]:
     """Return the iterations of contenders that fuse; compressed groups take the better of both ways."""
     ways = (FLAT, BETWEEN_HOSTS) if of.hosts > 1 else (FLAT,)
-    problems = [FusionProblem(model.tensors, fusion_system(of, way)) for way in ways]
+    problems = [FusionProblem(model.tensors, fusion_costs(of, way)) for way in ways]
     return {
         name: min(problem.iteration_s(PLANNERS[FUSED[name]](problem)) for problem in problems) for name in contenders
     }

@@ -38,14 +38,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from baselines import planners
 from lab_job import PAYLOAD, lines_of
 from report import Summary, parser, table, write_json
 from timed_model import Step
 
-from resilient_run.comm.cli.plan import plan as plan_command
 from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS
-from resilient_run.comm.espresso.fusion_cluster import fusion_system
+from resilient_run.comm.espresso.fusion_cluster import fusion_costs
 from resilient_run.comm.measure.probe import PROBED_COMPRESSED
 from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.collective import load
@@ -54,6 +55,7 @@ from resilient_run.comm.plan.plan import FLAT
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
+planners.register()
 WORKER = str(Path(__file__).with_name("predicted_worker.py"))
 FUSING = tuple(PLANNERS)
 RECOMMENDED = ("cupcake", "espresso", "espresso-fused")
@@ -203,14 +205,21 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
     }
     (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
     (folder / "cluster.json").write_text(json.dumps(cluster))
-    system = fusion_system(read_cluster(folder / "cluster.json"), FLAT)
-    costs = ("compress", "communicate", "decompress", "communicate_dense")
-    curves = {name: getattr(system, name).fields() for name in costs}
+    costs = fusion_costs(read_cluster(folder / "cluster.json"), FLAT)
+    points = np.array([1e6, 2e6])
+    taken = dict(zip(("compress", "communicate", "decompress"), costs.over(points, compressed=True), strict=True))
+    taken["communicate_dense"] = costs.over(points, compressed=False)[1]
+    curves = {
+        name: {"alpha_s": max(0.0, 2 * first_s - last_s), "beta_s_per_byte": (last_s - first_s) / 1e6}
+        for name, (first_s, last_s) in ((name, seconds.tolist()) for name, seconds in taken.items())
+    }
     (folder / "system.json").write_text(json.dumps({**common, **curves}))
 
 
 def plan_all(sample: Sample, folder: Path) -> dict[str, dict[str, Any]]:
     """Return planners, prediction and options by the file of each different plan, and let the workers begin."""
+    from resilient_run.comm.cli.plan import plan as plan_command  # once all planners are registered
+
     found: dict[str, dict[str, Any]] = {}
     by_content: dict[str, str] = {}
     for planner in sample.planners:

@@ -1,13 +1,11 @@
-"""`resilient-comm plan`: the answer, the plan file, the picture, and refusals with exit code 2."""
+"""`resilient-comm plan`: the answer, the plan file, and refusals with exit code 2."""
 
 import json
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -66,27 +64,17 @@ def test_the_simplest_files_give_a_plan() -> None:
     assert found["iteration_s"] == pytest.approx(0.01 + second_s)
     assert found["planning_s"] > 0
     assert found["compress"] is True
-    assert set(found["baselines_s"]) == {"layer-wise", "bucket-fusion", "evenly-split"}
-    assert found["bound_s"] <= found["iteration_s"] <= min(found["baselines_s"].values())
+    assert found["baselines_s"] == {}
+    assert found["bound_s"] <= found["iteration_s"]
     assert found["gap"] == pytest.approx(found["iteration_s"] / found["bound_s"] - 1)
 
 
-@pytest.mark.parametrize("planner", ["cupcake", "layer-wise", "bucket-fusion", "evenly-split"])
-def test_every_planner_answers(folder: Path, planner: str) -> None:
-    best = answer()
-    found = answer("--planner", planner)
-    assert found["planner"] == planner
-    assert [name for group in found["groups"] for name in group] == ["c", "b", "a"]
-    assert found["iteration_s"] >= best["iteration_s"] * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("planner", ["hipress", "dense"])
-def test_planners_that_leave_tensors_dense_need_their_cost(folder: Path, planner: str) -> None:
-    refused = plan("--planner", planner)
+def test_planners_that_leave_tensors_dense_need_their_cost(folder: Path) -> None:
+    refused = plan("--planner", "dense")
     assert refused.exit_code == 2
     assert "communicate_dense" in refused.stderr
     with_dense(folder, DENSE)
-    assert "dense" in answer("--planner", planner)["options"]
+    assert set(answer("--planner", "dense")["options"]) == {"dense"}
 
 
 def test_compression_that_does_not_pay_is_said(folder: Path) -> None:
@@ -106,7 +94,6 @@ def test_measured_points_may_stand_for_costs(folder: Path) -> None:
     (folder / "system.json").write_text(json.dumps({**SYSTEM, "compress": points, "decompress": points}))
     found = answer()
     assert found["groups"] == [["c", "b"], ["a"]]
-    assert found["iteration_s"] <= min(found["baselines_s"].values())
 
 
 @pytest.mark.parametrize("planner", list(PLANNERS))
@@ -115,7 +102,7 @@ def test_nothing_to_do_takes_no_time(folder: Path, planner: str) -> None:
     costs = dict.fromkeys(("compress", "communicate", "decompress", "communicate_dense"), free)
     (folder / "system.json").write_text(json.dumps({"forward_s": 0, "bytes_per_element": 4, **costs}))
     (folder / "model.json").write_text(json.dumps({"tensors": [{"name": "a", "numel": 0, "backward_s": 0}]}))
-    found = answer("--planner", planner, "--picture", "timeline.svg", "--out", "plan.json")
+    found = answer("--planner", planner, "--out", "plan.json")
     assert (found["groups"], found["iteration_s"], found["gap"], found["timeline"]) == ([["a"]], 0, 0, [])
     assert Plan.read(Path("plan.json")).groups[0].tensors == ("a",)
     assert plan("--planner", planner).exit_code == 0
@@ -141,7 +128,7 @@ def test_the_timeline_fits_the_iteration() -> None:
 def test_people_get_a_table() -> None:
     result = plan()
     assert result.exit_code == 0
-    for text in ("layer-wise", "bound", "iteration ms", "c … b", "within 0 % of the optimum"):
+    for text in ("cupcake", "bound", "iteration ms", "c … b", "within 0 % of the optimum"):
         assert text in result.stdout
 
 
@@ -155,34 +142,6 @@ def test_every_plan_says_how_far_the_optimum_may_be(folder: Path, planner: str) 
     printed = re.search(r"; within ([\d.]+) % of the optimum", plan("--planner", planner).stdout)
     assert printed
     assert found["gap"] <= float(printed[1]) / 100 <= found["gap"] + 1e-4
-
-
-@pytest.mark.usefixtures("folder")
-def test_pictures() -> None:
-    assert plan("--picture", "timeline.svg").exit_code == 0
-    assert ElementTree.parse("timeline.svg").getroot().tag.endswith("svg")
-    assert plan("--picture", "timeline.png").exit_code == 0
-    assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
-    refused = plan("--picture", "timeline.gif")
-    assert refused.exit_code == 2
-    assert "timeline.gif: name a file that ends with .svg or .png" in refused.stderr
-    assert plan("--picture", "nowhere/timeline.png").exit_code == 1
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused = plan("--picture", "timeline.svg")
-    assert refused.exit_code == 1
-    assert "resilient-run[benchmarks]" in refused.stderr
-
-
-@pytest.mark.parametrize("name", ["$x_$", "$\\frac{$", "a$b$c$"])
-def test_names_in_pictures_are_no_formulas(folder: Path, name: str) -> None:
-    (folder / "model.json").write_text(json.dumps({"model": name, **MODEL}))
-    assert plan("--picture", "timeline.svg").exit_code == 0
-    assert plan("--picture", "nowhere/timeline.svg", "--out", "plan.json").exit_code == 1
-    assert Plan.read(Path("plan.json")).model == name, "a picture that cannot be drawn loses no plan"
 
 
 @pytest.mark.parametrize("name", ["", "\udcff"])
@@ -286,13 +245,12 @@ def test_what_makes_a_prediction_absurd_is_named(folder: Path) -> None:
     (folder / "system.json").write_text(json.dumps({**CLUSTER, "compressors": {"topk": topk}}))
     tensors = [{"name": "w", "numel": 1 << 30, "backward_s": 1.0}]
     (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
-    for planner in ("cupcake", "espresso"):
-        refused = plan("--planner", planner)
-        assert refused.exit_code == 2
-        found = re.search(r"an iteration of (\S+) s \((\S+)\): write costs in seconds and bytes", refused.stderr)
-        assert found
-        assert float(found[1]) > 1e18
-        assert found[2] != planner
+    refused = plan("--planner", "espresso")
+    assert refused.exit_code == 2
+    found = re.search(r"an iteration of (\S+) s \((\S+)\): write costs in seconds and bytes", refused.stderr)
+    assert found
+    assert float(found[1]) > 1e18
+    assert found[2] != "espresso"
 
 
 def test_thousands_of_hosts_are_planned_for(folder: Path) -> None:

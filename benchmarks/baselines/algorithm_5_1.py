@@ -3,8 +3,9 @@
 from collections.abc import Collection
 
 from resilient_run.comm.cupcake.fusion import FusionProblem, Strategy, groups_of
-from resilient_run.comm.cupcake.fusion_baselines import best_of, evenly_split, one_group
 from resilient_run.comm.plan.curve import Table
+
+from .fusions import best_of, evenly_split, one_group
 
 
 def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) -> Strategy:

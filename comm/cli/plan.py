@@ -17,7 +17,6 @@ from ..plan.cluster import read_cluster
 from ..plan.constraints import CONSTRAINTS, allowed
 from ..plan.fields import LARGEST, is_text, read_object
 from ..plan.model import Model, Tensor, fused, neighbours, read_model
-from ..plan.picture import SUFFIXES, PictureError, draw
 from ..plan.plan import Plan
 from ..plan.system import read_system
 
@@ -50,7 +49,6 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Only paths of the tree that meet this (espresso planners); may be given several times.",
 )
 @click.option("--out", type=_FILE, help="Write the plan file.")
-@click.option("--picture", type=_FILE, help="Draw the timeline, as .svg or .png.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, the same as in the plan file.")
 def plan(
     planner: str,
@@ -60,17 +58,12 @@ def plan(
     compressor: str | None,
     constraints: tuple[str, ...],
     out: Path | None,
-    picture: Path | None,
     as_json: bool,
 ) -> None:
     """Plan how the gradients of a model are fused, compressed and communicated, and predict an iteration.
 
     Times in the answer are in seconds. When compression does not pay the plan says so: compress is false.
     """
-    if picture is not None and picture.suffix not in SUFFIXES:
-        raise click.BadParameter(
-            f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
-        )
     if compressor is not None and not is_text(compressor):
         raise click.BadParameter("write its name, as the plan file is to have it", param_hint="--compressor")
     try:
@@ -90,10 +83,6 @@ def plan(
     try:
         if out is not None:
             found.write(out)
-        if picture is not None:
-            draw(found, picture)
-    except PictureError as error:
-        raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{out}: {error.strerror}: name a file that can be written") from error
     click.echo(json.dumps(found.document()) if as_json else _text(found))

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cupcake.fusion import FusionProblem, Strategy
-from ..cupcake.fusion_baselines import all_bucketed
+from ..cupcake.fusion import FusionProblem, all_bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
 from ..plan.curve import FREE
@@ -104,13 +103,8 @@ def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
     """Return the tensors one by one, and in buckets of 64 KiB, 128 KiB, … up to one."""
     sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
-    problem = FusionProblem(model.tensors, sizes)
-    buckets = (_grouped(model, strategy) for strategy in all_bucketed(problem))
-    return [*dict.fromkeys((tuple((tensor,) for tensor in model.tensors), *buckets))]
-
-
-def _grouped(model: Model, strategy: Strategy) -> _Groups:
-    return tuple(model.tensors[group.start : group.end] for group in strategy)
+    found = all_bucketed(FusionProblem(model.tensors, sizes))
+    return [*dict.fromkeys(tuple(model.tensors[group.start : group.end] for group in each) for each in found)]
 
 
 def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Option]) -> Plan:
