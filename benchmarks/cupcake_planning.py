@@ -19,6 +19,7 @@ from pathlib import Path
 from baselines.algorithm_5_1 import algorithm_5_1
 from baselines.fusions import best_of, hipress
 from baselines.planners import FUSING
+from baselines.system import System
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.cupcake.cupcake import PLANNERS, dense, optimum
@@ -27,7 +28,6 @@ from resilient_run.comm.cupcake.search import best_fusion
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.curve import FREE, Affine
 from resilient_run.comm.plan.model import Model, read_model
-from resilient_run.comm.plan.system import System
 from resilient_run.comm.plan.tree import Routine
 
 MODELS = ("lstm", "vgg16", "gpt2", "ugatit", "resnet50", "bert_base", "resnet101")

@@ -68,7 +68,7 @@ def measure(model: str, rate: str, *, options: Any, directory: Path) -> list[dic
 
         task = {"task": "profile", "model": model, "model_path": str(model_path), "iterations": 5}
         run([*worker, json.dumps({**common, **task})])
-        form = ["--form", "espresso", "--density", str(options.density), "--largest-mib", str(LARGEST_MIB)]
+        form = ["--density", str(options.density), "--largest-mib", str(LARGEST_MIB)]
         files = ["--model", str(model_path), "--out", str(system_path)]
         run([RESILIENT_COMM, "profile", *form, "--repeats", str(options.repeats), *files])
         plans = {name: plan(name, model_path, system_path, directory) for name in options.planners}

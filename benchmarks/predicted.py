@@ -5,9 +5,8 @@ clusters: 2 to 8 ranks on 2 to 6 hosts of a laboratory network (namespaces, link
 person would write: of the links between hosts the rate, of which at most 95.6 % are payload; what a start-up takes, by
 4 bytes: an all-reduce for the library's, an all-gather for the run-time's own, and one of messages of the compressor;
 what a compressor takes at two sizes, all workers at once. No other collective is measured, and none of a size that is
-planned. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
-`espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once, and DDP as it is
-after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of the thesis
+planned. `cupcake`, `espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run
+once, and DDP as it is after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of the thesis
 (benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4 hosts with
 2 ranks or, if they are large, on 2 with 2. `--shape` and `--scale` say otherwise. Computation takes as long as the
 network without compression.
@@ -38,7 +37,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from baselines import planners
 from lab_job import PAYLOAD, lines_of
 from report import Summary, parser, table, write_json
@@ -46,12 +44,9 @@ from timed_model import Step
 
 from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS
-from resilient_run.comm.espresso.fusion_cluster import fusion_costs
 from resilient_run.comm.measure.probe import PROBED_COMPRESSED
-from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.model import read_model
-from resilient_run.comm.plan.plan import FLAT
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
@@ -76,7 +71,7 @@ FREE_CORES = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A model and a cluster; `system_file`: fusion planners read a file of their own form.
+    """A model and a cluster.
 
     Attributes:
         seed: What they were drawn with, or the name of the model.
@@ -92,7 +87,6 @@ class Sample:
     compressor: dict[str, Any]
     forward_s: float
     steps: tuple[Step, ...]
-    system_file: bool
     scale: int
     planners: tuple[str, ...]
 
@@ -137,7 +131,6 @@ def drawn(seed: int, others: int, most_mbit_s: float, cores_per_worker: float) -
             )
             for index, (share, taken) in enumerate(zip(shares, times, strict=True))
         ),
-        system_file=draw.random() < 0.5,
         scale=1,
         planners=(*RECOMMENDED, *draw.sample(OTHERS, others)),
     )
@@ -171,14 +164,13 @@ def of_model(
             )
             for tensor in tensors
         ),
-        system_file=False,
         scale=scale,
         planners=RECOMMENDED,
     )
 
 
 def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
-    """Write the model, cluster and system files."""
+    """Write the model and cluster files."""
 
     def line(points: list[float]) -> dict[str, float]:
         (first, last), (first_s, last_s) = known["sizes_bytes"], points
@@ -205,15 +197,6 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
     }
     (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
     (folder / "cluster.json").write_text(json.dumps(cluster))
-    costs = fusion_costs(read_cluster(folder / "cluster.json"), FLAT)
-    points = np.array([1e6, 2e6])
-    taken = dict(zip(("compress", "communicate", "decompress"), costs.over(points, compressed=True), strict=True))
-    taken["communicate_dense"] = costs.over(points, compressed=False)[1]
-    curves = {
-        name: {"alpha_s": max(0.0, 2 * first_s - last_s), "beta_s_per_byte": (last_s - first_s) / 1e6}
-        for name, (first_s, last_s) in ((name, seconds.tolist()) for name, seconds in taken.items())
-    }
-    (folder / "system.json").write_text(json.dumps({**common, **curves}))
 
 
 def plan_all(sample: Sample, folder: Path) -> dict[str, dict[str, Any]]:
@@ -223,10 +206,9 @@ def plan_all(sample: Sample, folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     by_content: dict[str, str] = {}
     for planner in sample.planners:
-        own = sample.system_file and planner in FUSING
         path = folder / f"{planner}.json"
         files = ["--model", str(folder / "model.json"), "--out", str(path)]
-        files += ["--system", str(folder / ("system.json" if own else "cluster.json"))]
+        files += ["--system", str(folder / "cluster.json")]
         with redirect_stdout(StringIO()):
             plan_command.main(["--planner", planner, *files], standalone_mode=False)
         document = json.loads(path.read_text())

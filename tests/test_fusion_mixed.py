@@ -6,13 +6,13 @@ from itertools import product
 import numpy as np
 import pytest
 from baselines.fusions import hipress
+from baselines.system import System
 from fusion_instances import best_of_all, hostile_problem, problem_of
 
 from resilient_run.comm.cupcake.cupcake import dense, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy
 from resilient_run.comm.cupcake.search import Bounds, Weights, best_fusion
 from resilient_run.comm.plan.curve import Affine
-from resilient_run.comm.plan.system import System
 
 KINDS = (True, False)
 

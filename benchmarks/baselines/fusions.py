@@ -46,7 +46,7 @@ def best_of(problem: FusionProblem, strategies: Iterable[Strategy]) -> Strategy:
 
 def best_bucketed(problem: FusionProblem, *, compressed: bool = True) -> Strategy:
     """Return the best of the bucket sizes 2 … 64 MiB."""
-    return best_of(problem, (bucketed(problem, size, compressed=compressed) for size in BUCKETS_BYTES))
+    return best_of(problem, (bucketed(problem.size_bytes, size, compressed=compressed) for size in BUCKETS_BYTES))
 
 
 def best_evenly_split(problem: FusionProblem, *, compressed: bool = True) -> Strategy:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..cupcake.cupcake import PLANNERS, fusion_plan
+from ..cupcake.cupcake import PLANNERS
 from ..errors import FileError
 from ..espresso.espresso import ESPRESSO_PLANNERS, espresso_plan
 from ..espresso.fused import alone_or_dense, fused_plan
@@ -18,7 +18,6 @@ from ..plan.constraints import CONSTRAINTS, allowed
 from ..plan.fields import LARGEST, is_text, read_object
 from ..plan.model import Model, Tensor, fused, neighbours, read_model
 from ..plan.plan import Plan
-from ..plan.system import read_system
 
 _FUSED = "espresso-fused"
 _WITH_BUCKETS = {"espresso": alone_or_dense, _FUSED: fused_plan}
@@ -104,16 +103,14 @@ def _apart(found: Plan, model: Model, together: Sequence[Sequence[Tensor]], forw
 
 
 def _plan(model: Model, system_path: Path, planner: str, compressor: str | None, constraints: tuple[str, ...]) -> Plan:
+    cluster = read_cluster(system_path, compressor)
     if planner in (*ESPRESSO_PLANNERS, _FUSED):
-        cluster = read_cluster(system_path, compressor)
         if planner in _WITH_BUCKETS:
             return _WITH_BUCKETS[planner](model, cluster, options=allowed(constraints))
         return espresso_plan(model, cluster, planner=planner, options=allowed(constraints))
     if constraints:
         raise ValueError(f"--constraint is for the espresso planners: leave it out, or choose another than {planner}")
-    if "compressors" in read_object(system_path):
-        return cluster_plan(model, read_cluster(system_path, compressor), planner=planner)
-    return fusion_plan(model, read_system(system_path), planner=planner, compressor=compressor)
+    return cluster_plan(model, cluster, planner=planner)
 
 
 def _text(found: Plan) -> str:

@@ -5,34 +5,25 @@ from collections.abc import Callable
 
 from ..plan.model import Model
 from ..plan.plan import CLOSE, COMPRESSED, DENSE, DOES_NOT_PAY, FEW_GROUPS, Plan, PlanGroup
-from ..plan.system import GroupCosts
-from .fusion import FoundFusion, FusionProblem, Strategy, all_bucketed
+from .fusion import FoundFusion, FusionProblem, GroupCosts, Strategy, all_bucketed
 from .search import best_fusion
 
 
 def optimum(problem: FusionProblem) -> FoundFusion:
-    """Return the best fusion found, and what none beats; groups may stay dense where that has a cost.
+    """Return the best fusion found, and what none beats, each group compressed or not.
 
-    Without a cost of dense groups all are compressed. With it each may be or not, and the result is no slower than the
-    best fusion of compressed groups and the best one without compression.
+    It is no slower than the best fusion of compressed groups and the best one without compression.
     """
-    best = best_fusion(problem)
-    if not problem.system.knows_dense:
-        return best
-    return best_fusion(problem, kinds=(True, False), known=(best.strategy, dense(problem)))
+    return best_fusion(problem, kinds=(True, False), known=(best_fusion(problem).strategy, dense(problem)))
 
 
 def cupcake(problem: FusionProblem) -> Strategy:
-    """Return the best fusion found; where it has a cost, groups may stay without compression."""
+    """Return the best fusion found."""
     return optimum(problem).strategy
 
 
 def dense(problem: FusionProblem) -> Strategy:
-    """Return the best fusion of groups that are not compressed.
-
-    Raises:
-        FileError: Nobody knows what communication without compression costs.
-    """
+    """Return the best fusion of groups that are not compressed."""
     return best_fusion(problem, kinds=(False,)).strategy
 
 
@@ -42,7 +33,7 @@ PLANNERS: dict[str, Callable[[FusionProblem], Strategy]] = {"cupcake": cupcake, 
 
 def fusion_plan(
     model: Model,
-    system: GroupCosts,
+    costs: GroupCosts,
     *,
     planner: str = "cupcake",
     compressor: str | None = None,
@@ -52,15 +43,12 @@ def fusion_plan(
 
     Args:
         model: The tensors, in ready order.
-        system: What operations on groups cost.
+        costs: What groups cost.
         planner: Its name.
         compressor: The name of what the costs are for.
         option: What the plan says of compressed groups.
-
-    Raises:
-        FileError: The system does not say what the planner needs.
     """
-    problem = FusionProblem(model.tensors, system)
+    problem = FusionProblem(model.tensors, costs)
     begin_s = time.perf_counter()
     best = optimum(problem)
     if planner != "cupcake":
@@ -68,7 +56,7 @@ def fusion_plan(
     strategy = _if_it_pays(problem, best.strategy) if planner == "cupcake" else PLANNERS[planner](problem)
     planning_s, iteration_s = time.perf_counter() - begin_s, problem.iteration_s(strategy)
     count = f"{len(strategy)} groups of {len(problem)} tensors"
-    others = {"cupcake": best.strategy} | ({"dense": dense(problem)} if system.knows_dense else {})
+    others = {"cupcake": best.strategy, "dense": dense(problem)}
     baselines_s = {name: problem.iteration_s(found) for name, found in others.items() if name != planner}
     return Plan(
         planner=planner,
@@ -84,7 +72,7 @@ def fusion_plan(
         reason=f"{count}; {_gain(strategy, iteration_s, planner, baselines_s)}",
         iteration_s=iteration_s,
         planning_s=planning_s,
-        bound_s=min(system.forward_s + best.bound_s, iteration_s),
+        bound_s=min(costs.forward_s + best.bound_s, iteration_s),
         baselines_s=baselines_s,
         timeline=tuple(span for span in problem.timeline(strategy) if span.end_s > span.begin_s),
     )
@@ -92,22 +80,18 @@ def fusion_plan(
 
 def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
     """Return the best strategy, or one without compression and with few groups if that is predicted to be as quick."""
-    if not problem.system.knows_dense:
-        return best
     without = dense(problem) if any(group.compressed for group in best) else best
     limit_s = (1 + CLOSE) * problem.iteration_s(best)
     if problem.iteration_s(without) > limit_s:
         return best
     limit_s = min(limit_s, (1 + FEW_GROUPS) * problem.iteration_s(without))
-    quick = (each for each in all_bucketed(problem, compressed=False) if problem.iteration_s(each) <= limit_s)
-    return min([without, *quick], key=len)
+    buckets = all_bucketed(problem.size_bytes, compressed=False)
+    return min([without, *(each for each in buckets if problem.iteration_s(each) <= limit_s)], key=len)
 
 
 def _gain(strategy: Strategy, iteration_s: float, planner: str, baselines_s: dict[str, float]) -> str:
     if not any(group.compressed for group in strategy):
         return DOES_NOT_PAY if planner == "cupcake" else "this planner compresses nothing here"
-    if "dense" not in baselines_s:
-        return "the system file has no communicate_dense, so it is not known whether compression pays"
     if not iteration_s:
         return "an iteration takes no time"
     return f"{baselines_s['dense'] / iteration_s:.2f} times as fast as the best fusion without compression"

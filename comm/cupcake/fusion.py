@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ..plan.model import Tensor
 from ..plan.plan import BusySpan
-from ..plan.system import GroupCosts
 from ..plan.timeline import Resource, TensorChain, Work, derive
 
 LEAST_BUCKET_BYTES = 64 << 10
@@ -32,6 +31,24 @@ class Group(NamedTuple):
 
 
 Strategy = tuple[Group, ...]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCosts:
+    """What groups cost.
+
+    Attributes:
+        forward_s: The forward pass and what else precedes the backward pass, seconds.
+        bytes_per_element: Size of an element before compression.
+    """
+
+    forward_s: float
+    bytes_per_element: float
+
+    def over(self, sizes_bytes: Floats, compressed: bool) -> Floats:
+        """Return the seconds for encoding, communicating and decoding groups of sizes before compression (3, …)."""
+        raise NotImplementedError
 
 
 def groups_of(ends: Sequence[int], *, compressed: bool = True) -> Strategy:
@@ -73,18 +90,14 @@ class FusionProblem:
         self.system = system
         self.backward_s = tuple(accumulate((tensor.backward_s for tensor in tensors), initial=0.0))
         self.size_bytes = tuple(accumulate((t.numel * system.bytes_per_element for t in tensors), initial=0.0))
-        self._costs: dict[bool, NDArray[np.float64]] = {}
+        self._costs: dict[bool, Floats] = {}
 
     def __len__(self) -> int:
         """Return N, the number of tensors."""
         return len(self.tensors)
 
-    def costs(self, compressed: bool) -> NDArray[np.float64]:
-        """Return the seconds for encoding, communicating and decoding groups [which, start, end] of one kind.
-
-        Raises:
-            FileError: Nobody knows what communication without compression costs.
-        """
+    def costs(self, compressed: bool) -> Floats:
+        """Return the seconds for encoding, communicating and decoding groups [which, start, end] of one kind."""
         if compressed not in self._costs:
             until = np.array(self.size_bytes)
             self._costs[compressed] = self.system.over(np.maximum(until[None, :] - until[:, None], 0.0), compressed)
@@ -129,21 +142,26 @@ class FusionProblem:
         return self.system.forward_s + self.finish_s(strategy)
 
 
-def bucketed(problem: FusionProblem, bucket_bytes: float, *, compressed: bool = True) -> Strategy:
-    """Return groups that are closed as soon as they hold `bucket_bytes`, as gradient buckets are."""
-    ends, start = [], 0
-    while start < len(problem):
-        target = problem.size_bytes[start] + bucket_bytes
-        start = min(bisect_left(problem.size_bytes, target, lo=start + 1), len(problem))
+def bucketed(until_bytes: Sequence[float], bucket_bytes: float, *, compressed: bool = True) -> Strategy:
+    """Return groups that are closed as soon as they hold `bucket_bytes`, as gradient buckets are.
+
+    Args:
+        until_bytes: Bytes of the first j tensors, for j = 0 … N.
+        bucket_bytes: Size of a bucket.
+        compressed: Of all groups.
+    """
+    ends, start, count = [], 0, len(until_bytes) - 1
+    while start < count:
+        start = min(bisect_left(until_bytes, until_bytes[start] + bucket_bytes, lo=start + 1), count)
         ends.append(start)
     return groups_of(ends, compressed=compressed)
 
 
-def all_bucketed(problem: FusionProblem, *, compressed: bool = True) -> Iterator[Strategy]:
+def all_bucketed(until_bytes: Sequence[float], *, compressed: bool = True) -> Iterator[Strategy]:
     """Yield single tensors, buckets of 64 KiB and of larger sizes by powers of two, up to one for everything."""
-    size_bytes, found = LEAST_BUCKET_BYTES, groups_of(range(1, len(problem) + 1), compressed=compressed)
+    bucket_bytes, found = LEAST_BUCKET_BYTES, groups_of(range(1, len(until_bytes)), compressed=compressed)
     while len(found) > 1:
         yield found
-        found = bucketed(problem, size_bytes, compressed=compressed)
-        size_bytes *= 2
+        found = bucketed(until_bytes, bucket_bytes, compressed=compressed)
+        bucket_bytes *= 2
     yield found

@@ -32,9 +32,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .fusion import FoundFusion, FusionProblem, Group, Strategy, all_bucketed
+from .fusion import Floats, FoundFusion, FusionProblem, Group, Strategy, all_bucketed
 
-Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 # A strategy is better than another when it is by more than the rounding of its sums.
 _ROUNDING = 1e-12
@@ -297,7 +296,11 @@ class _Search:
         self._bounds = bounds = Bounds(problem, kinds)
         tensors = ([Group(index, index + 1, kind) for kind in kinds] for index in range(self._count))
         quickest = tuple(min(groups, key=lambda group: sum(problem.costs_s(group))) for groups in tensors)
-        starts = [*known, quickest, *(each for kind in kinds for each in all_bucketed(problem, compressed=kind))]
+        starts = [
+            *known,
+            quickest,
+            *(each for kind in kinds for each in all_bucketed(problem.size_bytes, compressed=kind)),
+        ]
         self._best = min(starts, key=problem.finish_s)
         self._best_s = problem.finish_s(self._best)
         deadlines = 1 + _DEADLINES[:, None, None, None]

@@ -7,14 +7,13 @@ fusion, with and without compression. Not in the thesis, whose chapters 4 and 5 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from ..cupcake.fusion import FusionProblem, all_bucketed
+from ..cupcake.fusion import all_bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
-from ..plan.curve import FREE
 from ..plan.model import Model, Tensor, fused
 from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, FEW_GROUPS, Plan
-from ..plan.system import System
 from ..plan.tree import Option, all_options
 from .espresso import espresso_plan
 
@@ -102,8 +101,8 @@ def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options
 
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
     """Return the tensors one by one, and in buckets of 64 KiB, 128 KiB, … up to one."""
-    sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
-    found = all_bucketed(FusionProblem(model.tensors, sizes))
+    sizes = (tensor.numel * cluster.bytes_per_element for tensor in model.tensors)
+    found = all_bucketed([*accumulate(sizes, initial=0.0)])
     return [*dict.fromkeys(tuple(model.tensors[group.start : group.end] for group in each) for each in found)]
 
 

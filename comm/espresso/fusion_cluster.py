@@ -3,14 +3,13 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cupcake.cupcake import fusion_plan
+from ..cupcake.fusion import Floats, GroupCosts
 from ..errors import FileError
 from ..plan.cluster import Cluster
 from ..plan.model import Model
 from ..plan.plan import ALL_REDUCE, COMPRESSED, FLAT, KINDS, Plan
-from ..plan.system import GroupCosts
 from ..plan.tree import parse
 from .cost import Costs
 
@@ -49,7 +48,7 @@ class _OptionCosts(GroupCosts):
     cluster: Cluster
     option: str
 
-    def over(self, sizes_bytes: NDArray[np.float64], compressed: bool) -> NDArray[np.float64]:
+    def over(self, sizes_bytes: Floats, compressed: bool) -> Floats:
         found = Costs(self.cluster, sizes_bytes.ravel()).options([parse(self.option if compressed else ALL_REDUCE)])
         if not found:
             name = self.cluster.compressor.name
