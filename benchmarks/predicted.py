@@ -6,10 +6,10 @@ person would write: of the links between hosts the rate, of which at most 95.6 %
 4 bytes: an all-reduce for the library's, an all-gather for the run-time's own, and one of messages of the compressor;
 what a compressor takes at two sizes, all workers at once. No other collective is measured, and none of a size that is
 planned. `cupcake`, `espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run
-once, and DDP as it is after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of the thesis
-(benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4 hosts with
-2 ranks or, if they are large, on 2 with 2. `--shape` and `--scale` say otherwise. Computation takes as long as the
-network without compression.
+once, and DDP as it is after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of
+the thesis (benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4
+hosts with 2 ranks or, if they are large, on 2 with 2. `--shape` and `--scale` say otherwise. Computation takes as long
+as the network without compression.
 
 Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
 the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together

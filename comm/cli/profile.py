@@ -1,4 +1,4 @@
-"""`resilient-comm profile`: what compression and communication cost on a job's own ranks, as a system file."""
+"""`resilient-comm profile`: what compression and communication cost on a job's own ranks, as a cluster file."""
 
 import json
 import os
@@ -45,7 +45,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Sizes go from 16 KiB to this, times 4.",
 )
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Samples of each time.")
-@click.option("--out", type=_FILE, required=True, help="Rank 0 writes the system file here.")
+@click.option("--out", type=_FILE, required=True, help="Rank 0 writes the cluster file here.")
 def profile(
     compressor: str,
     density: float,
@@ -55,9 +55,9 @@ def profile(
     repeats: int,
     out: Path,
 ) -> None:
-    """Measure compression and collectives on the ranks of a job, and write the system file for `plan`.
+    """Measure compression and collectives on the ranks of a job, and write the cluster file for `plan`.
 
-    Run it as the job is run: `resilient-run … --no-python resilient-comm profile --out system.json`. When gradients
+    Run it as the job is run: `resilient-run … --no-python resilient-comm profile --out cluster.json`. When gradients
     become ready is measured in the training script, by `resilient_run.comm.profiler.BackwardProfiler`.
     """
     if "RANK" not in os.environ:
@@ -104,7 +104,7 @@ def _forward_s(path: Path) -> float:
 def _measure(
     name: str, density: float, forward_s: float, ranks_per_host: int, largest_bytes: int, repeats: int
 ) -> dict[str, Any]:
-    """Return the system file's document; all ranks measure together."""
+    """Return the cluster file's document; all ranks measure together."""
     with joined_job() as device:
         fabric = make_fabric(range(dist.get_world_size()), ranks_per_host=ranks_per_host, device=device)
         sizes = [16 << 10]
