@@ -22,27 +22,30 @@ _Measured = Callable[[Any], _Rows]
 _SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]
-    """Elements of a gradient: 1000000 or 1M."""
-
-    name = "elements"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        factor = _SUFFIXES.get(value[-1:].upper(), 1)
-        try:
-            size = round(float(value if factor == 1 else value[:-1]) * factor)
-        except ValueError:
-            size = 0
-        if not 0 < size < 2**31:
-            self.fail(f"{value!r} is not a number of elements below 2^31, as 1000000 or 1M", param, ctx)
-        return size
+def _elements(text: str) -> int:
+    """Return the elements of a gradient: 1000000 or 1M."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        size = round(float(text if factor == 1 else text[:-1]) * factor)
+    except ValueError:
+        size = 0
+    if not 0 < size < 2**31:
+        raise click.BadParameter(f"{text!r} is not a number of elements below 2^31, as 1000000 or 1M")
+    return size
 
 
 @click.command()
 @click.option("--scheme", "schemes", type=click.Choice([*SCHEMES]), multiple=True, help="Repeat it; all if not given.")
-@click.option("--size", "sizes", type=_Size(), multiple=True, default=("1M",), show_default=True, help="Elements.")
+@click.option(
+    "--size",
+    "sizes",
+    type=_elements,
+    metavar="ELEMENTS",
+    multiple=True,
+    default=("1M",),
+    show_default=True,
+    help="Elements.",
+)
 @click.option(
     "--density",
     "densities",

@@ -33,19 +33,12 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     Raises:
         NoPlanError: There is no option to choose from.
     """
-    begin_s = time.perf_counter()
-    allowed = all_options() if options is None else options
-    fusions = _fusions(model, cluster)
-    plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
-    best = _if_it_pays(plans, _simpler(model, fusions, cluster, allowed))
-    planning_s = time.perf_counter() - begin_s
-    unfused = espresso_plan(model, cluster, options=options)
+    alone, best, plans, _ = _best(model, cluster, options, fuse=True)
     return replace(
         best,
         planner="espresso-fused",
-        planning_s=planning_s,
         bound_s=min(best.iteration_s, *(plan.bound_s for plan in plans)),
-        baselines_s={"espresso": unfused.iteration_s, **unfused.baselines_s},
+        baselines_s={"espresso": alone.iteration_s, **alone.baselines_s},
         reason=f"{len(best.groups)} groups of {len(model.tensors)} tensors; {best.reason}",
     )
 
@@ -56,18 +49,28 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     Raises:
         NoPlanError: There is no option to choose from.
     """
+    alone, best, plans, simpler = _best(model, cluster, options, fuse=False)
+    bound_s = min(best.iteration_s, *(plan.bound_s for plan in (*plans, *simpler)))
+    return replace(best, planner=alone.planner, bound_s=bound_s, baselines_s=alone.baselines_s)
+
+
+def _best(
+    model: Model, cluster: Cluster, options: Sequence[Option] | None, *, fuse: bool
+) -> tuple[Plan, Plan, list[Plan], list[Plan]]:
+    """Return the plan for single tensors, the best one, those with all options, and those without compression."""
     alone = espresso_plan(model, cluster, options=options)
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
-    simpler = _simpler(model, _fusions(model, cluster), cluster, allowed)
-    best = _if_it_pays([alone], simpler)
-    return replace(
-        best,
-        planner=alone.planner,
-        planning_s=alone.planning_s + time.perf_counter() - begin_s,
-        bound_s=min(best.iteration_s, alone.bound_s, *(plan.bound_s for plan in simpler)),
-        baselines_s=alone.baselines_s,
-    )
+    single, *buckets = _fusions(model, cluster)
+    plans = [alone, *(_plan(model, groups, cluster, allowed) for groups in buckets if fuse)]
+    without = [option for option in allowed if uncompressed(option)]
+    plain = [option for option in without if str(option) == ALL_REDUCE]
+    # Those that only all-reduce, and those that do anything but compress, if the options allow it.
+    simpler = [
+        _plan(model, groups, cluster, left) for left in (plain, without) if left for groups in (single, *buckets)
+    ]
+    best = _if_it_pays(plans, simpler)
+    return alone, replace(best, planning_s=alone.planning_s + time.perf_counter() - begin_s), plans, simpler
 
 
 def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
@@ -90,13 +93,6 @@ def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
     best = min(alike, key=lambda plan: (len(plan.groups), plan.iteration_s))
     # Its own reason knows of no compression; those of the others do, where it was possible.
     return replace(best, reason=next((plan.reason for plan in plans if not plan.compress), DOES_NOT_PAY))
-
-
-def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
-    """Return plans for all fusions that only all-reduce, and that do anything but compress, if the options allow it."""
-    without = [option for option in options if uncompressed(option)]
-    plain = [option for option in without if str(option) == ALL_REDUCE]
-    return [_plan(model, groups, cluster, left) for left in (plain, without) if left for groups in fusions]
 
 
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:

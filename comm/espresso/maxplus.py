@@ -22,7 +22,6 @@ COMPUTING = slice(GPU, BUSY + 1)
 NEVER = -np.inf
 RESOURCES = tuple(Resource)
 _GPU, _CPU, _INTRA = (RESOURCES.index(resource) for resource in (Resource.GPU, Resource.CPU, Resource.INTRA))
-_FEW = 128
 _FIRST_AT_ONCE = 32
 _MOST_AT_ONCE = 128
 
@@ -118,16 +117,10 @@ def compose(second: Array, first: Array) -> Array:
 def pareto(points: Array) -> NDArray[np.intp]:
     """Return the indices of the points that no other one is nowhere larger than; of equal ones the first."""
     points = points[:, (points != points[:1]).any(axis=0)]
-    if len(points) <= _FEW:
-        return np.flatnonzero(~_dominated(points))
     finite = np.isfinite(points)
     sums = np.where(finite, points, 0.0).sum(axis=1)
-    # One good point usually spares most of the others the sorting.
-    least = sums.argmin(keepdims=True)
-    left = np.flatnonzero(~_no_larger(points[least], points)[0])
-    left = np.concatenate([least, left])
     # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
-    left = left[np.lexsort((left, sums[left], finite[left].sum(axis=1)))]
+    left = np.lexsort((np.arange(len(points)), sums, finite.sum(axis=1)))
     kept, count = [], _FIRST_AT_ONCE
     while len(left):
         # The first ones leave few of the others, so that more can be compared at once.
