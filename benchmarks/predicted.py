@@ -50,12 +50,13 @@ from resilient_run.comm.plan.model import read_model
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
-planners.register()
 WORKER = str(Path(__file__).with_name("predicted_worker.py"))
-FUSING = tuple(PLANNERS)
+FUSING = (*PLANNERS, *planners.FUSING)
 RECOMMENDED = ("cupcake", "espresso", "espresso-fused")
 ON_CPUS = ("espresso-cpu", "espresso-byteps")
-OTHERS = tuple(name for name in (*FUSING, *ESPRESSO_PLANNERS) if name not in (*RECOMMENDED, *ON_CPUS))
+OTHERS = tuple(
+    name for name in (*FUSING, *ESPRESSO_PLANNERS, *planners.CHOOSING) if name not in (*RECOMMENDED, *ON_CPUS)
+)
 MOST_RANKS = 8
 RATES_MBIT_S = (100, 1000)
 NETWORK_S, COMPUTING_S = (0.3, 0.6), (0.1, 0.4)
@@ -201,7 +202,8 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
 
 def plan_all(sample: Sample, folder: Path) -> dict[str, dict[str, Any]]:
     """Return planners, prediction and options by the file of each different plan, and let the workers begin."""
-    from resilient_run.comm.cli.plan import plan as plan_command  # once all planners are registered
+    planners.register()
+    from resilient_run.comm.cli.plan import plan as plan_command  # it lists the planners that there are
 
     found: dict[str, dict[str, Any]] = {}
     by_content: dict[str, str] = {}
