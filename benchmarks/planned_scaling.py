@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from baselines import planners
+from baselines.planners import CHOOSING, FUSING
 from espresso_planning import LINKS_GBIT, RATIOS, affine, cluster_of, upper_bound_s
 from espresso_upper_bound import paced
 from report import parser, table, write_json
@@ -213,7 +213,7 @@ def cluster(case: Case, model: Model, gpus: int) -> Cluster:
 def planned_s(job: Espresso, planners: Mapping[str, str]) -> dict[str, float]:
     """Return name → iteration of a planner by its name."""
     return {
-        name: job.cluster.forward_s + job.problem.iteration_s((ESPRESSO_PLANNERS | planners.CHOOSING)[planner](job))
+        name: job.cluster.forward_s + job.problem.iteration_s((ESPRESSO_PLANNERS | CHOOSING)[planner](job))
         for name, planner in planners.items()
     }
 
@@ -228,7 +228,7 @@ def fused_s(model: Model, of: Cluster, contenders: Collection[str]) -> dict[str,
     ways = (FLAT, BETWEEN_HOSTS) if of.hosts > 1 else (FLAT,)
     problems = [FusionProblem(model.tensors, fusion_costs(of, way)) for way in ways]
     return {
-        name: min(problem.iteration_s((PLANNERS | planners.FUSING)[FUSED[name]](problem)) for problem in problems)
+        name: min(problem.iteration_s((PLANNERS | FUSING)[FUSED[name]](problem)) for problem in problems)
         for name in contenders
     }
 

@@ -116,7 +116,7 @@ class FileFields:
                 known = ", ".join(sorted(self._known))
                 raise self.wrong(key, f"no such key here, remove it; known are {known}")
 
-    def _checked(self, key: str, right: Callable[[Any], object], remedy: str) -> Any:
+    def _checked(self, key: str, right: Callable[[Any], Any], remedy: str) -> Any:
         value = self._take(key)
         if not right(value):
             raise self.wrong(key, remedy)
