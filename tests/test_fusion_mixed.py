@@ -151,7 +151,7 @@ def test_halves_of_the_strategies_have_bounds_of_their_own() -> None:
         known_s = problem.finish_s(hipress(problem))
         costs.climb(known_s)
         for kind, compressed in enumerate(KINDS):
-            half = costs.settled(tensor, kind).climb(known_s, costs)
+            half = costs.settled(tensor, kind).climb(known_s)
             these = [
                 strategy
                 for strategy in every_strategy(len(problem))

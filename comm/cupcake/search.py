@@ -115,14 +115,19 @@ class Bounds:
         self.size_bytes: Floats = np.array(problem.size_bytes)
         self.encode, self.send, self.decode = np.stack([problem.costs(kind) for kind in kinds], axis=1)
         self._barred: NDArray[np.bool_] = np.zeros(self.send.shape, dtype=bool)
+        # Where a climb begins: weights that are all the same.
+        count = len(self)
+        self._top = float(np.log(count * (count + 1) / 2)), np.zeros(count), np.zeros(count)
+        self._steps = _STEPS
 
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self.backward) - 1
 
     def settled(self, tensor: int, kind: int) -> "Bounds":
-        """Return the same without groups of other kinds that have a tensor."""
+        """Return the same without groups of other kinds that have a tensor; its climb goes on from here."""
         found = copy(self)
+        found._steps = _FURTHER_STEPS
         found._barred = self._barred.copy()
         others = [other for other in range(len(self.kinds)) if other != kind]
         found._barred[others, : tensor + 1, tensor + 1 :] = True
@@ -176,22 +181,18 @@ class Bounds:
         paths = ((1.0, 0.0 * ones, 0.0 * ones), (0.0, first, ones), (0.0, ones, ones))
         return [self.proven(device, np.append(u, 0.0), np.append(v, 0.0)) for device, u, v in paths]
 
-    def climb(self, known_s: float, start: "Bounds | None" = None) -> list[Weights]:
+    def climb(self, known_s: float) -> list[Weights]:
         """Return the weights passed on the way to the best ones.
 
         Logarithms of the weights: `device` of the first path, `by_p[p] + by_q[q]` of the path of the tensors p <= q.
 
         Args:
             known_s: What some strategy takes, without the forward pass; it only sets how long steps are.
-            start: Go on from the end of its climb, not as far.
         """
-        count = len(self)
-        device, by_p, by_q = float(np.log(count * (count + 1) / 2)), np.zeros(count), np.zeros(count)
-        if start is not None:
-            device, by_p, by_q = start._top
+        device, by_p, by_q = self._top
         found: list[Weights] = []
         best_s, since, pace = -np.inf, 0, 1.0
-        for _ in range(_STEPS if start is None else _FURTHER_STEPS):
+        for _ in range(self._steps):
             first, of_p, of_q = _normal(device, by_p, by_q)
             encoding, sending = (np.append(of[::-1].cumsum()[::-1], 0.0) for of in (of_p, of_q))
             made = self.proven(first, encoding, np.maximum(sending, encoding))
@@ -203,12 +204,12 @@ class Bounds:
             best_s = max(best_s, made.bound_s)
             # About the variance of the lengths, and their range.
             p_s, q_s = ((of @ taken) / max(1 - first, 1e-300) for of, taken in ((of_p, to_p), (of_q, from_q)))
-            variance = first * (1 - first) * (all_s - p_s - q_s) ** 2
+            variance = float(first * (1 - first) * (all_s - p_s - q_s) ** 2)
             variance += 2 * float(of_p @ (to_p - p_s) ** 2 + of_q @ (from_q - q_s) ** 2)
             longest = float(np.ptp(to_p) + np.ptp(from_q) + abs(all_s - p_s - q_s))
             if since > _PATIENCE or best_s >= known_s * (1 - 1e-9) or variance <= 0:
                 break
-            step = min(pace * (known_s - made.bound_s) / variance, _LONGEST_STEP / longest)
+            step = float(min(pace * (known_s - made.bound_s) / variance, _LONGEST_STEP / longest))
             by_p, by_q, device = by_p + step * to_p, by_q + step * from_q, device + step * all_s
             device -= by_p.max() + by_q.max()
             by_p, by_q = by_p - by_p.max(), by_q - by_q.max()
@@ -250,14 +251,14 @@ class _Branch:
         strategies: Some of them.
     """
 
-    def __init__(self, bounds: Bounds, known_s: float, whole: "_Branch | None" = None) -> None:
+    def __init__(self, bounds: Bounds, known_s: float, bound_s: float) -> None:
         self.bounds, self.width = bounds, _FIRST_WIDTH
-        climbed = bounds.climb(known_s, whole and whole.bounds)
+        climbed = bounds.climb(known_s)
         self._late = climbed[len(climbed) // 2 :]
         self.strategies = {weights.strategy for weights in climbed}
         self.effort = len(climbed) * len(bounds) ** 2 * _CLIMBING
         climbed.sort(key=lambda weights: -weights.bound_s)
-        self.bound_s = max(whole.bound_s if whole else 0.0, climbed[0].bound_s)
+        self.bound_s = max(bound_s, climbed[0].bound_s)
         self.through = np.max([bounds.through(weights) for weights in climbed[:2]], axis=0)
         weights = [*climbed[:_WEIGHINGS], *bounds.single_paths()]
         device = np.array([each.device for each in weights])[:, None]
@@ -324,7 +325,7 @@ class _Search:
             if branch.width > _FIRST_WIDTH and short_s > worth * (self._best_s - branch.bound_s):
                 open_.remove(branch)
                 for kind in range(len(branch.bounds.kinds)):
-                    open_.append(self._branch(branch.bounds.settled(tensor, kind), branch))
+                    open_.append(self._branch(branch.bounds.settled(tensor, kind), branch.bound_s))
                     left -= open_[-1].effort
             else:
                 left -= self._pass(branch)
@@ -339,8 +340,8 @@ class _Search:
     def _limit_s(self) -> float:
         return self._best_s * (1 - _ROUNDING)
 
-    def _branch(self, bounds: Bounds, whole: _Branch | None = None) -> _Branch:
-        made = _Branch(bounds, self._best_s, whole)
+    def _branch(self, bounds: Bounds, bound_s: float = 0.0) -> _Branch:
+        made = _Branch(bounds, self._best_s, bound_s)
         for strategy in made.strategies:
             self._consider(strategy)
         return made
@@ -360,8 +361,10 @@ class _Search:
             counts = np.array([labels[start].shape[1] for start in starts], dtype=np.intp)
             before = np.concatenate([np.zeros((4, 0)), *(labels[start] for start in starts)], axis=1)
             group = np.repeat(np.arange(len(starts)), counts)
-            costs = (cost[kinds, starts, end][group] for cost in (bounds.encode, bounds.send, bounds.decode))
-            new = self._extended(before, *costs, end)
+            encode, send, decode = (
+                cost[kinds, starts, end][group] for cost in (bounds.encode, bounds.send, bounds.decode)
+            )
+            new = self._extended(before, encode, send, decode, end)
             looked += new.shape[1]
             least_s = self._least_s(branch, new, end)
             keep = np.flatnonzero(least_s < self._limit_s)

@@ -53,7 +53,7 @@ class Costs:
         sizes_bytes: Dense bytes of the tensors, which are the kinds of the costed steps.
     """
 
-    def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float]) -> None:
+    def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float] | Array) -> None:
         self._cluster = cluster
         self._sizes_bytes = np.array(sizes_bytes, dtype=np.float64)
 
