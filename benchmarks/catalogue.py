@@ -76,6 +76,7 @@ SUMS = (
 TRAINED = (*SUMS, "comm/compress", "comm/hook.py", "comm/runtime", "examples")
 COLLECTIVES = ("comm/compress", "comm/measure", "comm/net", "comm/plan")
 PLANNED = ("comm/plan", "benchmarks/models")
+RIVALS = ("benchmarks/baselines/fusions.py", "benchmarks/baselines/planners.py", "comm/cupcake")
 # Plans for files that are written by hand.
 WRITTEN_BY_HAND = (
     *TRAINED,
@@ -689,19 +690,19 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/espresso_planning.py",
-        depends=(*PLANNED, "comm/espresso"),
+        depends=(*PLANNED, *RIVALS, "comm/espresso"),
         results=(Result(name="espresso-planning", minutes=10, figures=("4.12", "4.13", "4.14", "4.15", "Table 4.5")),),
     ),
     Benchmark(
         script="benchmarks/espresso_upper_bound.py",
-        depends=(*PLANNED, "comm/espresso", "benchmarks/espresso_planning.py"),
+        depends=(*PLANNED, *RIVALS, "comm/espresso", "benchmarks/espresso_planning.py"),
         results=(Result(name="espresso-upper-bound", minutes=2, figures=("4.14",)),),
     ),
     Benchmark(
         script="benchmarks/planned_scaling.py",
         depends=(
             *PLANNED,
-            "comm/cupcake",
+            *RIVALS,
             "comm/espresso",
             "benchmarks/espresso_planning.py",
             "benchmarks/espresso_upper_bound.py",
@@ -719,6 +720,7 @@ BENCHMARKS: Final = (
         script="benchmarks/tensor_sizes.py",
         depends=(
             *PLANNED,
+            *RIVALS,
             "comm/espresso",
             "benchmarks/espresso_planning.py",
             "benchmarks/espresso_upper_bound.py",
@@ -744,6 +746,7 @@ BENCHMARKS: Final = (
             "comm/profiler.py",
             "comm/synchronizer.py",
             "benchmarks/plans_worker.py",
+            "benchmarks/with_baselines.py",
             "benchmarks/timed_model.py",
             "benchmarks/workload.py",
         ),

@@ -17,15 +17,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from baselines.algorithm_5_1 import algorithm_5_1
+from baselines.fusions import best_of, hipress
+from baselines.planners import FUSING
+from baselines.system import System
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.cupcake.cupcake import PLANNERS, dense, fused, optimum
+from resilient_run.comm.cupcake.cupcake import PLANNERS, dense, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Strategy
-from resilient_run.comm.cupcake.fusion_baselines import best_of, hipress
+from resilient_run.comm.cupcake.search import best_fusion
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.curve import FREE, Affine
 from resilient_run.comm.plan.model import Model, read_model
-from resilient_run.comm.plan.system import System
 from resilient_run.comm.plan.tree import Routine
 
 MODELS = ("lstm", "vgg16", "gpt2", "ugatit", "resnet50", "bert_base", "resnet101")
@@ -52,7 +54,9 @@ def system_of(model: Model, link_gbit: int) -> System:
     )
 
 
-def planning(problem: FusionProblem, repetitions: int, planner: Callable[[FusionProblem], object] = fused) -> Summary:
+def planning(
+    problem: FusionProblem, repetitions: int, planner: Callable[[FusionProblem], object] = best_fusion
+) -> Summary:
     """Return the CPU time of a planner in milliseconds."""
     taken = []
     for _ in range(repetitions):
@@ -64,7 +68,7 @@ def planning(problem: FusionProblem, repetitions: int, planner: Callable[[Fusion
 
 def group_by_group(problem: FusionProblem) -> Strategy:
     """Return the better of both pure fusions with each group in the other way if that helps, or HiPress' choice."""
-    best = best_of(problem, (dense(problem), fused(problem).strategy))
+    best = best_of(problem, (dense(problem), best_fusion(problem).strategy))
     for index, group in enumerate(best):
         other = (*best[:index], group._replace(compressed=not group.compressed), *best[index + 1 :])
         best = best_of(problem, (best, other))
@@ -105,9 +109,9 @@ def main() -> None:
             undecoded = FusionProblem(model.tensors, replace(system, decompress=FREE))
             plan_ms, undecoded_ms = planning(problem, args.repetitions), planning(undecoded, args.repetitions)
             printed = reference(undecoded, args.limit_s)
-            exact_s = undecoded.iteration_s(fused(undecoded).strategy)
-            iteration_s = {planner: problem.iteration_s(PLANNERS[planner](problem)) for planner in BASELINES}
-            fusion = fused(problem).strategy
+            exact_s = undecoded.iteration_s(best_fusion(undecoded).strategy)
+            iteration_s = {planner: problem.iteration_s((PLANNERS | FUSING)[planner](problem)) for planner in BASELINES}
+            fusion = best_fusion(problem).strategy
             found = optimum(problem)
             plan_s = problem.iteration_s(found.strategy)
             mixed_ms = planning(problem, args.repetitions, optimum)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from baselines.planners import CHOOSING, FUSING
 from espresso_planning import LINKS_GBIT, RATIOS, affine, cluster_of, upper_bound_s
 from espresso_upper_bound import paced
 from report import parser, table, write_json
@@ -34,7 +35,7 @@ from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.cupcake.fusion import FusionProblem
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS, Espresso
 from resilient_run.comm.espresso.fused import fused_plan
-from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, FLAT, fusion_system
+from resilient_run.comm.espresso.fusion_cluster import BETWEEN_HOSTS, FLAT, fusion_costs
 from resilient_run.comm.plan.cluster import Cluster, LinkCost
 from resilient_run.comm.plan.model import Model, read_model
 
@@ -210,9 +211,9 @@ def cluster(case: Case, model: Model, gpus: int) -> Cluster:
 
 
 def planned_s(job: Espresso, planners: Mapping[str, str]) -> dict[str, float]:
-    """Return name → iteration of one of `ESPRESSO_PLANNERS`."""
+    """Return name → iteration of a planner by its name."""
     return {
-        name: job.cluster.forward_s + job.problem.iteration_s(ESPRESSO_PLANNERS[planner](job))
+        name: job.cluster.forward_s + job.problem.iteration_s((ESPRESSO_PLANNERS | CHOOSING)[planner](job))
         for name, planner in planners.items()
     }
 
@@ -225,9 +226,10 @@ def tensor_by_tensor_s(model: Model, of: Cluster, contenders: Collection[str]) -
 def fused_s(model: Model, of: Cluster, contenders: Collection[str]) -> dict[str, float]:
     """Return the iterations of contenders that fuse; compressed groups take the better of both ways."""
     ways = (FLAT, BETWEEN_HOSTS) if of.hosts > 1 else (FLAT,)
-    problems = [FusionProblem(model.tensors, fusion_system(of, way)) for way in ways]
+    problems = [FusionProblem(model.tensors, fusion_costs(of, way)) for way in ways]
     return {
-        name: min(problem.iteration_s(PLANNERS[FUSED[name]](problem)) for problem in problems) for name in contenders
+        name: min(problem.iteration_s((PLANNERS | FUSING)[FUSED[name]](problem)) for problem in problems)
+        for name in contenders
     }
 
 

@@ -58,7 +58,7 @@ def plans(job: Job, options: Any, folder: Path) -> dict[str, tuple[str, ...]]:
         how = ("--compressor", compressor, "--density", str(options.density))
         if compressor not in systems:
             system = systems[compressor] = folder / f"{compressor}.json"
-            measure = [RESILIENT_COMM, "profile", *how, "--form", "espresso", "--model", str(model)]
+            measure = [RESILIENT_COMM, "profile", *how, "--model", str(model)]
             list(job([*measure, "--largest-mib", str(options.largest_mib), "--out", str(system)]))
         out = folder / f"{compressor}-{planner}.json"
         files = ["--model", str(model), "--system", str(systems[compressor]), "--out", str(out)]

@@ -27,6 +27,7 @@ from resilient_run.launcher.lab.state import parse_rate
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("plans_worker.py"))
+WITH_BASELINES = str(Path(__file__).with_name("with_baselines.py"))
 RESILIENT_COMM = str(Path(sys.executable).with_name("resilient-comm"))
 SCALES = {"lstm": 8, "vgg16": 48, "gpt2": 32, "bert_base": 32, "resnet50": 2, "resnet101": 16}
 PLANNERS = (
@@ -67,7 +68,7 @@ def measure(model: str, rate: str, *, options: Any, directory: Path) -> list[dic
 
         task = {"task": "profile", "model": model, "model_path": str(model_path), "iterations": 5}
         run([*worker, json.dumps({**common, **task})])
-        form = ["--form", "espresso", "--density", str(options.density), "--largest-mib", str(LARGEST_MIB)]
+        form = ["--density", str(options.density), "--largest-mib", str(LARGEST_MIB)]
         files = ["--model", str(model_path), "--out", str(system_path)]
         run([RESILIENT_COMM, "profile", *form, "--repeats", str(options.repeats), *files])
         plans = {name: plan(name, model_path, system_path, directory) for name in options.planners}
@@ -106,7 +107,8 @@ def measure(model: str, rate: str, *, options: Any, directory: Path) -> list[dic
 def plan(planner: str, model_path: Path, system_path: Path, directory: Path) -> tuple[Path, dict[str, Any]]:
     path = directory / f"{planner}.json"
     files = ["--model", str(model_path), "--system", str(system_path), "--out", str(path)]
-    subprocess.run([RESILIENT_COMM, "plan", "--planner", planner, *files], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, WITH_BASELINES, RESILIENT_COMM, "plan", "--planner", planner, *files]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path, json.loads(path.read_text())
 
 

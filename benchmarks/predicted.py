@@ -5,12 +5,11 @@ clusters: 2 to 8 ranks on 2 to 6 hosts of a laboratory network (namespaces, link
 person would write: of the links between hosts the rate, of which at most 95.6 % are payload; what a start-up takes, by
 4 bytes: an all-reduce for the library's, an all-gather for the run-time's own, and one of messages of the compressor;
 what a compressor takes at two sizes, all workers at once. No other collective is measured, and none of a size that is
-planned. For half of the clusters the fusion planners read a system file, for the others the cluster file. `cupcake`,
-`espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run once, and DDP as it is
-after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of the thesis
-(benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4 hosts with
-2 ranks or, if they are large, on 2 with 2. `--shape` and `--scale` say otherwise. Computation takes as long as the
-network without compression.
+planned. `cupcake`, `espresso`, `espresso-fused` and some of the other planners plan; plans that are the same are run
+once, and DDP as it is after them. Goal: within 10 %, and none of those three slower than DDP. With `--models`, those of
+the thesis (benchmarks/models) in place of random ones, with all their tensors, but a sixteenth of their elements: on 4
+hosts with 2 ranks or, if they are large, on 2 with 2. `--shape` and `--scale` say otherwise. Computation takes as long
+as the network without compression.
 
 Two cores emulate all workers. So the arithmetic of a worker is waited for (`timed_model.py`), and sizes are such that
 the network dominates: it sums a model in 0.3 to 0.6 s without compression, gradients are large, and all ranks together
@@ -38,27 +37,26 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from baselines import planners
 from lab_job import PAYLOAD, lines_of
 from report import Summary, parser, table, write_json
 from timed_model import Step
 
-from resilient_run.comm.cli.plan import plan as plan_command
 from resilient_run.comm.cupcake.cupcake import PLANNERS
 from resilient_run.comm.espresso.espresso import ESPRESSO_PLANNERS
-from resilient_run.comm.espresso.fusion_cluster import fusion_system
 from resilient_run.comm.measure.probe import PROBED_COMPRESSED
-from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.model import read_model
-from resilient_run.comm.plan.plan import FLAT
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("predicted_worker.py"))
-FUSING = tuple(PLANNERS)
+FUSING = (*PLANNERS, *planners.FUSING)
 RECOMMENDED = ("cupcake", "espresso", "espresso-fused")
 ON_CPUS = ("espresso-cpu", "espresso-byteps")
-OTHERS = tuple(name for name in (*FUSING, *ESPRESSO_PLANNERS) if name not in (*RECOMMENDED, *ON_CPUS))
+OTHERS = tuple(
+    name for name in (*FUSING, *ESPRESSO_PLANNERS, *planners.CHOOSING) if name not in (*RECOMMENDED, *ON_CPUS)
+)
 MOST_RANKS = 8
 RATES_MBIT_S = (100, 1000)
 NETWORK_S, COMPUTING_S = (0.3, 0.6), (0.1, 0.4)
@@ -74,7 +72,7 @@ FREE_CORES = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A model and a cluster; `system_file`: fusion planners read a file of their own form.
+    """A model and a cluster.
 
     Attributes:
         seed: What they were drawn with, or the name of the model.
@@ -90,7 +88,6 @@ class Sample:
     compressor: dict[str, Any]
     forward_s: float
     steps: tuple[Step, ...]
-    system_file: bool
     scale: int
     planners: tuple[str, ...]
 
@@ -135,7 +132,6 @@ def drawn(seed: int, others: int, most_mbit_s: float, cores_per_worker: float) -
             )
             for index, (share, taken) in enumerate(zip(shares, times, strict=True))
         ),
-        system_file=draw.random() < 0.5,
         scale=1,
         planners=(*RECOMMENDED, *draw.sample(OTHERS, others)),
     )
@@ -169,14 +165,13 @@ def of_model(
             )
             for tensor in tensors
         ),
-        system_file=False,
         scale=scale,
         planners=RECOMMENDED,
     )
 
 
 def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
-    """Write the model, cluster and system files."""
+    """Write the model and cluster files."""
 
     def line(points: list[float]) -> dict[str, float]:
         (first, last), (first_s, last_s) = known["sizes_bytes"], points
@@ -203,21 +198,19 @@ def write_files(sample: Sample, known: dict[str, Any], folder: Path) -> None:
     }
     (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
     (folder / "cluster.json").write_text(json.dumps(cluster))
-    system = fusion_system(read_cluster(folder / "cluster.json"), FLAT)
-    costs = ("compress", "communicate", "decompress", "communicate_dense")
-    curves = {name: getattr(system, name).fields() for name in costs}
-    (folder / "system.json").write_text(json.dumps({**common, **curves}))
 
 
 def plan_all(sample: Sample, folder: Path) -> dict[str, dict[str, Any]]:
     """Return planners, prediction and options by the file of each different plan, and let the workers begin."""
+    planners.register()
+    from resilient_run.comm.cli.plan import plan as plan_command  # it lists the planners that there are
+
     found: dict[str, dict[str, Any]] = {}
     by_content: dict[str, str] = {}
     for planner in sample.planners:
-        own = sample.system_file and planner in FUSING
         path = folder / f"{planner}.json"
         files = ["--model", str(folder / "model.json"), "--out", str(path)]
-        files += ["--system", str(folder / ("system.json" if own else "cluster.json"))]
+        files += ["--system", str(folder / "cluster.json")]
         with redirect_stdout(StringIO()):
             plan_command.main(["--planner", planner, *files], standalone_mode=False)
         document = json.loads(path.read_text())

@@ -109,7 +109,6 @@ def measure(name: str, hosts: int, rate_mbit_s: float, options: Any) -> tuple[di
             Step(name=f"t{place}", rows=side, columns=side, backward_s=2 / 3 * computing_s * side**2 / model.elements)
             for place, side in enumerate(model.sides)
         ),
-        system_file=False,
         scale=1,
         planners=PLANNERS,
     )

@@ -1,8 +1,8 @@
 """Train the GPT of train_gpt.py with gradients averaged by a plan: profile, plan, train.
 
     resilient-run --standalone --nproc-per-node 2 examples/planned_gpt.py --steps 30 --profile model.json
-    resilient-run --standalone --nproc-per-node 2 --no-python resilient-comm profile --model model.json --out sys.json
-    resilient-comm plan --model model.json --system sys.json --out plan.json --picture timeline.svg
+    resilient-run --standalone --nproc-per-node 2 --no-python resilient-comm profile --model model.json --out costs.json
+    resilient-comm plan --model model.json --system costs.json --out plan.json
     resilient-run --standalone --nproc-per-node 2 examples/planned_gpt.py --plan plan.json
 
 What compression left out of the gradients is part of the checkpoint, so a killed worker changes nothing here either.

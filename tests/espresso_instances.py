@@ -8,9 +8,9 @@ import numpy as np
 
 from resilient_run.comm.espresso import maxplus
 from resilient_run.comm.espresso.strategy import Choice, CostedStep, Problem, Strategy
-from resilient_run.comm.espresso.timeline import Queue, Resource, Timeline
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import Affine
+from resilient_run.comm.plan.timeline import Resource, Timeline
 from resilient_run.comm.plan.tree import Device
 
 GPU, CPU, INTRA, INTER = Resource.GPU, Resource.CPU, Resource.INTRA, Resource.INTER
@@ -30,10 +30,10 @@ ALL_RESOURCES = (
 def bubbles(found: Timeline) -> list[tuple[int, float, float]]:
     """Return which tensors both links wait for, from when, and until when."""
     made, sent_s = [], 0.0
-    for place, (_, spans) in enumerate(groupby(found.spans, key=lambda span: span.tensor)):
-        on_links = [span for span in spans if span.queue in (Queue.INTRA, Queue.INTER)]
-        if place and on_links and sent_s < on_links[0].start_s:
-            made.append((place, sent_s, on_links[0].start_s))
+    for place, spans in groupby(found.spans, key=lambda span: span.group):
+        on_links = [span for span in spans if span.lane in (INTRA, INTER)]
+        if place and on_links and sent_s < on_links[0].begin_s:
+            made.append((place, sent_s, on_links[0].begin_s))
         sent_s = max([sent_s, *(span.end_s for span in on_links)])
     return made
 
@@ -41,7 +41,7 @@ def bubbles(found: Timeline) -> list[tuple[int, float, float]]:
 def steps(resources: Sequence[Resource], seconds: np.ndarray) -> Choice:
     """Return the choice of these steps; `seconds`: (steps, kinds)."""
     return tuple(
-        CostedStep(resource=resource, seconds=taken, label=str(resource))
+        CostedStep(resource=resource, seconds=taken, kind=str(resource))
         for resource, taken in zip(resources, seconds, strict=True)
     )
 
@@ -56,11 +56,9 @@ def random_problem(seeded: random.Random, *, tensors: int, choices: int, kinds: 
         return steps(resources, np.array(taken))
 
     return Problem(
-        names=[f"T{index}" for index in range(tensors)],
         backward_s=[seeded.choice((0.0, *seconds)) for _ in range(tensors)],
         kinds=[seeded.randrange(kinds) for _ in range(tensors)],
         choices=[choice() for _ in range(choices)],
-        overlap=not one_link and seeded.random() < 0.3,
     )
 
 
@@ -86,7 +84,7 @@ def every_time_s(problem: Problem) -> np.ndarray:
 
 
 def random_strategy(seeded: random.Random, problem: Problem) -> Strategy:
-    return tuple(seeded.randrange(len(problem.choices)) for _ in problem.names)
+    return tuple(seeded.randrange(len(problem.choices)) for _ in problem.kinds)
 
 
 def affine(alpha_s: float, beta_s_per_byte: float) -> Affine:

@@ -4,11 +4,11 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+from baselines.system import System
 
 from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy
 from resilient_run.comm.plan.curve import FREE, Affine, Curve, Table
 from resilient_run.comm.plan.model import Tensor
-from resilient_run.comm.plan.system import System
 
 
 def problem_of(sizes: Sequence[int], backward_s: Sequence[float], system: System) -> FusionProblem:

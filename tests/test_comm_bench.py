@@ -3,8 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -26,9 +24,8 @@ def bench(*options: str) -> Result:
     return CliRunner().invoke(resilient_comm, ["bench", "--steps", "2", *options])
 
 
-def test_every_scheme_is_measured_and_its_bytes_are_those_of_its_formula(tmp_path: Path) -> None:
-    picture = tmp_path / "bench.svg"
-    result = bench("--size", "20K", "--density", "0.01", "--workers", "4", "--json", "--picture", str(picture))
+def test_every_scheme_is_measured_and_its_bytes_are_those_of_its_formula() -> None:
+    result = bench("--size", "20K", "--density", "0.01", "--workers", "4", "--json")
     assert result.exit_code == 0, result.output
     rows = {row["scheme"]: row for row in json.loads(result.stdout)["measured"]}
     assert rows.keys() == SCHEMES.keys()
@@ -36,7 +33,6 @@ def test_every_scheme_is_measured_and_its_bytes_are_those_of_its_formula(tmp_pat
     assert rows["spardl"]["received_bytes"] == 4 * 4 * 200 * 3 // 4
     assert rows["topk-a"]["received_bytes"] == 4 * 2 * 200 * 3
     assert rows["dense"]["received_bytes"] == 4 * 2 * 20000 * 3 // 4
-    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_times_are_printed_as_a_table() -> None:
@@ -53,7 +49,6 @@ def test_times_are_printed_as_a_table() -> None:
         (("--size", "3G"), "below 2^31"),
         (("--density", "0"), "not in the range"),
         (("--scheme", "best"), "is not one of"),
-        (("--picture", "a.pdf"), "ends with .svg or .png"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: tuple[str, ...], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Model, system and plan files: what is read, and what is refused with the place, the value and the remedy."""
+"""Model, cluster and plan files: what is read, and what is refused with the place, the value and the remedy."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from resilient_run.comm.cupcake.cupcake import fusion_plan
 from resilient_run.comm.errors import FileError
-from resilient_run.comm.plan.curve import FREE, Affine, Table
+from resilient_run.comm.espresso.fusion_cluster import cluster_plan
+from resilient_run.comm.plan.cluster import read_cluster
+from resilient_run.comm.plan.curve import Table
 from resilient_run.comm.plan.model import Model, Tensor, read_model
 from resilient_run.comm.plan.plan import Plan
-from resilient_run.comm.plan.system import System, read_system
 
 MODEL: dict[str, Any] = {
     "tensors": [
@@ -23,7 +23,16 @@ MODEL: dict[str, Any] = {
     ]
 }
 COST = {"alpha_s": 0.001, "beta_s_per_byte": 1e-9}
-SYSTEM: dict[str, Any] = {"forward_s": 0.01, "bytes_per_element": 4, "compress": COST, "communicate": COST}
+CODER = {"compress": COST, "decompress": COST}
+SYSTEM: dict[str, Any] = {
+    "hosts": 2,
+    "gpus_per_host": 1,
+    "forward_s": 0.01,
+    "bytes_per_element": 4,
+    "intra": COST,
+    "inter": {"alpha_s": 1.0, "beta_s_per_byte": 1e-6},
+    "compressors": {"topk": {"ratio": 0.1, "gpu": CODER}},
+}
 
 
 @pytest.fixture
@@ -58,20 +67,13 @@ def test_the_simplest_files_are_read(write: Write) -> None:
     assert model.name == "input"
     assert model.tensors[1] == Tensor(name="fc.weight", numel=1000, backward_s=0.001)
     assert (model.numel, model.backward_s) == (1010, 0.001)
-    system = read_system(write(SYSTEM))
-    cost = Affine(alpha_s=0.001, beta_s_per_byte=1e-9)
-    assert system == System(forward_s=0.01, bytes_per_element=4.0, compress=cost, communicate=cost, decompress=FREE)
-    assert system.communicate_dense is None
+    assert read_cluster(write(SYSTEM)).forward_s == 0.01
 
 
-def test_all_that_a_system_file_may_say(write: Write) -> None:
-    table = {"sizes_bytes": [0, 1000, 3000], "seconds": [1.0, 1.0, 2.0]}
-    full = {"version": 1, **SYSTEM, "compress": table, "decompress": COST, "communicate_dense": COST}
-    system = read_system(write(full))
-    assert system.decompress == system.communicate_dense == Affine(alpha_s=0.001, beta_s_per_byte=1e-9)
+def test_tables_are_constant_then_lines() -> None:
+    table = Table(sizes_bytes=(0.0, 1000.0, 3000.0), seconds=(1.0, 1.0, 2.0))
     sizes = [0.0, 500.0, 1000.0, 2000.0, 3000.0, 5000.0]
-    assert list(map(system.compress, sizes)) == [1.0, 1.0, 1.0, 1.5, 2.0, 3.0]
-    assert system.compress.over(np.array(sizes)).tolist() == pytest.approx([1.0, 1.0, 1.0, 1.5, 2.0, 3.0])
+    assert list(map(table, sizes)) == table.over(np.array(sizes)).tolist() == [1.0, 1.0, 1.0, 1.5, 2.0, 3.0]
 
 
 def test_tables_never_fall_above_their_last_point() -> None:
@@ -153,26 +155,51 @@ def test_wrong_model_files_are_refused(write: Write, path: str, new: object, mes
         ("forward_s", ..., "forward_s is missing"),
         ("bytes_per_element", 0, "bytes_per_element = 0"),
         ("bytes_per_element", None, "bytes_per_element = null"),
-        ("compress", 3, "compress = 3"),
-        ("communicate", ..., "communicate is missing"),
-        ("compress.alpha_s", float("nan"), "compress.alpha_s = NaN"),
-        ("compress.beta_s_per_byte", -1e-9, "compress.beta_s_per_byte = -1e-09"),
-        ("compress.gamma", 1, "compress.gamma = 1: no such key here, remove it; known are alpha_s, beta_s_per_byte"),
-        ("compress", {"sizes_bytes": [1, 2], "seconds": [1]}, "compress.seconds = [1]: write as many"),
-        ("compress", {"sizes_bytes": [2, 1], "seconds": [1, 1]}, "compress.sizes_bytes = [2, 1]: write the sizes"),
-        ("compress", {"sizes_bytes": [], "seconds": []}, "compress.sizes_bytes = []"),
+        ("@gpu.compress", 3, "@gpu.compress = 3"),
+        ("inter", ..., "inter is missing"),
+        ("@gpu.compress.alpha_s", float("nan"), "@gpu.compress.alpha_s = NaN"),
         (
-            "compress",
-            {"sizes_bytes": [0, 5e-324], "seconds": [0, 1]},
-            "compress.sizes_bytes = [0, 5e-324]: write sizes",
+            "@gpu.compress.beta_s_per_byte",
+            -1e-9,
+            "@gpu.compress.beta_s_per_byte = -1e-09",
         ),
-        ("compress", {"sizes_bytes": [1], "seconds": ["a"]}, 'compress.seconds = ["a"]'),
-        ("decompres", COST, "decompres = "),
+        (
+            "@gpu.compress.gamma",
+            1,
+            "@gpu.compress.gamma = 1: no such key here, remove it; known are alpha_s, beta_s_per_byte",
+        ),
+        (
+            "@gpu.compress",
+            {"sizes_bytes": [1, 2], "seconds": [1]},
+            "@gpu.compress.seconds = [1]: write as many",
+        ),
+        (
+            "@gpu.compress",
+            {"sizes_bytes": [2, 1], "seconds": [1, 1]},
+            "@gpu.compress.sizes_bytes = [2, 1]: write the sizes",
+        ),
+        (
+            "@gpu.compress",
+            {"sizes_bytes": [], "seconds": []},
+            "@gpu.compress.sizes_bytes = []",
+        ),
+        (
+            "@gpu.compress",
+            {"sizes_bytes": [0, 5e-324], "seconds": [0, 1]},
+            "@gpu.compress.sizes_bytes = [0, 5e-324]: write sizes",
+        ),
+        (
+            "@gpu.compress",
+            {"sizes_bytes": [1], "seconds": ["a"]},
+            '@gpu.compress.seconds = ["a"]',
+        ),
+        ("compress", COST, "compress = "),
     ],
 )
-def test_wrong_system_files_are_refused(write: Write, path: str, new: object, message: str) -> None:
+def test_wrong_cluster_files_are_refused(write: Write, path: str, new: object, message: str) -> None:
+    path, message = (each.replace("@", "compressors.topk.") for each in (path, message))
     with pytest.raises(FileError) as caught:
-        read_system(write(changed(SYSTEM, path, new)))
+        read_cluster(write(changed(SYSTEM, path, new)))
     assert f"input.json: {message}" in str(caught.value)
 
 
@@ -190,7 +217,7 @@ def test_files_that_are_no_objects_are_refused(tmp_path: Path, text: str, messag
     path = tmp_path / "input.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(FileError, match=r"input\.json") as caught:
-        read_system(path)
+        read_cluster(path)
     assert message in str(caught.value)
 
 
@@ -206,7 +233,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_plan_files_come_back_as_they_were(write: Write, tmp_path: Path) -> None:
-    plan = fusion_plan(read_model(write(MODEL)), read_system(write(SYSTEM)), compressor="topk")
+    plan = cluster_plan(read_model(write(MODEL)), read_cluster(write(SYSTEM)))
     path = tmp_path / "plan.json"
     plan.write(path)
     assert Plan.read(path) == plan
@@ -235,7 +262,7 @@ def test_plan_files_come_back_as_they_were(write: Write, tmp_path: Path) -> None
 )
 def test_wrong_plan_files_are_refused(write: Write, path: str, new: object, message: str) -> None:
     model = Model(name="net", tensors=(Tensor(name="fc.bias", numel=1, backward_s=1.0),))
-    document = fusion_plan(model, read_system(write(SYSTEM))).document()
+    document = cluster_plan(model, read_cluster(write(SYSTEM))).document()
     with pytest.raises(FileError) as caught:
         Plan.read(write(changed(document, path, new)))
     assert message in str(caught.value)

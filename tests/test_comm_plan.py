@@ -1,13 +1,11 @@
-"""`resilient-comm plan`: the answer, the plan file, the picture, and refusals with exit code 2."""
+"""`resilient-comm plan`: the answer, the plan file, and refusals with exit code 2."""
 
 import json
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -31,12 +29,34 @@ SYSTEM = {
     "communicate": {"alpha_s": 0.0001, "beta_s_per_byte": 2e-9},
 }
 DENSE = {"alpha_s": 0.0001, "beta_s_per_byte": 8e-9}
+FREE = {"alpha_s": 0, "beta_s_per_byte": 0}
+SLOW = {"alpha_s": 1000.0, "beta_s_per_byte": 1.0}
+
+
+def two_hosts(system: dict[str, Any]) -> dict[str, Any]:
+    """Return the cluster file of two hosts on which operations on a group cost this; no dense ones if not given."""
+    dense = system.get("communicate_dense", SLOW)
+    coder = {"compress": system["compress"], "decompress": system.get("decompress", FREE), "accumulate": FREE}
+    return {
+        "hosts": 2,
+        "gpus_per_host": 1,
+        "forward_s": system["forward_s"],
+        "bytes_per_element": 4,
+        "intra": FREE,
+        # An all-reduce of two has two start-ups.
+        "inter": {
+            **dense,
+            "alpha_s": dense["alpha_s"] / 2,
+            "compressed": {"all_gather": system["communicate"]},
+        },
+        "compressors": {"topk": {"ratio": 1, "gpu": coder}},
+    }
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    (tmp_path / "system.json").write_text(json.dumps(SYSTEM))
+    (tmp_path / "system.json").write_text(json.dumps(two_hosts(SYSTEM)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -53,7 +73,7 @@ def answer(*options: str) -> dict[str, Any]:
 
 
 def with_dense(folder: Path, cost: dict[str, float]) -> None:
-    (folder / "system.json").write_text(json.dumps({**SYSTEM, "communicate_dense": cost}))
+    (folder / "system.json").write_text(json.dumps(two_hosts({**SYSTEM, "communicate_dense": cost})))
 
 
 @pytest.mark.usefixtures("folder")
@@ -66,27 +86,14 @@ def test_the_simplest_files_give_a_plan() -> None:
     assert found["iteration_s"] == pytest.approx(0.01 + second_s)
     assert found["planning_s"] > 0
     assert found["compress"] is True
-    assert set(found["baselines_s"]) == {"layer-wise", "bucket-fusion", "evenly-split"}
-    assert found["bound_s"] <= found["iteration_s"] <= min(found["baselines_s"].values())
+    assert found["baselines_s"].keys() == {"dense"}
+    assert found["bound_s"] <= found["iteration_s"]
     assert found["gap"] == pytest.approx(found["iteration_s"] / found["bound_s"] - 1)
 
 
-@pytest.mark.parametrize("planner", ["cupcake", "layer-wise", "bucket-fusion", "evenly-split"])
-def test_every_planner_answers(folder: Path, planner: str) -> None:
-    best = answer()
-    found = answer("--planner", planner)
-    assert found["planner"] == planner
-    assert [name for group in found["groups"] for name in group] == ["c", "b", "a"]
-    assert found["iteration_s"] >= best["iteration_s"] * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("planner", ["hipress", "dense"])
-def test_planners_that_leave_tensors_dense_need_their_cost(folder: Path, planner: str) -> None:
-    refused = plan("--planner", planner)
-    assert refused.exit_code == 2
-    assert "communicate_dense" in refused.stderr
-    with_dense(folder, DENSE)
-    assert "dense" in answer("--planner", planner)["options"]
+@pytest.mark.usefixtures("folder")
+def test_the_dense_planner_compresses_nothing() -> None:
+    assert set(answer("--planner", "dense")["options"]) == {"dense"}
 
 
 def test_compression_that_does_not_pay_is_said(folder: Path) -> None:
@@ -103,19 +110,17 @@ def test_compression_that_does_not_pay_is_said(folder: Path) -> None:
 def test_measured_points_may_stand_for_costs(folder: Path) -> None:
     """Compression is flat up to 0.9 MB: fusing costs nothing up to there."""
     points = {"sizes_bytes": [900000, 1800000], "seconds": [0.0002, 0.0004]}
-    (folder / "system.json").write_text(json.dumps({**SYSTEM, "compress": points, "decompress": points}))
+    (folder / "system.json").write_text(json.dumps(two_hosts({**SYSTEM, "compress": points, "decompress": points})))
     found = answer()
     assert found["groups"] == [["c", "b"], ["a"]]
-    assert found["iteration_s"] <= min(found["baselines_s"].values())
 
 
 @pytest.mark.parametrize("planner", list(PLANNERS))
 def test_nothing_to_do_takes_no_time(folder: Path, planner: str) -> None:
-    free = {"alpha_s": 0, "beta_s_per_byte": 0}
-    costs = dict.fromkeys(("compress", "communicate", "decompress", "communicate_dense"), free)
-    (folder / "system.json").write_text(json.dumps({"forward_s": 0, "bytes_per_element": 4, **costs}))
+    costs = dict.fromkeys(("compress", "communicate", "decompress", "communicate_dense"), FREE)
+    (folder / "system.json").write_text(json.dumps(two_hosts({"forward_s": 0, **costs})))
     (folder / "model.json").write_text(json.dumps({"tensors": [{"name": "a", "numel": 0, "backward_s": 0}]}))
-    found = answer("--planner", planner, "--picture", "timeline.svg", "--out", "plan.json")
+    found = answer("--planner", planner, "--out", "plan.json")
     assert (found["groups"], found["iteration_s"], found["gap"], found["timeline"]) == ([["a"]], 0, 0, [])
     assert Plan.read(Path("plan.json")).groups[0].tensors == ("a",)
     assert plan("--planner", planner).exit_code == 0
@@ -141,7 +146,7 @@ def test_the_timeline_fits_the_iteration() -> None:
 def test_people_get_a_table() -> None:
     result = plan()
     assert result.exit_code == 0
-    for text in ("layer-wise", "bound", "iteration ms", "c … b", "within 0 % of the optimum"):
+    for text in ("cupcake", "bound", "iteration ms", "c … b", "within 0 % of the optimum"):
         assert text in result.stdout
 
 
@@ -157,34 +162,6 @@ def test_every_plan_says_how_far_the_optimum_may_be(folder: Path, planner: str) 
     assert found["gap"] <= float(printed[1]) / 100 <= found["gap"] + 1e-4
 
 
-@pytest.mark.usefixtures("folder")
-def test_pictures() -> None:
-    assert plan("--picture", "timeline.svg").exit_code == 0
-    assert ElementTree.parse("timeline.svg").getroot().tag.endswith("svg")
-    assert plan("--picture", "timeline.png").exit_code == 0
-    assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
-    refused = plan("--picture", "timeline.gif")
-    assert refused.exit_code == 2
-    assert "timeline.gif: name a file that ends with .svg or .png" in refused.stderr
-    assert plan("--picture", "nowhere/timeline.png").exit_code == 1
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused = plan("--picture", "timeline.svg")
-    assert refused.exit_code == 1
-    assert "resilient-run[benchmarks]" in refused.stderr
-
-
-@pytest.mark.parametrize("name", ["$x_$", "$\\frac{$", "a$b$c$"])
-def test_names_in_pictures_are_no_formulas(folder: Path, name: str) -> None:
-    (folder / "model.json").write_text(json.dumps({"model": name, **MODEL}))
-    assert plan("--picture", "timeline.svg").exit_code == 0
-    assert plan("--picture", "nowhere/timeline.svg", "--out", "plan.json").exit_code == 1
-    assert Plan.read(Path("plan.json")).model == name, "a picture that cannot be drawn loses no plan"
-
-
 @pytest.mark.parametrize("name", ["", "\udcff"])
 @pytest.mark.usefixtures("folder")
 def test_compressors_that_no_plan_file_can_name_are_refused(name: str) -> None:
@@ -195,7 +172,9 @@ def test_compressors_that_no_plan_file_can_name_are_refused(name: str) -> None:
 
 
 def test_plans_that_no_plan_file_can_hold_are_refused(folder: Path) -> None:
-    (folder / "system.json").write_text(json.dumps({**SYSTEM, "communicate": {"alpha_s": 1, "beta_s_per_byte": 1e18}}))
+    endless = {"alpha_s": 1, "beta_s_per_byte": 1e18}
+    system = two_hosts({**SYSTEM, "communicate": endless, "communicate_dense": endless})
+    (folder / "system.json").write_text(json.dumps(system))
     refused = plan("--out", "plan.json")
     assert refused.exit_code == 2
     assert "system.json: an iteration of" in refused.stderr
@@ -203,7 +182,7 @@ def test_plans_that_no_plan_file_can_hold_are_refused(folder: Path) -> None:
 
 
 def test_wrong_files_and_options_are_refused(folder: Path) -> None:
-    (folder / "system.json").write_text(json.dumps({**SYSTEM, "forward_s": -1}))
+    (folder / "system.json").write_text(json.dumps(two_hosts({**SYSTEM, "forward_s": -1})))
     refused = plan()
     assert refused.exit_code == 2
     assert "system.json: forward_s = -1: write the seconds of the forward pass" in refused.stderr
@@ -284,15 +263,14 @@ def test_what_makes_a_prediction_absurd_is_named(folder: Path) -> None:
     """The plan itself may well be one that avoids it."""
     topk = {**CLUSTER["compressors"]["topk"], "ratio": 1e18}  # type: ignore[index]
     (folder / "system.json").write_text(json.dumps({**CLUSTER, "compressors": {"topk": topk}}))
-    tensors = [{"name": "w", "numel": 1 << 30, "backward_s": 1.0}]
+    tensors = [{"name": "w", "numel": 1 << 40, "backward_s": 1.0}]
     (folder / "model.json").write_text(json.dumps({"tensors": tensors}))
-    for planner in ("cupcake", "espresso"):
-        refused = plan("--planner", planner)
-        assert refused.exit_code == 2
-        found = re.search(r"an iteration of (\S+) s \((\S+)\): write costs in seconds and bytes", refused.stderr)
-        assert found
-        assert float(found[1]) > 1e18
-        assert found[2] != planner
+    refused = plan("--planner", "espresso")
+    assert refused.exit_code == 2
+    found = re.search(r"an iteration of (\S+) s \((\S+)\): write costs in seconds and bytes", refused.stderr)
+    assert found
+    assert float(found[1]) > 1e18
+    assert found[2] != "espresso"
 
 
 def test_thousands_of_hosts_are_planned_for(folder: Path) -> None:

@@ -25,7 +25,6 @@ from resilient_run.comm.plan.cluster import read_cluster
 from resilient_run.comm.plan.curve import Table
 from resilient_run.comm.plan.model import Model, read_model
 from resilient_run.comm.plan.plan import COMPRESSED, Plan, PlanGroup
-from resilient_run.comm.plan.system import read_system
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.comm.profiler import BackwardProfiler
 
@@ -253,14 +252,14 @@ def test_measurements_that_cannot_be_written_are_printed(rank_environ: dict[str,
     result = CliRunner(env=rank_environ).invoke(resilient_comm, arguments)
     assert result.exit_code == 1
     assert "/dev/full is not written; what was measured stands above" in result.stderr
-    assert len(json.loads(result.stdout)["compress"]["seconds"]) == 4
+    assert len(json.loads(result.stdout)["compressors"]["topk"]["gpu"]["compress"]["seconds"]) == 4
 
 
 def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     """One element of each of the smaller tensors is sent."""
     path = tmp_path / "cluster.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    probe = [str(Path(sys.executable).with_name("resilient-comm")), "profile", "--form", "espresso"]
+    probe = [str(Path(sys.executable).with_name("resilient-comm")), "profile"]
     small = ["--density", "0.00001", "--largest-mib", "1", "--repeats", "1", "--out", str(path)]
     done = run_python([*command, "--no-python", *probe, *small], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -275,7 +274,7 @@ def test_a_measured_compressor_has_the_name_that_plan_takes(
 ) -> None:
     system, model, out = (tmp_path / f"{each}.json" for each in ("system", "model", "plan"))
     model.write_text(json.dumps({"tensors": [{"name": "w", "numel": 4, "backward_s": 0.1}]}))
-    measure = ["profile", "--form", "espresso", "--compressor", name, "--repeats", "1", "--largest-mib", "1"]
+    measure = ["profile", "--compressor", name, "--repeats", "1", "--largest-mib", "1"]
     plan = ["plan", "--planner", "espresso", "--compressor", name, "--model", str(model), "--system", str(system)]
     for arguments in ([*measure, "--out", str(system)], [*plan, "--out", str(out)]):
         result = CliRunner(env=rank_environ).invoke(resilient_comm, arguments)
@@ -294,7 +293,7 @@ def test_from_profile_to_a_planned_run_that_is_killed(cluster: Cluster, tmp_path
     probe = ["profile", "--model", str(paths["model"]), "--repeats", "2", "--largest-mib", "1"]
     host.launch([*JOB, "--no-python", resilient_comm_path], [*probe, "--out", str(paths["system"])])
     assert host.wait() == 0, host.output
-    assert read_system(paths["system"]).forward_s == json.loads(paths["model"].read_text())["forward_s"]
+    assert read_cluster(paths["system"]).forward_s == json.loads(paths["model"].read_text())["forward_s"]
     plan = ["plan", "--model", str(paths["model"]), "--system", str(paths["system"]), "--out", str(paths["plan"])]
     result = CliRunner().invoke(resilient_comm, plan)
     assert result.exit_code == 0, result.output

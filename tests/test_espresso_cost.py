@@ -8,9 +8,9 @@ from espresso_instances import affine
 
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.espresso.cost import Costs
-from resilient_run.comm.espresso.timeline import Resource
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost, read_cluster
 from resilient_run.comm.plan.curve import FREE, Table
+from resilient_run.comm.plan.timeline import Resource
 from resilient_run.comm.plan.tree import Device, Routine, all_options, parse
 
 SIZE_BYTES = 800.0
@@ -24,7 +24,6 @@ def costed(
     alpha_s: float = 0.0,
     call_s: float = 0.0,
     batched: bool = False,
-    announced: bool = False,
     size_bytes: float = SIZE_BYTES,
 ) -> list[tuple[str, float]]:
     """Return resource and seconds of each step: one second for a byte in the host, ten between hosts."""
@@ -35,7 +34,7 @@ def costed(
         gpus_per_host=gpus,
         intra=LinkCost(cost=affine(alpha_s, 1)),
         inter=LinkCost(cost=affine(10 * alpha_s, 10)),
-        compressor=CompressorCost(name="half", ratio=0.5, coders=coders, batched=batched, announced=announced),
+        compressor=CompressorCost(name="half", ratio=0.5, coders=coders, batched=batched),
     )
     ((_, steps),) = Costs(made, [size_bytes]).options([parse(text)])
     return [(step.resource, step.seconds[0]) for step in steps]
@@ -150,10 +149,6 @@ def test_what_has_to_be_announced_costs_one_message_more() -> None:
     assert [taken for resource, taken in found if resource == "inter"] == pytest.approx(
         [10000 + further_s + bytes_s[0], 30000 + further_s + bytes_s[1]], rel=1e-9
     )
-    found = costed(text, hosts=4, gpus=1, alpha_s=1000, announced=True)
-    assert [taken for resource, taken in found if resource == "inter"] == pytest.approx(
-        [20000 + 2 * further_s + bytes_s[0], 30000 + further_s + bytes_s[1]], rel=1e-9
-    )
 
 
 @pytest.mark.parametrize(
@@ -252,14 +247,13 @@ def written(path: Path, **changes: object) -> Path:
 
 def test_cluster_files_are_read(tmp_path: Path) -> None:
     made = read_cluster(written(tmp_path / "c.json"), "dgc")
-    assert (made.hosts, made.gpus_per_host, made.forward_s, made.links_overlap) == (8, 4, 0.01, False)
+    assert (made.hosts, made.gpus_per_host, made.forward_s) == (8, 4, 0.01)
     assert made.inter.of(Routine.ALL_GATHER) == affine(4e-5, 4e-10)
     assert made.inter.of(Routine.BROADCAST) == affine(3e-5, 3e-10)
     coder = made.compressor.coders[Device.GPU]
     assert isinstance(coder.compress, Table)
     assert coder.accumulate == coder.decompress
     assert set(read_cluster(written(tmp_path / "c.json"), "efsignsgd").compressor.coders) == {Device.CPU}
-    assert read_cluster(written(tmp_path / "c.json", links_overlap=True), "dgc").links_overlap
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from resilient_run.comm.espresso.greedy import greedy, offload
 from resilient_run.comm.espresso.legs import Future, Legs, Slack
 from resilient_run.comm.espresso.strategy import Problem
 from resilient_run.comm.espresso.sweep import Sweep, improve
-from resilient_run.comm.espresso.timeline import derive
 
 
 def optimum(problem: Problem) -> tuple[float, float]:
@@ -38,7 +37,7 @@ def test_matrices_say_the_same_as_the_timeline() -> None:
     seeded = random.Random(1)
     for problem in random_problems(1, 500, tensors=(1, 8), choices=(1, 6)):
         strategy = random_strategy(seeded, problem)
-        expected_s = derive(problem.jobs(strategy), overlap=problem.overlap).iteration_s
+        expected_s = problem.timeline(strategy).iteration_s
         assert problem.iteration_s(strategy) == pytest.approx(expected_s, rel=1e-12, abs=1e-12)
 
 
@@ -95,7 +94,7 @@ def test_settled_states_are_no_smaller_and_every_future_takes_as_long_and_no_les
         moved += int((settled > states).any())
         times_s = futures_s(legs, leg, states)
         assert futures_s(legs, leg, settled) == pytest.approx(times_s, rel=1e-12)
-        bounds_s = Future(legs, overlap=problem.overlap).after(leg, states)
+        bounds_s = Future(legs).after(leg, states)
         assert (bounds_s <= times_s.min(axis=1) * (1 + 1e-12)).all()
     assert moved > 50
 
@@ -117,7 +116,6 @@ def test_one_tensor_and_tensors_of_no_time() -> None:
         one = random_problem(seeded, tensors=1, choices=8, kinds=1)
         assert optimum(one)[0] == pytest.approx(every_time_s(one).min())
     nothing = Problem(
-        names=["a", "b"],
         backward_s=[0.0, 0.0],
         kinds=[0, 0],
         choices=[steps(chain, np.zeros((len(chain), 1))) for chain in ALL_RESOURCES],
@@ -164,7 +162,6 @@ def compression_problems(seed: int, count: int) -> list[Problem]:
         sizes = np.array([[seeded.uniform(0.1, 5) for _ in range(4)]])
         found.append(
             Problem(
-                names=[str(index) for index in range(8)],
                 backward_s=[seeded.uniform(0, 2) for _ in range(8)],
                 kinds=[seeded.randrange(4) for _ in range(8)],
                 choices=[
@@ -179,7 +176,6 @@ def compression_problems(seed: int, count: int) -> list[Problem]:
 
 def test_figure_4_9_the_greedy_algorithm_compresses_the_last_of_two_equal_tensors() -> None:
     problem = Problem(
-        names=["T0", "T1", "T2"],
         backward_s=[1.0, 3.0, 2.0],
         kinds=[0, 1, 1],
         choices=[
@@ -195,7 +191,6 @@ def offloading_problem(seeded: random.Random, tensors: int) -> Problem:
     """Return tensors to be compressed on the GPU (0) or on CPUs (1)."""
     sizes = np.array([[1.0, seeded.uniform(0.5, 3)]])
     return Problem(
-        names=[str(index) for index in range(tensors)],
         backward_s=[seeded.uniform(0, 2) for _ in range(tensors)],
         kinds=[seeded.randrange(2) for _ in range(tensors)],
         choices=[
@@ -231,7 +226,6 @@ def test_offloading_the_first_of_a_group_is_not_always_best() -> None:
 def test_offloading_many_groups_is_searched_group_by_group() -> None:
     seeded = random.Random(11)
     problem = Problem(
-        names=[str(index) for index in range(26)],
         backward_s=[seeded.uniform(0, 1) for _ in range(26)],
         kinds=[index // 2 for index in range(26)],
         choices=[

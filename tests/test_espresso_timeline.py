@@ -4,35 +4,31 @@ import itertools
 import random
 
 import pytest
+from baselines.fusions import layer_wise
+from baselines.system import System
 from espresso_instances import bubbles
 
 from resilient_run.comm.cupcake.fusion import FusionProblem
-from resilient_run.comm.cupcake.fusion_baselines import layer_wise
-from resilient_run.comm.espresso.timeline import Chain, Queue, Resource, TensorChain, Work, derive
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.model import Tensor
-from resilient_run.comm.plan.system import System
+from resilient_run.comm.plan.timeline import Chain, Resource, TensorChain, Work, derive
 
 GPU, CPU, INTRA, INTER = Resource.GPU, Resource.CPU, Resource.INTRA, Resource.INTER
 NOTHING: Chain = ()
 
 
 def chain(*works: tuple[Resource, float]) -> Chain:
-    return tuple(Work(resource=resource, seconds=seconds, label=resource) for resource, seconds in works)
+    return tuple(Work(resource, seconds, "work") for resource, seconds in works)
 
 
 def jobs(*parts: tuple[float, Chain]) -> tuple[TensorChain, ...]:
-    return tuple(
-        TensorChain(name=f"T{i}", backward_s=backward_s, chain=made) for i, (backward_s, made) in enumerate(parts)
-    )
+    return tuple(TensorChain(*part) for part in parts)
 
 
-def spans(of: tuple[TensorChain, ...], queue: Queue, *, overlap: bool = False) -> list[tuple[str, float, float]]:
-    """Return (tensor, start, end) on a queue, without the backward pass."""
-    found = derive(of, overlap=overlap).spans
-    return [
-        (span.tensor, span.start_s, span.end_s) for span in found if span.queue is queue and span.label != "backward"
-    ]
+def spans(of: tuple[TensorChain, ...], lane: str) -> list[tuple[str, float, float]]:
+    """Return (tensor, start, end) in a lane, without the backward pass."""
+    found = derive(of).spans
+    return [(f"T{s.group}", s.begin_s, s.end_s) for s in found if s.lane == lane and s.kind != "backward"]
 
 
 BACKWARD = (3.0, 2.0, 2.0)
@@ -58,14 +54,14 @@ def test_figure_4_2_compression_helps_or_harms(strategy: tuple[Chain, ...], iter
 
 def test_figure_4_2_overlaps_as_the_text_says() -> None:
     none = jobs(*zip(BACKWARD, DENSE, strict=True))
-    assert spans(none, Queue.INTER) == [("T0", 3, 5), ("T1", 5, 11), ("T2", 11, 15)]
+    assert spans(none, INTER) == [("T0", 3, 5), ("T1", 5, 11), ("T2", 11, 15)]
     last = jobs(*zip(BACKWARD, (DENSE[0], DENSE[1], ON_GPU[2]), strict=True))
-    assert spans(last, Queue.GPU) == [("T2", 7, 9)]
+    assert spans(last, GPU) == [("T2", 7, 9)]
     gpus = jobs(*zip(BACKWARD, ON_GPU, strict=True))
-    assert spans(gpus, Queue.GPU) == [("T0", 3, 6), ("T1", 8, 11), ("T2", 13, 15)]
-    assert spans(gpus, Queue.INTER) == [("T0", 6, 7), ("T1", 11, 12), ("T2", 15, 16)]
+    assert spans(gpus, GPU) == [("T0", 3, 6), ("T1", 8, 11), ("T2", 13, 15)]
+    assert spans(gpus, INTER) == [("T0", 6, 7), ("T1", 11, 12), ("T2", 15, 16)]
     cpus = jobs(*zip(BACKWARD, ON_CPU, strict=True))
-    assert spans(cpus, Queue.CPU) == [("T0", 3, 5), ("T1", 5, 9), ("T2", 9, 15)]
+    assert spans(cpus, CPU) == [("T0", 3, 5), ("T1", 5, 9), ("T2", 9, 15)]
 
 
 def test_figure_4_2_e_is_the_best_of_all() -> None:
@@ -95,13 +91,11 @@ def test_figure_4_5_cd_where_to_compress_depends_on_the_next_tensor(
     assert derive(jobs((1, throughout), last)).iteration_s == throughout_s
 
 
-def test_links_with_a_queue_each_overlap() -> None:
+def test_links_have_one_queue() -> None:
     two = jobs((1, chain((INTRA, 3), (INTER, 4))), (1, chain((INTRA, 2), (INTER, 2))))
-    assert spans(two, Queue.INTRA) == [("T0", 1, 4), ("T1", 8, 10)]
+    assert spans(two, INTRA) == [("T0", 1, 4), ("T1", 8, 10)]
+    assert spans(two, INTER) == [("T0", 4, 8), ("T1", 10, 12)]
     assert derive(two).iteration_s == 12
-    assert spans(two, Queue.INTRA, overlap=True) == [("T0", 1, 4), ("T1", 4, 6)]
-    assert spans(two, Queue.INTER, overlap=True) == [("T0", 4, 8), ("T1", 8, 10)]
-    assert derive(two, overlap=True).iteration_s == 10
 
 
 def test_figure_4_9_bubbles() -> None:
@@ -135,23 +129,23 @@ def test_figures_5_3_and_5_4_groups_trade_compression_for_overlap(counts: tuple[
 
 
 def test_figure_5_5_both_cases_of_the_delay() -> None:
-    at_once = spans(fused(3, 2), Queue.INTER)
+    at_once = spans(fused(3, 2), INTER)
     assert [start for _, start, _ in at_once] == pytest.approx([4.4, 7.6])
-    assert derive(fused(4, 1)).spans[-1].start_s == pytest.approx(8.1), "it is ready at 7.6"
+    assert derive(fused(4, 1)).spans[-1].begin_s == pytest.approx(8.1), "it is ready at 7.6"
 
 
 def test_the_last_decompressions_yield_to_the_backward_pass() -> None:
     coded = chain((GPU, 1), (INTER, 1), (GPU, 2))
     found = jobs((1, coded), (5, coded))
-    assert spans(found, Queue.DECODE) == [("T0", 8, 10), ("T1", 10, 12)]
+    assert spans(found, "gpu decode") == [("T0", 8, 10), ("T1", 10, 12)]
     assert derive(found).iteration_s == 12
 
 
 def test_cpus_decompress_while_they_compress() -> None:
     coded = chain((CPU, 2), (INTER, 3), (CPU, 2))
     found = jobs((1, coded), (1, coded))
-    assert spans(found, Queue.CPU) == [("T0", 1, 3), ("T1", 3, 5)]
-    assert spans(found, Queue.CPU_LATE) == [("T0", 6, 8), ("T1", 9, 11)]
+    assert spans(found, CPU) == [("T0", 1, 3), ("T1", 3, 5)]
+    assert spans(found, "cpu late") == [("T0", 6, 8), ("T1", 9, 11)]
 
 
 def test_nothing_to_communicate_takes_the_backward_pass_alone() -> None:

@@ -14,12 +14,12 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.espresso.cost import Costs
-from resilient_run.comm.espresso.timeline import Place, places
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import from_bytes
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.constraints import rootless
 from resilient_run.comm.plan.curve import Affine
+from resilient_run.comm.plan.timeline import Place, Resource, places
 from resilient_run.comm.plan.tree import Device, Option, all_options
 from resilient_run.comm.runtime.execute import OptionScheme, options_of
 
@@ -117,8 +117,9 @@ def test_stages_are_those_of_the_timeline(hosts: int, per_host: int) -> None:
     expected = {}
     for option, steps in Costs(cluster, [412.0]).options(chosen):
         stands = places([step.resource for step in steps])
-        where = [(str(step.label), place) for step, place in zip(steps, stands, strict=True)]
-        expected[option] = ("comp:gpu", Place.EARLY) in where, where.count(("decomp:gpu", Place.LAST))
+        where = [(step.resource, step.kind, place) for step, place in zip(steps, stands, strict=True)]
+        early, last = (Resource.GPU, "compress", Place.EARLY), (Resource.GPU, "decompress", Place.LAST)
+        expected[option] = early in where, where.count(last)
     for found in run_hosts(hosts, per_host, work):
         assert dict(zip(chosen, found, strict=True)) == expected
 

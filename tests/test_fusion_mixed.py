@@ -5,15 +5,14 @@ from itertools import product
 
 import numpy as np
 import pytest
+from baselines.fusions import hipress
+from baselines.system import System
 from fusion_instances import best_of_all, hostile_problem, problem_of
 
-from resilient_run.comm.cupcake.cupcake import dense, fused, optimum
+from resilient_run.comm.cupcake.cupcake import dense, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy
-from resilient_run.comm.cupcake.fusion_baselines import hipress
-from resilient_run.comm.cupcake.fusion_bound import Climb, GroupCosts, Weights, single_ways, weighed
-from resilient_run.comm.cupcake.fusion_front import pareto
+from resilient_run.comm.cupcake.search import Bounds, Weights, best_fusion
 from resilient_run.comm.plan.curve import Affine
-from resilient_run.comm.plan.system import System
 
 KINDS = (True, False)
 
@@ -77,7 +76,7 @@ def test_brute_force_looks_at_every_strategy() -> None:
 
 
 def ways_s(problem: FusionProblem, strategy: Strategy) -> tuple[float, np.ndarray]:
-    """Return how long the ways of `fusion_bound` are: the device's own, and that of each p <= q; others are 0."""
+    """Return how long the ways of `search` are: the device's own, and that of each p <= q; others are 0."""
     costs = [problem.costs_s(group) for group in strategy]
     of_tensor = [place for place, group in enumerate(strategy) for _ in range(group.start, group.end)]
     lengths = np.zeros((len(problem), len(problem)))
@@ -102,7 +101,7 @@ def test_an_iteration_is_the_longest_way_and_costs_are_their_weighted_mean() -> 
     rng, weigh = random.Random(44), np.random.default_rng(44)
     for _ in range(60):
         problem = hostile_problem(rng, most=6)
-        costs, (device, pairs) = GroupCosts(problem, KINDS), random_weights(weigh, len(problem))
+        costs, (device, pairs) = Bounds(problem, KINDS), random_weights(weigh, len(problem))
         encoding, sending = (np.append(pairs.sum(axis)[::-1].cumsum()[::-1], 0.0) for axis in (1, 0))
         mean_s = costs.mean(device, encoding, sending)
         strategy = rng.choice(every_strategy(len(problem)))
@@ -118,17 +117,16 @@ def test_no_weights_prove_more_than_the_optimum() -> None:
     tight = 0
     for _ in range(150):
         problem = hostile_problem(rng, most=8)
-        costs, best_s = GroupCosts(problem, KINDS), least_s(problem)
-        climb = Climb(costs, problem.finish_s(hipress(problem)))
-        made: list[Weights] = [*climb.found, *single_ways(costs)]
+        costs, best_s = Bounds(problem, KINDS), least_s(problem)
+        climbed = sorted(costs.climb(problem.finish_s(hipress(problem))), key=lambda weights: -weights.bound_s)
+        made: list[Weights] = [*climbed, *costs.single_paths()]
         for _ in range(5):
             device, pairs = random_weights(weigh, len(problem))
             encoding, sending = (np.append(pairs.sum(axis)[::-1].cumsum()[::-1], 0.0) for axis in (1, 0))
-            made.append(weighed(costs, device, encoding, sending))
+            made.append(costs.proven(device, encoding, sending))
         assert no_more(max(weights.bound_s for weights in made), best_s)
-        assert climb.found[0].bound_s == max(weights.bound_s for weights in climb.found)
-        assert climb.found[0].bound_s >= max(weights.bound_s for weights in made) * 0.97 - 1e-15, "it climbs"
-        tight += climb.found[0].bound_s >= best_s * 0.99
+        assert climbed[0].bound_s >= max(weights.bound_s for weights in made) * 0.97 - 1e-15, "it climbs"
+        tight += climbed[0].bound_s >= best_s * 0.99
     assert tight > 100
 
 
@@ -136,9 +134,9 @@ def test_strategies_with_a_group_take_no_less_than_is_said_of_it() -> None:
     rng = random.Random(46)
     for _ in range(60):
         problem = hostile_problem(rng, most=5)
-        costs = GroupCosts(problem, KINDS)
+        costs = Bounds(problem, KINDS)
         strategies = [(strategy, problem.finish_s(strategy)) for strategy in every_strategy(len(problem))]
-        through = Climb(costs, strategies[0][1]).found[0].through(costs)
+        through = costs.through(costs.climb(strategies[0][1])[-1])
         for strategy, finish_s in strategies:
             for group in strategy:
                 assert no_more(through[KINDS.index(group.compressed), group.start, group.end], finish_s)
@@ -149,17 +147,18 @@ def test_halves_of_the_strategies_have_bounds_of_their_own() -> None:
     for _ in range(60):
         problem = hostile_problem(rng, most=5)
         tensor = rng.randrange(len(problem))
-        costs = GroupCosts(problem, KINDS)
-        whole = Climb(costs, problem.finish_s(hipress(problem)))
+        costs = Bounds(problem, KINDS)
+        known_s = problem.finish_s(hipress(problem))
+        costs.climb(known_s)
         for kind, compressed in enumerate(KINDS):
-            half = whole.going_on(costs.settled(tensor, kind), problem.finish_s(hipress(problem)))
+            half = costs.settled(tensor, kind).climb(known_s)
             these = [
                 strategy
                 for strategy in every_strategy(len(problem))
                 if all(group.compressed == compressed for group in strategy if group.start <= tensor < group.end)
             ]
-            assert no_more(half.found[0].bound_s, min(map(problem.finish_s, these)))
-            assert {weights.strategy for weights in half.found} <= set(these)
+            assert no_more(max(weights.bound_s for weights in half), min(map(problem.finish_s, these)))
+            assert {weights.strategy for weights in half} <= set(these)
 
 
 @pytest.mark.parametrize("most", [0, 1, 30, 300])
@@ -168,14 +167,14 @@ def test_a_search_that_is_cut_off_says_how_far_the_optimum_may_be(most: int) -> 
     open_ = 0
     for _ in range(100):
         problem = hostile_problem(rng, most=8)
-        found, best_s = pareto(problem, kinds=KINDS, most=most), least_s(problem)
+        found, best_s = best_fusion(problem, kinds=KINDS, most=most), least_s(problem)
         assert no_more(found.bound_s, best_s)
         assert no_more(best_s, found.finish_s)
         assert found.finish_s <= problem.finish_s(hipress(problem))
         open_ += found.bound_s < found.finish_s
     # A single pass, which is never cut off, proves what is best of so few tensors.
     assert open_ > 0 or most
-    many = pareto(large_problem(rng, 60), kinds=KINDS, most=most)
+    many = best_fusion(large_problem(rng, 60), kinds=KINDS, most=most)
     assert many.bound_s < many.finish_s
 
 
@@ -200,7 +199,7 @@ def test_large_models_are_planned_within_a_hundredth() -> None:
         problem = large_problem(rng, 100)
         found = optimum(problem)
         assert found.bound_s <= found.finish_s <= found.bound_s * 1.01
-        for other in (fused(problem).strategy, dense(problem), hipress(problem)):
+        for other in (best_fusion(problem).strategy, dense(problem), hipress(problem)):
             assert found.finish_s <= problem.finish_s(other)
 
 
@@ -208,10 +207,10 @@ def test_a_large_tensor_is_settled_first(monkeypatch: pytest.MonkeyPatch) -> Non
     """Without that its kind would keep the bound far below."""
     problem = large_problem(random.Random(50), 60)
     settled = []
-    original = GroupCosts.settled
+    original = Bounds.settled
     monkeypatch.setattr(
-        GroupCosts, "settled", lambda costs, tensor, kind: settled.append(tensor) or original(costs, tensor, kind)
+        Bounds, "settled", lambda costs, tensor, kind: settled.append(tensor) or original(costs, tensor, kind)
     )
-    pareto(problem, kinds=KINDS)
+    best_fusion(problem, kinds=KINDS)
     assert settled
     assert settled[0] in (57, 59), "the largest ones"

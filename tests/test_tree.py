@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
+from baselines import planners
 from click.testing import CliRunner
 
 from resilient_run.comm.cli.main import resilient_comm
@@ -102,16 +103,16 @@ def test_contradicting_and_unknown_constraints_are_refused() -> None:
     ("scheme", "expected"),
     [
         (
-            constraints.inter_all_gather,
+            planners.inter_all_gather,
             "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2",
         ),
         (
-            constraints.inter_all_to_all,
+            planners.inter_all_to_all,
             "reduce_scatter@intra1 > comp:gpu > all_to_all@inter > decomp:gpu > comp:gpu > all_gather@inter"
             " > decomp:gpu > all_gather@intra2",
         ),
         (
-            constraints.all_to_all_twice,
+            planners.all_to_all_twice,
             "comp:gpu > all_to_all@intra1 > decomp:gpu > comp:gpu > all_to_all@inter > decomp:gpu > comp:gpu"
             " > all_gather@inter > all_gather@intra2 > decomp:gpu",
         ),

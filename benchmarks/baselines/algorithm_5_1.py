@@ -3,8 +3,10 @@
 from collections.abc import Collection
 
 from resilient_run.comm.cupcake.fusion import FusionProblem, Strategy, groups_of
-from resilient_run.comm.cupcake.fusion_baselines import best_of, evenly_split, one_group
 from resilient_run.comm.plan.curve import Table
+
+from .fusions import best_of, evenly_split, one_group
+from .system import System
 
 
 def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) -> Strategy:
@@ -24,9 +26,9 @@ def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) ->
     Raises:
         ValueError: Decoding is not free, or a cost is measured points, with which the prunings would lose the best.
     """
-    if any(isinstance(cost, Table) for cost in (problem.system.compress, problem.system.communicate)):
+    if any(isinstance(cost, Table) for cost in (_system(problem).compress, _system(problem).communicate)):
         raise ValueError("Algorithm 5.1 needs affine costs, alpha_s and beta_s_per_byte; use cupcake, which takes any")
-    if problem.system.decompress(problem.size_bytes[-1]):
+    if _system(problem).decompress(problem.size_bytes[-1]):
         raise ValueError("Algorithm 5.1 does not know decoding; use cupcake, which does")
     return _Algorithm51(problem, prunings).run()
 
@@ -46,7 +48,7 @@ class _Algorithm51:
 
     def _extend(self, ends: tuple[int, ...], start: int, encoded_s: float, sent_s: float) -> None:
         """Try every next group from tensor `start` on; the groups before are encoded and sent at these times."""
-        problem, system, count = self._problem, self._problem.system, len(self._problem)
+        problem, system, count = self._problem, _system(self._problem), len(self._problem)
         delay_s = sent_s - encoded_s
         first = start + 1
         while 2 in self._prunings and ends and first < count and self._span(start, first + 1) <= delay_s:
@@ -73,4 +75,9 @@ class _Algorithm51:
     def _span(self, start: int, end: int) -> float:
         """Backward and encoding time of the tensors `start` … `end - 1` as one group."""
         backward_s = self._problem.backward_s[end] - self._problem.backward_s[start]
-        return backward_s + self._problem.system.compress(self._bytes(start, end))
+        return backward_s + _system(self._problem).compress(self._bytes(start, end))
+
+
+def _system(problem: FusionProblem) -> System:
+    assert isinstance(problem.system, System)
+    return problem.system

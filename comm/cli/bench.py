@@ -6,17 +6,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 
 from ..errors import CommError
-from ..plan.picture import SUFFIXES, PictureError, load_figure
 from ..schemes import SCHEMES
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
 _TIMEOUT = timedelta(seconds=300)
 _WARM_UP = 4  # memory is allocated, and Zen plans after three
 _Rows = list[dict[str, Any]]
@@ -25,27 +22,30 @@ _Measured = Callable[[Any], _Rows]
 _SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]
-    """Elements of a gradient: 1000000 or 1M."""
-
-    name = "elements"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        factor = _SUFFIXES.get(value[-1:].upper(), 1)
-        try:
-            size = round(float(value if factor == 1 else value[:-1]) * factor)
-        except ValueError:
-            size = 0
-        if not 0 < size < 2**31:
-            self.fail(f"{value!r} is not a number of elements below 2^31, as 1000000 or 1M", param, ctx)
-        return size
+def _elements(text: str) -> int:
+    """Return the elements of a gradient: 1000000 or 1M."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        size = round(float(text if factor == 1 else text[:-1]) * factor)
+    except ValueError:
+        size = 0
+    if not 0 < size < 2**31:
+        raise click.BadParameter(f"{text!r} is not a number of elements below 2^31, as 1000000 or 1M")
+    return size
 
 
 @click.command()
 @click.option("--scheme", "schemes", type=click.Choice([*SCHEMES]), multiple=True, help="Repeat it; all if not given.")
-@click.option("--size", "sizes", type=_Size(), multiple=True, default=("1M",), show_default=True, help="Elements.")
+@click.option(
+    "--size",
+    "sizes",
+    type=_elements,
+    metavar="ELEMENTS",
+    multiple=True,
+    default=("1M",),
+    show_default=True,
+    help="Elements.",
+)
 @click.option(
     "--density",
     "densities",
@@ -67,7 +67,6 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     "--steps", type=click.IntRange(1), default=3, show_default=True, help="Those that are measured; four go before."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--picture", type=_FILE, help="Draw the times, as .svg or .png.")
 def bench(
     schemes: tuple[str, ...],
     sizes: tuple[int, ...],
@@ -75,7 +74,6 @@ def bench(
     workers: tuple[int, ...],
     steps: int,
     as_json: bool,
-    picture: Path | None,
 ) -> None:
     """Time schemes on made-up gradients: whole steps, their bytes and rounds.
 
@@ -84,10 +82,6 @@ def bench(
 
     All times are of the slowest rank.
     """
-    if picture is not None and picture.suffix not in SUFFIXES:
-        raise click.BadParameter(
-            f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
-        )
     cases = [(size, density) for size in sizes for density in densities]
     measured = partial(_measured, names=schemes or tuple(SCHEMES), cases=cases, steps=steps)
     try:
@@ -97,8 +91,6 @@ def bench(
             rows = [row for count in workers for row in _on_loopback(count, measured)]
         if not rows:
             return
-        if picture is not None:
-            _draw(rows, picture)
     except CommError as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps({"measured": rows}) if as_json else _text(rows))
@@ -173,19 +165,3 @@ def _text(rows: _Rows) -> str:
                 f"{row['rounds']:>6}"
             )
     return "\n".join(lines[1:])
-
-
-def _draw(rows: _Rows, path: Path) -> None:
-    cases = list(dict.fromkeys((row["workers"], row["numel"], row["density"]) for row in rows))
-    figure = load_figure()(figsize=(7, 1 + 2.4 * len(cases)), layout="constrained")
-    for axes, case in zip(figure.subplots(len(cases), squeeze=False).flat, cases, strict=True):
-        here = [row for row in rows if (row["workers"], row["numel"], row["density"]) == case]
-        here.sort(key=lambda row: row["step_s"])
-        axes.barh([row["scheme"] for row in here], [row["step_s"] * 1e3 for row in here], color="#2f7ed8")
-        axes.invert_yaxis()
-        axes.set_title(f"{case[0]} workers, {case[1]} elements, density {case[2]:g}", loc="left", fontsize="medium")
-        axes.set_xlabel("milliseconds of a step")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise PictureError(f"{path}: {error.strerror}: name a file that can be written") from error

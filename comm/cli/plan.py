@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..cupcake.cupcake import PLANNERS, fusion_plan
+from ..cupcake.cupcake import PLANNERS
 from ..errors import FileError
 from ..espresso.espresso import ESPRESSO_PLANNERS, espresso_plan
 from ..espresso.fused import alone_or_dense, fused_plan
@@ -17,9 +17,7 @@ from ..plan.cluster import read_cluster
 from ..plan.constraints import CONSTRAINTS, allowed
 from ..plan.fields import LARGEST, is_text, read_object
 from ..plan.model import Model, Tensor, fused, neighbours, read_model
-from ..plan.picture import SUFFIXES, PictureError, draw
 from ..plan.plan import Plan
-from ..plan.system import read_system
 
 _FUSED = "espresso-fused"
 _WITH_BUCKETS = {"espresso": alone_or_dense, _FUSED: fused_plan}
@@ -50,7 +48,6 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Only paths of the tree that meet this (espresso planners); may be given several times.",
 )
 @click.option("--out", type=_FILE, help="Write the plan file.")
-@click.option("--picture", type=_FILE, help="Draw the timeline, as .svg or .png.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, the same as in the plan file.")
 def plan(
     planner: str,
@@ -60,17 +57,12 @@ def plan(
     compressor: str | None,
     constraints: tuple[str, ...],
     out: Path | None,
-    picture: Path | None,
     as_json: bool,
 ) -> None:
     """Plan how the gradients of a model are fused, compressed and communicated, and predict an iteration.
 
     Times in the answer are in seconds. When compression does not pay the plan says so: compress is false.
     """
-    if picture is not None and picture.suffix not in SUFFIXES:
-        raise click.BadParameter(
-            f"{picture}: name a file that ends with {' or '.join(SUFFIXES)}", param_hint="--picture"
-        )
     if compressor is not None and not is_text(compressor):
         raise click.BadParameter("write its name, as the plan file is to have it", param_hint="--compressor")
     try:
@@ -90,10 +82,6 @@ def plan(
     try:
         if out is not None:
             found.write(out)
-        if picture is not None:
-            draw(found, picture)
-    except PictureError as error:
-        raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{out}: {error.strerror}: name a file that can be written") from error
     click.echo(json.dumps(found.document()) if as_json else _text(found))
@@ -115,16 +103,14 @@ def _apart(found: Plan, model: Model, together: Sequence[Sequence[Tensor]], forw
 
 
 def _plan(model: Model, system_path: Path, planner: str, compressor: str | None, constraints: tuple[str, ...]) -> Plan:
+    cluster = read_cluster(system_path, compressor)
     if planner in (*ESPRESSO_PLANNERS, _FUSED):
-        cluster = read_cluster(system_path, compressor)
         if planner in _WITH_BUCKETS:
             return _WITH_BUCKETS[planner](model, cluster, options=allowed(constraints))
         return espresso_plan(model, cluster, planner=planner, options=allowed(constraints))
     if constraints:
         raise ValueError(f"--constraint is for the espresso planners: leave it out, or choose another than {planner}")
-    if "compressors" in read_object(system_path):
-        return cluster_plan(model, read_cluster(system_path, compressor), planner=planner)
-    return fusion_plan(model, read_system(system_path), planner=planner, compressor=compressor)
+    return cluster_plan(model, cluster, planner=planner)
 
 
 def _text(found: Plan) -> str:

@@ -1,8 +1,8 @@
-"""`resilient-comm profile`: what compression and communication cost on a job's own ranks, as a system file."""
+"""`resilient-comm profile`: what compression and communication cost on a job's own ranks, as a cluster file."""
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ from ..net.transport import Transport
 from ..plan.cluster import cluster_of
 from ..plan.fields import FileFields
 from ..plan.model import read_model
-from ..plan.system import system_of
 from ..plan.tree import Routine
 from .job import from_environment, joined_job
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_READERS: Mapping[str, Callable[[FileFields], object]] = {"cupcake": system_of, "espresso": cluster_of}
 
 
 @click.command()
@@ -34,13 +32,6 @@ _READERS: Mapping[str, Callable[[FileFields], object]] = {"cupcake": system_of, 
     default=0.01,
     show_default=True,
     help="Share of the elements that topk, dgc and randomk send.",
-)
-@click.option(
-    "--form",
-    type=click.Choice([*_READERS]),
-    default="cupcake",
-    show_default=True,
-    help="For which planners: one network and one device, or links and devices apart.",
 )
 @click.option("--model", "model_path", type=_FILE, help="Model file of BackwardProfiler: takes forward_s from it.")
 @click.option(
@@ -54,20 +45,19 @@ _READERS: Mapping[str, Callable[[FileFields], object]] = {"cupcake": system_of, 
     help="Sizes go from 16 KiB to this, times 4.",
 )
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Samples of each time.")
-@click.option("--out", type=_FILE, required=True, help="Rank 0 writes the system file here.")
+@click.option("--out", type=_FILE, required=True, help="Rank 0 writes the cluster file here.")
 def profile(
     compressor: str,
     density: float,
-    form: str,
     model_path: Path | None,
     ranks_per_host: int | None,
     largest_mib: int,
     repeats: int,
     out: Path,
 ) -> None:
-    """Measure compression and collectives on the ranks of a job, and write the system file for `plan`.
+    """Measure compression and collectives on the ranks of a job, and write the cluster file for `plan`.
 
-    Run it as the job is run: `resilient-run … --no-python resilient-comm profile --out system.json`. When gradients
+    Run it as the job is run: `resilient-run … --no-python resilient-comm profile --out cluster.json`. When gradients
     become ready is measured in the training script, by `resilient_run.comm.profiler.BackwardProfiler`.
     """
     if "RANK" not in os.environ:
@@ -77,13 +67,13 @@ def profile(
         _check_writable(out)
     try:
         forward_s = 0.0 if model_path is None else _forward_s(model_path)
-        document = _measure(compressor, density, form, forward_s, per_host, largest_mib << 20, repeats)
+        document = _measure(compressor, density, forward_s, per_host, largest_mib << 20, repeats)
     except FileError as error:
         raise click.UsageError(str(error)) from error
     except CommError as error:
         raise click.ClickException(str(error)) from error
     if writes:
-        _write(document, form, out)
+        _write(document, out)
 
 
 def _check_writable(out: Path) -> None:
@@ -92,11 +82,11 @@ def _check_writable(out: Path) -> None:
         raise click.BadParameter(f"{out}: name a file that can be written, in a folder that exists", param_hint="--out")
 
 
-def _write(document: dict[str, Any], form: str, out: Path) -> None:
+def _write(document: dict[str, Any], out: Path) -> None:
     """Write what planners can read; print it where that fails, because measuring took all ranks' time."""
     text = json.dumps(document, indent=1)
     try:
-        _READERS[form](FileFields(json.loads(text), source=str(out)))
+        cluster_of(FileFields(json.loads(text), source=str(out)))
         out.write_text(f"{text}\n", encoding="utf-8")
     except (FileError, OSError) as error:
         click.echo(text)
@@ -112,9 +102,9 @@ def _forward_s(path: Path) -> float:
 
 
 def _measure(
-    name: str, density: float, form: str, forward_s: float, ranks_per_host: int, largest_bytes: int, repeats: int
+    name: str, density: float, forward_s: float, ranks_per_host: int, largest_bytes: int, repeats: int
 ) -> dict[str, Any]:
-    """Return the system file's document; all ranks measure together."""
+    """Return the cluster file's document; all ranks measure together."""
     with joined_job() as device:
         fabric = make_fabric(range(dist.get_world_size()), ranks_per_host=ranks_per_host, device=device)
         sizes = [16 << 10]
@@ -122,33 +112,15 @@ def _measure(
             sizes.append(min(4 * sizes[-1], largest_bytes))
         compressor = named(name, density=density)
         coders = {"gpu": probe_coder(compressor, sizes, device=device, repeats=repeats, transport=fabric.flat)}
-        if form == "espresso":
-            if device.type == "cuda":
-                coders["cpu"] = probe_coder(
-                    compressor, sizes, device="cpu", gradients_on=device, repeats=repeats, transport=fabric.flat
-                )
-            costs = _espresso(fabric, coders, compressor, sizes, repeats)
-        else:
-            costs = _cupcake(fabric, compressor, coders["gpu"], sizes, repeats)
+        if device.type == "cuda":
+            coders["cpu"] = probe_coder(
+                compressor, sizes, device="cpu", gradients_on=device, repeats=repeats, transport=fabric.flat
+            )
+        costs = _costs(fabric, coders, compressor, sizes, repeats)
         return {"version": 1, "forward_s": forward_s, "bytes_per_element": 4, **costs}
 
 
-def _cupcake(
-    fabric: Fabric, compressor: Compressor, coder: CoderPoints, sizes: Sequence[int], repeats: int
-) -> dict[str, Any]:
-    flat = fabric.flat
-    once = zip(coder.decompress, coder.accumulate, strict=True)
-    messages = [max(4, round(coder.ratio * size)) for size in sizes]
-    sent = probe_link(flat, Routine.ALL_GATHER, messages, repeats=repeats, compressor=compressor)
-    return {
-        "compress": _table(sizes, coder.compress),
-        "communicate": _table(sizes, sent),
-        "decompress": _table(sizes, [first + (flat.size - 1) * more for first, more in once]),
-        "communicate_dense": _table(sizes, probe_link(flat, Routine.ALL_REDUCE, sizes, repeats=repeats)),
-    }
-
-
-def _espresso(
+def _costs(
     fabric: Fabric, coders: Mapping[str, CoderPoints], compressor: Compressor, sizes: Sequence[int], repeats: int
 ) -> dict[str, Any]:
     ratio = coders["gpu"].ratio

@@ -3,32 +3,35 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from statistics import fmean
+from typing import Any, Final
 
 import click
 from torch import Tensor
 
+from .. import sparsity
 from ..errors import CommError, FileError
-from ..measure.gradient_stats import GradientStats, gradient_stats
 from ..recorder import read_gradients
+from ..zen.partition import Balanced
+from ..zen.plan import Rows, decide
+from ..zen.sparse import row_width
 
 _NAME: Final = re.compile(r"rank(\d+)-step(\d+)\.pt")
-_COLUMNS: Final = (
-    "gradient",
-    "elements",
-    "density",
-    "of rows",
-    "overlap",
-    "densification",
-    "skew",
-    "push",
-    "pull",
-    "Zen chooses",
-    "of dense",
-)
+_ROWS: Final = (16, 64, 256)
+# Key of a mean → head of its column, and form.
+_MEANS: Final = {
+    "density": ("density", "{:.2%}"),
+    "row_density": ("of rows", "{:.2%}"),
+    "overlap": ("overlap", "{:.2f}"),
+    "densification": ("densification", "{:.2f}"),
+    "skewness": ("skew", "{:.2f}"),
+    "push_imbalance": ("push", "{:.3f}"),
+    "pull_imbalance": ("pull", "{:.3f}"),
+}
 
 
 @click.command()
@@ -46,10 +49,9 @@ def stats(paths: tuple[Path, ...], servers: int | None, least_elements: int, as_
     plain parameter servers is the skew.
     """
     try:
-        steps = _steps(paths)
         found = {
-            name: {step: gradient_stats(gradients, servers=servers) for step, gradients in by_step.items()}
-            for name, by_step in _by_name(steps).items()
+            name: {step: metrics(gradients, servers) for step, gradients in by_step.items()}
+            for name, by_step in _by_name(_steps(paths)).items()
             if next(iter(by_step.values()))[0].numel() >= least_elements
         }
     except CommError as error:
@@ -57,29 +59,70 @@ def stats(paths: tuple[Path, ...], servers: int | None, least_elements: int, as_
     if not found:
         raise click.UsageError(f"no gradient has {least_elements} elements; lower --least-elements")
     if as_json:
-        document = {name: {step: asdict(each) for step, each in by_step.items()} for name, by_step in found.items()}
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(found))
         return
-    rows = [_COLUMNS, *(_row(name, list(by_step.values())) for name, by_step in found.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    for row in rows:
-        first, *others = (
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        click.echo("  ".join([first, *others]))
+    rows = [("gradient", "elements", *(head for head, _ in _MEANS.values()), "Zen chooses", "of dense")]
+    rows += [_row(name, list(by_step.values())) for name, by_step in found.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        click.echo("  ".join([first.ljust(widths[0]), *cells]))
+
+
+def metrics(gradients: Sequence[Tensor], servers: int | None = None) -> dict[str, Any]:
+    """Return the metrics of one step of a gradient, given for each rank, and what Zen would do.
+
+    Shares and ratios are means over ranks, `overlap` over neighbouring ones, 1 for a single rank; `densification` is
+    γⁿ, and `dense_bytes` what a rank receives in an all-reduce (fp32).
+
+    Args:
+        gradients: At least one, all of one shape.
+        servers: Parts for skew and imbalance; by default as many as ranks, but at least 2.
+    """
+    ranks, first = len(gradients), gradients[0]
+    parts, elements = max(2, ranks) if servers is None else servers, first.numel()
+    index_sets = [sparsity.nonzero(gradient) for gradient in gradients]
+    servers_of = Balanced(length=elements, servers=parts).servers_of
+    density = fmean(indices.numel() for indices in index_sets) / max(1, elements)
+    per_row = elements // first.shape[0] if first.dim() > 1 and first.shape[0] else 1
+    plan = decide(_profile(gradients), ranks=ranks, numel=elements, item_bytes=4)
+    return {
+        "elements": elements,
+        "ranks": ranks,
+        "servers": parts,
+        "density": density,
+        "row_density": fmean(sparsity.densities([gradient], per_row)[0] for gradient in gradients),
+        "overlap": fmean([sparsity.overlap_ratio(*pair) for pair in pairwise(gradients)] or [1.0]),
+        "densification": sparsity.densities(gradients)[-1] / density if density else 1.0,
+        "skewness": fmean(sparsity.skewness(gradient, parts) for gradient in gradients),
+        "push_imbalance": sparsity.push_imbalance(index_sets, parts, servers_of),
+        "pull_imbalance": sparsity.pull_imbalance(index_sets, parts, servers_of),
+        "dense_bytes": 2 * (ranks - 1) / ranks * 4.0 * elements,
+        "plan": asdict(plan),
+    }
+
+
+def _profile(gradients: Sequence[Tensor]) -> list[Rows]:
+    """Return what Zen would count; recursive doubling as the first ranks see it."""
+    numel, rounds = gradients[0].numel(), len(gradients).bit_length() - 1
+    found = []
+    for width in sorted({1, *(row_width(gradients[0].shape, rows) for rows in _ROWS)}):
+        length = numel // width
+        counts = [round(share * length) for share in sparsity.densities(gradients, width)]
+        own = max(sparsity.nonzero(gradient, width).numel() for gradient in gradients)
+        sent = tuple(counts[(1 << index) - 1] for index in range(rounds))
+        found.append(Rows(width=width, own=own, sent=sent, summed=counts[-1]))
+    return found
 
 
 def _steps(paths: Sequence[Path]) -> dict[int, list[dict[str, Tensor]]]:
     """Return step → gradients of each rank."""
-    files = [path for path in paths if path.is_file()]
     found: dict[int, dict[int, dict[str, Tensor]]] = defaultdict(dict)
-    for rank, path in enumerate(files):
+    for rank, path in enumerate(path for path in paths if path.is_file()):
         found[0][rank] = read_gradients(path)
-    for directory in (path for path in paths if path.is_dir()):
-        for path in sorted(directory.iterdir()):
-            if (match := _NAME.fullmatch(path.name)) is not None:
-                found[int(match[2])][int(match[1])] = read_gradients(path)
+    for path in (path for folder in paths if folder.is_dir() for path in folder.iterdir()):
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            found[int(match[2])][int(match[1])] = read_gradients(path)
     if not found:
         raise FileError(
             f"no gradients in {', '.join(map(str, paths))}; name directories with rank<r>-step<n>.pt, or files"
@@ -92,10 +135,8 @@ def _steps(paths: Sequence[Path]) -> dict[int, list[dict[str, Tensor]]]:
 
 def _by_name(steps: dict[int, list[dict[str, Tensor]]]) -> dict[str, dict[int, list[Tensor]]]:
     """Return name → step → the gradient of each rank."""
-    names = next(iter(steps.values()))[0]
-    found: dict[str, dict[int, list[Tensor]]] = {}
-    for name, first in names.items():
-        found[name] = {}
+    found: dict[str, dict[int, list[Tensor]]] = defaultdict(dict)
+    for name, first in next(iter(steps.values()))[0].items():
         for step, ranks in steps.items():
             if any(name not in rank or rank[name].shape != first.shape for rank in ranks):
                 raise FileError(f"{name} is not in all files of step {step} with shape {list(first.shape)}")
@@ -103,23 +144,9 @@ def _by_name(steps: dict[int, list[dict[str, Tensor]]]) -> dict[str, dict[int, l
     return found
 
 
-def _row(name: str, found: Sequence[GradientStats]) -> tuple[str, ...]:
-    def mean(values: Iterable[float]) -> float:
-        listed = list(values)
-        return sum(listed) / len(listed)
-
-    plan = found[-1].plan
-    dense_bytes = found[-1].dense_bytes
-    return (
-        name,
-        f"{found[0].elements:,}",
-        f"{100 * mean(each.density for each in found):.2f} %",
-        f"{100 * mean(each.row_density for each in found):.2f} %",
-        f"{mean(each.overlap for each in found):.2f}",
-        f"{mean(each.densification for each in found):.2f}",
-        f"{mean(each.skewness for each in found):.2f}",
-        f"{mean(each.push_imbalance for each in found):.3f}",
-        f"{mean(each.pull_imbalance for each in found):.3f}",
-        plan.route + (f", rows of {plan.width}" if plan.width > 1 else ""),
-        f"{100 * plan.received_bytes / dense_bytes:.1f} %" if dense_bytes else "-",
-    )
+def _row(name: str, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    means = [form.format(fmean(each[key] for each in found)) for key, (_, form) in _MEANS.items()]
+    plan, dense_bytes = found[-1]["plan"], found[-1]["dense_bytes"]
+    way = plan["route"] + (f", rows of {plan['width']}" if plan["width"] > 1 else "")
+    share = f"{plan['received_bytes'] / dense_bytes:.1%}" if dense_bytes else "-"
+    return name, f"{found[0]['elements']:,}", *means, way, share

@@ -6,13 +6,20 @@ encoding are done; the optimizer waits for the last decoding. Decoding last is t
 waits for it but the optimizer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..plan.model import Tensor
-from ..plan.system import System
+from ..plan.plan import BusySpan
+from ..plan.timeline import Resource, TensorChain, Work, derive
+
+LEAST_BUCKET_BYTES = 64 << 10
 
 
 class Group(NamedTuple):
@@ -24,6 +31,24 @@ class Group(NamedTuple):
 
 
 Strategy = tuple[Group, ...]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCosts:
+    """What groups cost.
+
+    Attributes:
+        forward_s: The forward pass and what else precedes the backward pass, seconds.
+        bytes_per_element: Size of an element before compression.
+    """
+
+    forward_s: float
+    bytes_per_element: float
+
+    def over(self, sizes_bytes: Floats, compressed: bool) -> Floats:
+        """Return the seconds for encoding, communicating and decoding groups of sizes before compression (3, …)."""
+        raise NotImplementedError
 
 
 def groups_of(ends: Sequence[int], *, compressed: bool = True) -> Strategy:
@@ -46,15 +71,6 @@ class FoundFusion:
     bound_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupTimes:
-    """When a group is encoded, communicated and decoded, seconds since the backward pass began."""
-
-    encode_s: tuple[float, float]
-    communicate_s: tuple[float, float]
-    decode_s: tuple[float, float]
-
-
 class FusionProblem:
     """One model on one system.
 
@@ -67,50 +83,85 @@ class FusionProblem:
         size_bytes: Bytes of the first j tensors before compression, for j = 0 … N.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], system: System) -> None:
+    def __init__(self, tensors: Sequence[Tensor], system: GroupCosts) -> None:
         if not tensors:
             raise ValueError("a model needs at least one tensor")
         self.tensors = tuple(tensors)
         self.system = system
         self.backward_s = tuple(accumulate((tensor.backward_s for tensor in tensors), initial=0.0))
         self.size_bytes = tuple(accumulate((t.numel * system.bytes_per_element for t in tensors), initial=0.0))
+        self._costs: dict[bool, Floats] = {}
 
     def __len__(self) -> int:
         """Return N, the number of tensors."""
         return len(self.tensors)
 
+    def costs(self, compressed: bool) -> Floats:
+        """Return the seconds for encoding, communicating and decoding groups [which, start, end] of one kind."""
+        if compressed not in self._costs:
+            until = np.array(self.size_bytes)
+            self._costs[compressed] = self.system.over(np.maximum(until[None, :] - until[:, None], 0.0), compressed)
+        return self._costs[compressed]
+
     def costs_s(self, group: Group) -> tuple[float, float, float]:
         """Return the seconds for encoding, communicating and decoding a group."""
-        size_bytes, system = self.size_bytes[group.end] - self.size_bytes[group.start], self.system
-        if group.compressed:
-            return system.compress(size_bytes), system.communicate(size_bytes), system.decompress(size_bytes)
-        return 0.0, system.dense(size_bytes), 0.0
+        encode_s, send_s, decode_s = self.costs(group.compressed)[:, group.start, group.end].tolist()
+        return encode_s, send_s, decode_s
 
-    def timeline(self, strategy: Strategy) -> tuple[GroupTimes, ...]:
-        """Return when each group of the strategy is encoded, communicated and decoded."""
-        costs = [self.costs_s(group) for group in strategy]
-        encoding_s, encoded_s, sent_s = 0.0, 0.0, 0.0
-        encodings, sendings = [], []
-        for group, (encode_s, send_s, _) in zip(strategy, costs, strict=True):
-            # The device is never idle before its last encoding, so backward and encoding times just add up.
-            begin_s = self.backward_s[group.end] + encoding_s
-            encoding_s += encode_s
-            encoded_s = self.backward_s[group.end] + encoding_s
-            begin_sending_s = max(sent_s, encoded_s)
-            sent_s = begin_sending_s + send_s
-            encodings.append((begin_s, encoded_s))
-            sendings.append((begin_sending_s, sent_s))
-        decoded_s, found = encoded_s, []
-        for encode, send, (_, _, decode_s) in zip(encodings, sendings, costs, strict=True):
-            begin_s = max(decoded_s, send[1])
-            decoded_s = begin_s + decode_s
-            found.append(GroupTimes(encode_s=encode, communicate_s=send, decode_s=(begin_s, decoded_s)))
-        return tuple(found)
+    def timeline(self, strategy: Strategy) -> tuple[BusySpan, ...]:
+        """Return what the device and the network do, seconds since the backward pass began."""
+        jobs = []
+        for group in strategy:
+            encode_s, send_s, decode_s = self.costs_s(group)
+            chain = (
+                Work(Resource.GPU, encode_s, "compress"),
+                Work(Resource.INTER, send_s, "communicate"),
+                Work(Resource.GPU, decode_s, "decompress"),
+            )
+            jobs.append(TensorChain(self.backward_s[group.end] - self.backward_s[group.start], chain))
+        found = derive(jobs).spans
+        return tuple(replace(span, lane="network" if span.lane == Resource.INTER else "device") for span in found)
 
     def finish_s(self, strategy: Strategy) -> float:
         """Return when the last group is decoded, seconds since the backward pass began."""
-        return self.timeline(strategy)[-1].decode_s[1]
+        costs = [self.costs_s(group) for group in strategy]
+        encoding_s, sent_s = 0.0, 0.0
+        sent = []
+        for group, (encode_s, send_s, _) in zip(strategy, costs, strict=True):
+            # The device is never idle before its last encoding, so backward and encoding times just add up.
+            encoding_s += encode_s
+            sent_s = max(sent_s, self.backward_s[group.end] + encoding_s) + send_s
+            sent.append(sent_s)
+        decoded_s = self.backward_s[-1] + encoding_s
+        for sent_s, (_, _, decode_s) in zip(sent, costs, strict=True):
+            decoded_s = max(decoded_s, sent_s) + decode_s
+        return decoded_s
 
     def iteration_s(self, strategy: Strategy) -> float:
         """Return the time of an iteration with this strategy (Equation 5.1, with decoding)."""
         return self.system.forward_s + self.finish_s(strategy)
+
+
+def bucketed(until_bytes: Sequence[float], bucket_bytes: float, *, compressed: bool = True) -> Strategy:
+    """Return groups that are closed as soon as they hold `bucket_bytes`, as gradient buckets are.
+
+    Args:
+        until_bytes: Bytes of the first j tensors, for j = 0 … N.
+        bucket_bytes: Size of a bucket.
+        compressed: Of all groups.
+    """
+    ends, start, count = [], 0, len(until_bytes) - 1
+    while start < count:
+        start = min(bisect_left(until_bytes, until_bytes[start] + bucket_bytes, lo=start + 1), count)
+        ends.append(start)
+    return groups_of(ends, compressed=compressed)
+
+
+def all_bucketed(until_bytes: Sequence[float], *, compressed: bool = True) -> Iterator[Strategy]:
+    """Yield single tensors, buckets of 64 KiB and of larger sizes by powers of two, up to one for everything."""
+    bucket_bytes, found = LEAST_BUCKET_BYTES, groups_of(range(1, len(until_bytes)), compressed=compressed)
+    while len(found) > 1:
+        yield found
+        found = bucketed(until_bytes, bucket_bytes, compressed=compressed)
+        bucket_bytes *= 2
+    yield found

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from ..plan.cluster import Cluster, LinkCost
 from ..plan.collective import at_once_bytes, is_short, load, segments
 from ..plan.curve import Affine, Curve, Table
+from ..plan.timeline import Resource
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
 from .strategy import Choice, CostedStep
-from .timeline import Resource
 
 Array = NDArray[np.float64]
 
+_KINDS = {Comp: "compress", Comm: "communicate", Decomp: "decompress"}
 _FURTHER = 1 / 4
 _MOST_FURTHER_S = 1e-4
 """What a message costs that goes at once with another one: of a start-up, but no more than that."""
@@ -52,7 +53,7 @@ class Costs:
         sizes_bytes: Dense bytes of the tensors, which are the kinds of the costed steps.
     """
 
-    def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float]) -> None:
+    def __init__(self, cluster: Cluster, sizes_bytes: Sequence[float] | Array) -> None:
         self._cluster = cluster
         self._sizes_bytes = np.array(sizes_bytes, dtype=np.float64)
 
@@ -87,7 +88,7 @@ class Costs:
         if isinstance(step, Comp):
             holding = replace(holding, messages=1, pieces=math.prod(map(self._participants, ways)))
         resource, seconds, after = self._cost(step, holding)
-        costed = CostedStep(resource=resource, seconds=seconds, label=str(step)) if resource else None
+        costed = CostedStep(resource=resource, seconds=seconds, kind=_KINDS[type(step)]) if resource else None
         return costed, after
 
     def _cost(self, step: Step, holding: Holding) -> tuple[Resource | None, Array, Holding]:
@@ -125,14 +126,15 @@ class Costs:
         if isinstance(cost, Table):
             return resource, cost.over(sharing * held_bytes)
         most_bytes = self._at_once_bytes(step, link)
+        alike = not step.routine.rooted and step.routine is not Routine.ALL_TO_ALL
         ways = [
             (segments(step.routine, participants, each), is_short(step.routine, participants, each, most_bytes))
-            for each in held_bytes.tolist()
+            for each in held_bytes[: 1 if alike else None].tolist()
         ]
         costs = {way: self._load(step, link, *way) for way in set(ways)}
         startups_s, s_per_byte = np.array([costs[way] for way in ways]).T
-        if self._announced(step):
-            # All sizes at once.
+        if step.compressed and step.routine is Routine.BROADCAST:
+            # All sizes are announced at once.
             startups_s = startups_s + _startups_s(cost, 1, participants - 2)
         return resource, startups_s + s_per_byte * sharing * held_bytes
 
@@ -165,10 +167,6 @@ class Costs:
     def _derived(self, step: Comm, link: LinkCost) -> bool:
         """Tell whether what collectives of all GPUs cost is derived from both links."""
         return step.phase is Phase.FLAT and link is self._cluster.inter and self._cluster.gpus_per_host > 1
-
-    def _announced(self, step: Comm) -> bool:
-        """Tell whether ranks tell each other the sizes of messages first."""
-        return step.compressed and (step.routine is Routine.BROADCAST or self._cluster.compressor.announced)
 
     def _of(self, link: LinkCost, step: Comm) -> Curve:
         return link.of(step.routine, compressed=step.compressed)

@@ -5,25 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
 
 import numpy as np
 
 from ..plan.cluster import Cluster
-from ..plan.constraints import (
-    Constraint,
-    all_to_all_twice,
-    compressed,
-    cpu_only,
-    dense_in_hosts,
-    gpu_only,
-    inter_all_gather,
-    inter_all_to_all,
-    same_device,
-    uncompressed,
-)
+from ..plan.constraints import Constraint, compressed, cpu_only, gpu_only, same_device, uncompressed
 from ..plan.model import Model
-from ..plan.plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, BusySpan, Plan, PlanGroup
+from ..plan.plan import ALL_REDUCE, DENSE, DOES_NOT_PAY, Plan, PlanGroup
 from ..plan.tree import Comm, Device, Option, Step, all_options
 from .cost import Costs
 from .exact import Found, search
@@ -32,8 +20,6 @@ from .strategy import Problem, Strategy
 
 # The times of steps are rounded (`Problem`): options whose times differ by less are equally quick.
 _ROUNDING_S = 1e-12
-# BytePS leaves smaller tensors alone (BYTEPS_MIN_COMPRESS_BYTES).
-BYTEPS_LEAST_BYTES = 65536
 EXACT = "espresso"
 
 
@@ -62,11 +48,9 @@ class Espresso:
             raise NoPlanError(f"no option is left: {cluster.compressor.name} has no costs for their devices")
         self.options = tuple(option for option, _ in costed)
         self.problem = Problem(
-            names=[tensor.name for tensor in model.tensors],
             backward_s=[tensor.backward_s for tensor in model.tensors],
             kinds=[sizes.index(size) for size in self.sizes_bytes],
             choices=[steps for _, steps in costed],
-            overlap=cluster.links_overlap,
         )
         self._found: dict[tuple[int, ...], Found] = {}
 
@@ -181,49 +165,15 @@ def or_dense(constraint: Constraint) -> Planner:
     return lambda job: job.best(job.or_dense(constraint)).strategy
 
 
-def myopic(job: Espresso) -> Strategy:
-    """Return what is quickest for each tensor alone."""
-    return job.problem.quickest(range(len(job.options)))
-
-
-def hipress(job: Espresso) -> Strategy:
-    """Return what is quickest for each tensor alone when GPUs may compress what travels between hosts."""
-    between_hosts = job.among(compressed, gpu_only, dense_in_hosts)
-    return job.problem.quickest([*job.without, *between_hosts])
-
-
-def hitopkcomm(job: Espresso) -> Strategy:
-    """Return all-gathers between hosts of all tensors, compressed on GPUs."""
-    return job.problem.quickest(job.among(gpu_only, inter_all_gather))
-
-
-def byteps(job: Espresso) -> Strategy:
-    """Return two-step sums between hosts of all tensors but the smallest, compressed on CPUs."""
-    compress = job.problem.quickest(job.among(cpu_only, inter_all_to_all))
-    leave = job.problem.quickest(job.among(uncompressed))
-    return tuple(
-        choices[size_bytes < BYTEPS_LEAST_BYTES]
-        for size_bytes, choices in zip(job.sizes_bytes, zip(compress, leave, strict=True), strict=True)
-    )
-
-
-ESPRESSO_PLANNERS: Mapping[str, Planner] = MappingProxyType(
-    {
-        EXACT: lambda job: job.optimum.strategy,
-        "espresso-greedy": paper,
-        "espresso-all": restricted(compressed),
-        "espresso-myopic": myopic,
-        "espresso-gpu": restricted(gpu_only),
-        "espresso-cpu": or_dense(cpu_only),
-        "espresso-inter-allgather": or_dense(inter_all_gather),
-        "espresso-inter-alltoall": or_dense(inter_all_to_all),
-        "espresso-alltoall-twice": or_dense(all_to_all_twice),
-        "espresso-hipress": hipress,
-        "espresso-hitopkcomm": hitopkcomm,
-        "espresso-byteps": byteps,
-        "espresso-dense": restricted(uncompressed),
-    }
-)
+ESPRESSO_PLANNERS: dict[str, Planner] = {
+    EXACT: lambda job: job.optimum.strategy,
+    "espresso-greedy": paper,
+    "espresso-all": restricted(compressed),
+    "espresso-gpu": restricted(gpu_only),
+    "espresso-cpu": or_dense(cpu_only),
+    "espresso-dense": restricted(uncompressed),
+}
+"""Benchmarks add those that papers compare with."""
 
 
 def espresso_plan(
@@ -273,7 +223,7 @@ def espresso_plan(
         planning_s=planning_s,
         bound_s=cluster.forward_s + min(job.optimum.bound_s, makespan_s),
         baselines_s=others,
-        timeline=tuple(_spans(job.problem, strategy)),
+        timeline=tuple(span for span in job.problem.timeline(strategy).spans if span.end_s > span.begin_s),
     )
 
 
@@ -287,19 +237,3 @@ def _reason(job: Espresso, planner: str, chosen: list[Option], iteration_s: floa
     if "espresso-dense" in others and iteration_s:
         reason += f"; {others['espresso-dense'] / iteration_s - 1:+.1%} speed against espresso-dense"
     return reason
-
-
-def _spans(problem: Problem, strategy: Strategy) -> Iterable[BusySpan]:
-    """Yield what each queue is busy with."""
-    places = {name: index for index, name in enumerate(problem.names)}
-    kinds = {"backward": "backward", "comp:gpu": "compress", "comp:cpu": "compress"}
-    kinds |= {"decomp:gpu": "decompress", "decomp:cpu": "decompress"}
-    for span in problem.timeline(strategy).spans:
-        if span.end_s > span.start_s:
-            yield BusySpan(
-                lane=span.queue,
-                kind=kinds.get(span.label, "communicate"),
-                group=places[span.tensor],
-                begin_s=span.start_s,
-                end_s=span.end_s,
-            )

@@ -66,7 +66,7 @@ class _LegSearch:
     def __init__(self, problem: Problem, fronts: Fronts) -> None:
         self._problem, self._fronts = problem, fronts
         self._legs = Legs(problem, fronts)
-        self._future, self._slack = Future(self._legs, overlap=problem.overlap), Slack(self._legs)
+        self._future, self._slack = Future(self._legs), Slack(self._legs)
 
     def run(self, incumbents: Iterable[Strategy]) -> Found:
         improved = (improve(self._problem, self._fronts, incumbent) for incumbent in dict.fromkeys(incumbents))

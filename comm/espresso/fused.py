@@ -7,15 +7,13 @@ fusion, with and without compression. Not in the thesis, whose chapters 4 and 5 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from ..cupcake.fusion import FusionProblem, Strategy
-from ..cupcake.fusion_baselines import all_bucketed
+from ..cupcake.fusion import all_bucketed
 from ..plan.cluster import Cluster
 from ..plan.constraints import uncompressed
-from ..plan.curve import FREE
 from ..plan.model import Model, Tensor, fused
 from ..plan.plan import ALL_REDUCE, CLOSE, DOES_NOT_PAY, FEW_GROUPS, Plan
-from ..plan.system import System
 from ..plan.tree import Option, all_options
 from .espresso import espresso_plan
 
@@ -35,19 +33,12 @@ def fused_plan(model: Model, cluster: Cluster, *, options: Sequence[Option] | No
     Raises:
         NoPlanError: There is no option to choose from.
     """
-    begin_s = time.perf_counter()
-    allowed = all_options() if options is None else options
-    fusions = _fusions(model, cluster)
-    plans = [_plan(model, groups, cluster, allowed) for groups in fusions]
-    best = _if_it_pays(plans, _simpler(model, fusions, cluster, allowed))
-    planning_s = time.perf_counter() - begin_s
-    unfused = espresso_plan(model, cluster, options=options)
+    alone, best, plans, _ = _best(model, cluster, options, fuse=True)
     return replace(
         best,
         planner="espresso-fused",
-        planning_s=planning_s,
         bound_s=min(best.iteration_s, *(plan.bound_s for plan in plans)),
-        baselines_s={"espresso": unfused.iteration_s, **unfused.baselines_s},
+        baselines_s={"espresso": alone.iteration_s, **alone.baselines_s},
         reason=f"{len(best.groups)} groups of {len(model.tensors)} tensors; {best.reason}",
     )
 
@@ -58,18 +49,28 @@ def alone_or_dense(model: Model, cluster: Cluster, *, options: Sequence[Option] 
     Raises:
         NoPlanError: There is no option to choose from.
     """
+    alone, best, plans, simpler = _best(model, cluster, options, fuse=False)
+    bound_s = min(best.iteration_s, *(plan.bound_s for plan in (*plans, *simpler)))
+    return replace(best, planner=alone.planner, bound_s=bound_s, baselines_s=alone.baselines_s)
+
+
+def _best(
+    model: Model, cluster: Cluster, options: Sequence[Option] | None, *, fuse: bool
+) -> tuple[Plan, Plan, list[Plan], list[Plan]]:
+    """Return the plan for single tensors, the best one, those with all options, and those without compression."""
     alone = espresso_plan(model, cluster, options=options)
     begin_s = time.perf_counter()
     allowed = all_options() if options is None else options
-    simpler = _simpler(model, _fusions(model, cluster), cluster, allowed)
-    best = _if_it_pays([alone], simpler)
-    return replace(
-        best,
-        planner=alone.planner,
-        planning_s=alone.planning_s + time.perf_counter() - begin_s,
-        bound_s=min(best.iteration_s, alone.bound_s, *(plan.bound_s for plan in simpler)),
-        baselines_s=alone.baselines_s,
-    )
+    single, *buckets = _fusions(model, cluster)
+    plans = [alone, *(_plan(model, groups, cluster, allowed) for groups in buckets if fuse)]
+    without = [option for option in allowed if uncompressed(option)]
+    plain = [option for option in without if str(option) == ALL_REDUCE]
+    # Those that only all-reduce, and those that do anything but compress, if the options allow it.
+    simpler = [
+        _plan(model, groups, cluster, left) for left in (plain, without) if left for groups in (single, *buckets)
+    ]
+    best = _if_it_pays(plans, simpler)
+    return alone, replace(best, planning_s=alone.planning_s + time.perf_counter() - begin_s), plans, simpler
 
 
 def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
@@ -94,23 +95,11 @@ def _if_it_pays(plans: Sequence[Plan], simpler: Sequence[Plan]) -> Plan:
     return replace(best, reason=next((plan.reason for plan in plans if not plan.compress), DOES_NOT_PAY))
 
 
-def _simpler(model: Model, fusions: Sequence[_Groups], cluster: Cluster, options: Sequence[Option]) -> list[Plan]:
-    """Return plans for all fusions that only all-reduce, and that do anything but compress, if the options allow it."""
-    without = [option for option in options if uncompressed(option)]
-    plain = [option for option in without if str(option) == ALL_REDUCE]
-    return [_plan(model, groups, cluster, left) for left in (plain, without) if left for groups in fusions]
-
-
 def _fusions(model: Model, cluster: Cluster) -> list[_Groups]:
     """Return the tensors one by one, and in buckets of 64 KiB, 128 KiB, … up to one."""
-    sizes = System(forward_s=0.0, bytes_per_element=cluster.bytes_per_element, compress=FREE, communicate=FREE)
-    problem = FusionProblem(model.tensors, sizes)
-    buckets = (_grouped(model, strategy) for strategy in all_bucketed(problem))
-    return [*dict.fromkeys((tuple((tensor,) for tensor in model.tensors), *buckets))]
-
-
-def _grouped(model: Model, strategy: Strategy) -> _Groups:
-    return tuple(model.tensors[group.start : group.end] for group in strategy)
+    sizes = (tensor.numel * cluster.bytes_per_element for tensor in model.tensors)
+    found = all_bucketed([*accumulate(sizes, initial=0.0)])
+    return [*dict.fromkeys(tuple(model.tensors[group.start : group.end] for group in each) for each in found)]
 
 
 def _plan(model: Model, groups: _Groups, cluster: Cluster, options: Sequence[Option]) -> Plan:

@@ -13,6 +13,8 @@ from .maxplus import Array
 from .strategy import Fronts, Problem, Strategy
 
 _GRID = np.linspace(0.0, 0.95, 20)
+# Queues that tensors can be moved between.
+_WEIGHED = (maxplus.BUSY, maxplus.CPU, maxplus.CPU_LATE)
 
 
 class Legs:
@@ -94,9 +96,9 @@ def _before(slack: Array, matrices: Array) -> Array:
 class Future:
     """How long the iteration takes at least from a state on, for several weightings of the queues' own work."""
 
-    def __init__(self, legs: Legs, *, overlap: bool) -> None:
+    def __init__(self, legs: Legs) -> None:
         self._legs = legs
-        self._works = [place for place, queue in enumerate(legs.queues) if _weighed(queue, overlap)]
+        self._works = [place for place, queue in enumerate(legs.queues) if queue in _WEIGHED]
         self._weights = self._weigh()
         self._after = self._bounds(self._weights)
         self.bound_s = float(self._after[0].max())
@@ -139,10 +141,3 @@ class Future:
         own = np.diagonal(matrices, axis1=1, axis2=2)[:, self._works]
         weighted: Array = rest[:, None, None] * matrices[:, None] + (own @ weights.T)[:, :, None, None]
         return weighted
-
-
-def _weighed(queue: int, overlap: bool) -> bool:
-    """Return whether to weigh a queue: those that tensors can be moved between."""
-    return queue in (maxplus.BUSY, maxplus.CPU, maxplus.CPU_LATE) or (
-        overlap and queue in (maxplus.INTRA, maxplus.INTER)
-    )

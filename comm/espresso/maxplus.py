@@ -12,17 +12,16 @@ make exact planning cheap:
 import numpy as np
 from numpy.typing import NDArray
 
-from .timeline import Resource
+from ..plan.timeline import Resource
 
 Array = NDArray[np.float64]
 
-GPU, BUSY, CPU, CPU_LATE, INTRA, INTER, DECODE = range(7)
-WIDTH = 7
+GPU, BUSY, CPU, CPU_LATE, LINK, DECODE = range(6)
+WIDTH = 6
 COMPUTING = slice(GPU, BUSY + 1)
 NEVER = -np.inf
 RESOURCES = tuple(Resource)
 _GPU, _CPU, _INTRA = (RESOURCES.index(resource) for resource in (Resource.GPU, Resource.CPU, Resource.INTRA))
-_FEW = 128
 _FIRST_AT_ONCE = 32
 _MOST_AT_ONCE = 128
 
@@ -43,11 +42,10 @@ class Chains:
     Args:
         resources: What each step of each chain occupies, as places in `RESOURCES` (steps, chains); behind the end of
             a chain -1.
-        overlap: The links have a queue each.
     """
 
-    def __init__(self, resources: NDArray[np.int8], *, overlap: bool) -> None:
-        self._served = _queues(resources, overlap)
+    def __init__(self, resources: NDArray[np.int8]) -> None:
+        self._served = _queues(resources)
         steps, self._count = resources.shape
         serves = self._served == np.arange(WIDTH, dtype=np.int8)[:, None, None]
         used = serves.any(axis=1)
@@ -73,14 +71,14 @@ class Chains:
         return found.T
 
     def matrices(self, seconds: Array) -> Array:
-        """Return the matrices (chains, 7, 7)."""
+        """Return the matrices (chains, 6, 6)."""
         made = np.full((self._count, WIDTH, WIDTH), NEVER)
         made[:, self._outs, self._ins] = self.entries(seconds)
         return made
 
     def ready(self, seconds: Array) -> Array:
-        """Return when the first communication is ready to run, given the state before (chains, 7)."""
-        links = (self._served == INTRA) | (self._served == INTER)
+        """Return when the first communication is ready to run, given the state before (chains, 6)."""
+        links = self._served == LINK
         before = np.where(np.logical_or.accumulate(links), 0.0, seconds)
         compressed = np.logical_or.accumulate(self._served == CPU)
         found = np.full((self._count, WIDTH), NEVER)
@@ -90,23 +88,21 @@ class Chains:
         return found
 
 
-def _queues(resources: NDArray[np.int8], overlap: bool) -> NDArray[np.int8]:
+def _queues(resources: NDArray[np.int8]) -> NDArray[np.int8]:
     """Return which queue serves each step, -1 behind the end of a chain; as `timeline.places` says."""
     gpu, other = resources == _GPU, resources > _GPU
     linked = np.logical_or.accumulate(resources >= _INTRA)
     leads_on = np.logical_or.accumulate(other[::-1])[::-1] | ~other.any(axis=0)
-    served = np.full(resources.shape, INTER, dtype=np.int8)
+    served = np.full(resources.shape, LINK, dtype=np.int8)
     served[gpu] = np.where(leads_on, GPU, DECODE)[gpu]
     cpu = resources == _CPU
     served[cpu] = np.where(linked, CPU_LATE, CPU)[cpu]
-    if overlap:
-        served[resources == _INTRA] = INTRA
     served[resources < 0] = -1
     return served
 
 
 def apply(states: Array, matrices: Array) -> Array:
-    """Return each state after each chain: (states, 7) and (chains, 7, 7) make (states, chains, 7)."""
+    """Return each state after each chain: (states, 6) and (chains, 6, 6) make (states, chains, 6)."""
     return compose(matrices[None], states[:, None, :, None])[..., 0]
 
 
@@ -121,16 +117,10 @@ def compose(second: Array, first: Array) -> Array:
 def pareto(points: Array) -> NDArray[np.intp]:
     """Return the indices of the points that no other one is nowhere larger than; of equal ones the first."""
     points = points[:, (points != points[:1]).any(axis=0)]
-    if len(points) <= _FEW:
-        return np.flatnonzero(~_dominated(points))
     finite = np.isfinite(points)
     sums = np.where(finite, points, 0.0).sum(axis=1)
-    # One good point usually spares most of the others the sorting.
-    least = sums.argmin(keepdims=True)
-    left = np.flatnonzero(~_no_larger(points[least], points)[0])
-    left = np.concatenate([least, left])
     # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
-    left = left[np.lexsort((left, sums[left], finite[left].sum(axis=1)))]
+    left = np.lexsort((np.arange(len(points)), sums, finite.sum(axis=1)))
     kept, count = [], _FIRST_AT_ONCE
     while len(left):
         # The first ones leave few of the others, so that more can be compared at once.

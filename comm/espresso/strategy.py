@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..plan.timeline import Resource, TensorChain, Timeline, Work, derive
 from . import maxplus
 from .maxplus import Array
-from .timeline import Chain, Resource, TensorChain, Timeline, Work, derive
 
 Strategy = tuple[int, ...]
 Indices = NDArray[np.intp]
@@ -23,12 +23,12 @@ class CostedStep:
     Attributes:
         resource: What it occupies.
         seconds: How long for each kind.
-        label: What it is called.
+        kind: For what, as `BusySpan.kind`.
     """
 
     resource: Resource
     seconds: Array
-    label: str
+    kind: str
 
 
 Choice = tuple[CostedStep, ...]
@@ -41,24 +41,19 @@ class Problem:
     long are seen to.
 
     Args:
-        names: Of the tensors.
         backward_s: Backward computation of each tensor.
         kinds: The kind of each tensor; tensors of a kind (those of one size) have the same choices.
         choices: The steps of each choice. A strategy is the index of a choice for each tensor.
-        overlap: The links have a queue each.
     """
 
     def __init__(
         self,
         *,
-        names: Sequence[str],
         backward_s: Sequence[float],
         kinds: Sequence[int],
         choices: Sequence[Choice],
-        overlap: bool = False,
     ) -> None:
-        self.names, self.backward_s, self.kinds = tuple(names), tuple(backward_s), tuple(kinds)
-        self.choices, self.overlap = tuple(choices), overlap
+        self.backward_s, self.kinds, self.choices = tuple(backward_s), tuple(kinds), tuple(choices)
         steps = {id(step): step for choice in self.choices for step in choice}
         places = {key: place for place, key in enumerate(steps)}
         lengths = np.array([len(choice) for choice in self.choices])
@@ -77,16 +72,16 @@ class Problem:
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self.names)
+        return len(self.kinds)
 
     def matrices(self, kinds: int | Sequence[int], choices: int | Indices) -> Array:
-        """Return what choices do to the state (…, 7, 7)."""
+        """Return what choices do to the state (…, 6, 6)."""
         places = self._derive(choices)
         found: Array = self._matrices[kinds, places]
         return found
 
     def ready(self, kinds: int | Sequence[int], choices: int | Indices) -> Array:
-        """Return when the first communication of choices is ready to run, given the state before (…, 7)."""
+        """Return when the first communication of choices is ready to run, given the state before (…, 6)."""
         places = self._derive(choices)
         found: Array = self._ready[kinds, places]
         return found
@@ -104,7 +99,7 @@ class Problem:
         return found
 
     def _chains(self, choices: Indices) -> maxplus.Chains:
-        return maxplus.Chains(self._resources[self._places[:, choices]], overlap=self.overlap)
+        return maxplus.Chains(self._resources[self._places[:, choices]])
 
     def alone_s(self, choices: Indices) -> Array:
         """Return how long each choice takes for each kind when nothing else goes on (kinds, choices)."""
@@ -133,20 +128,10 @@ class Problem:
 
     def timeline(self, strategy: Strategy) -> Timeline:
         """Return the timeline of a strategy."""
-        return derive(self.jobs(strategy), overlap=self.overlap)
+        return derive([self._job(*each) for each in zip(self.backward_s, self.kinds, strategy, strict=True)])
 
-    def jobs(self, strategy: Strategy) -> tuple[TensorChain, ...]:
-        """Return the tensors with the chains that a strategy gives them."""
-        return tuple(
-            TensorChain(name=name, backward_s=backward_s, chain=self.chain(kind, choice))
-            for name, backward_s, kind, choice in zip(self.names, self.backward_s, self.kinds, strategy, strict=True)
-        )
-
-    def chain(self, kind: int, choice: int) -> Chain:
-        """Return the steps of a choice for a kind."""
+    def _job(self, backward_s: float, kind: int, choice: int) -> TensorChain:
         steps = self.choices[choice]
         taken = self._seconds[kind, self._places[: len(steps), choice]].tolist()
-        return tuple(
-            Work(resource=step.resource, seconds=seconds, label=step.label)
-            for step, seconds in zip(steps, taken, strict=True)
-        )
+        works = (Work(step.resource, seconds, step.kind) for step, seconds in zip(steps, taken, strict=True))
+        return TensorChain(backward_s, tuple(works))

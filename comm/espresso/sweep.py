@@ -57,7 +57,7 @@ class Sweep:
         self._state(len(self._problem))
         ready = self._problem.ready(self._problem.kinds, self._strategy)
         before = maxplus.compute(self._states[:-1], np.array(self._problem.backward_s)[:, None])
-        idle = before[:, [maxplus.INTRA, maxplus.INTER]].max(axis=1)
+        idle = before[:, maxplus.LINK]
         waits = np.flatnonzero(idle < (before + ready).max(axis=1))
         return int(waits[-1]) if len(waits) else 0
 

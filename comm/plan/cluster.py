@@ -64,14 +64,12 @@ class CompressorCost:
         coders: The devices that can run it. On CPUs all workers of a host do at the same time.
         batched: One call handles all pieces of a tensor that go different ways, and all messages that are summed; else
             each takes a call, as in the run-time here.
-        announced: Its messages differ in size from rank to rank, so that ranks tell each other the sizes first.
     """
 
     name: str
     ratio: float
     coders: Mapping[Device, Coder]
     batched: bool = False
-    announced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +84,6 @@ class Cluster:
         compressor: What compresses gradients.
         forward_s: The forward pass and what else precedes the backward pass, seconds.
         bytes_per_element: Size of an element before compression.
-        links_overlap: The run-time has a queue for each link, not one for both (`timeline`).
         flat: What collectives of all GPUs were measured to cost; without it this is derived from both links.
     """
 
@@ -97,7 +94,6 @@ class Cluster:
     compressor: CompressorCost
     forward_s: float = 0.0
     bytes_per_element: float = 4.0
-    links_overlap: bool = False
     flat: LinkCost | None = None
 
 
@@ -136,7 +132,6 @@ def cluster_of(fields: FileFields, compressor: str | None = None) -> Cluster:
         compressor=_compressor(compressor, coders.object(compressor, what)),
         forward_s=fields.number("forward_s", "the seconds of the forward pass"),
         bytes_per_element=fields.number("bytes_per_element", "the bytes of an element of a gradient", positive=True),
-        links_overlap="links_overlap" in fields and fields.flag("links_overlap", "whether each link has its queue"),
         flat=_link(fields.object("flat", "the network as all GPUs together see it")) if "flat" in fields else None,
     )
     fields.close()
@@ -170,9 +165,8 @@ def _compressor(name: str, fields: FileFields) -> CompressorCost:
         raise fields.wrong(Device.GPU, "say what it costs on at least one device")
     ratio = fields.number("ratio", "the compressed bytes for each dense byte", positive=True)
     batched = "batched" in fields and fields.flag("batched", "whether one call handles all pieces of a tensor")
-    announced = "announced" in fields and fields.flag("announced", "whether sizes of messages have to be announced")
     fields.close()
-    return CompressorCost(name=name, ratio=ratio, coders=coders, batched=batched, announced=announced)
+    return CompressorCost(name=name, ratio=ratio, coders=coders, batched=batched)
 
 
 def _coder(fields: FileFields) -> Coder:

@@ -1,10 +1,9 @@
 """What users may rule out of the decision tree (Espresso, Section 4.2.2), and the restricted trees of the paper."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from types import MappingProxyType
 
-from .tree import Comm, Decomp, Device, Option, Phase, Role, Routine, all_options
+from .tree import Device, Option, Phase, Role, all_options
 
 Constraint = Callable[[Option], bool]
 
@@ -101,25 +100,3 @@ def allowed(names: Iterable[str]) -> tuple[Option, ...]:
     if not found:
         raise ValueError(f"no option meets {', '.join(chosen)} together; leave one out")
     return found
-
-
-def inter_all_gather(option: Option) -> bool:
-    """Compressed between hosts, one all-gather there (thesis, Section 4.8.6); with GPUs, HiTopKComm's scheme."""
-    whole = tuple(comm for comm in option.comms if comm.compressed and comm.role is Role.WHOLE)
-    return dense_in_hosts(option) and rootless(option) and len(whole) == 1 and compress_once(option)
-
-
-def inter_all_to_all(option: Option) -> bool:
-    """Compressed between hosts, all-to-all and all-gather there with the sum in between (thesis, Section 4.8.6)."""
-    return dense_in_hosts(option) and rootless(option) and option.compressions == 2
-
-
-def all_to_all_twice(option: Option) -> bool:
-    """Compressed throughout, all-to-all both in the host and between hosts, each followed by the sum (same section)."""
-    after = [
-        following
-        for step, following in pairwise(option.steps)
-        if isinstance(step, Comm) and step.routine is Routine.ALL_TO_ALL
-    ]
-    summed = len(after) == 2 and all(isinstance(following, Decomp) for following in after)
-    return summed and option.compressions == 3 and all(comm.compressed for comm in option.comms)

@@ -1,7 +1,6 @@
 """How long an operation takes as a function of the bytes it works on: affine, or measured points."""
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,10 +25,6 @@ class Affine:
         """Return the seconds for each of many sizes."""
         return self.alpha_s + self.beta_s_per_byte * sizes_bytes
 
-    def fields(self) -> dict[str, object]:
-        """Return the JSON form."""
-        return {"alpha_s": self.alpha_s, "beta_s_per_byte": self.beta_s_per_byte}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -43,12 +38,7 @@ class Table:
 
     def __call__(self, size_bytes: float) -> float:
         """Return the seconds that one operation on `size_bytes` takes."""
-        above = bisect_right(self.sizes_bytes, size_bytes)
-        if above == 0:
-            return self.seconds[0]
-        if above == len(self.seconds):
-            return self.seconds[-1] + self._beyond() * (size_bytes - self.sizes_bytes[-1])
-        return self.seconds[above - 1] + self._slope(above) * (size_bytes - self.sizes_bytes[above - 1])
+        return float(self.over(np.array(size_bytes)))
 
     def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds for each of many sizes."""
@@ -68,10 +58,6 @@ class Table:
         if (last := self._slope(len(self.seconds) - 1)) > 0:
             return last
         return max(0.0, (self.seconds[-1] - self.seconds[0]) / (self.sizes_bytes[-1] - self.sizes_bytes[0]))
-
-    def fields(self) -> dict[str, object]:
-        """Return the JSON form."""
-        return {"sizes_bytes": list(self.sizes_bytes), "seconds": list(self.seconds)}
 
 
 Curve = Affine | Table

@@ -1,7 +1,7 @@
 """JSON files of numbers that people write by hand: read key by key, and refused with the place and the remedy."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,46 +38,33 @@ class FileFields:
 
     def number(self, key: str, what: str, *, positive: bool = False) -> float:
         """Return a finite number, at least zero or more than that; `what` says what to write, with the unit."""
-        value = as_number(self._take(key))
-        if value is None or (positive and value == 0):
-            raise self.wrong(key, f"write {what}, a number {'above 0' if positive else 'of at least 0'}")
-        return value
+        remedy = f"write {what}, a number {'above 0' if positive else 'of at least 0'}"
+        return float(self._checked(key, lambda value: is_number(value) and (value or not positive), remedy))
 
     def numbers(self, key: str, what: str) -> tuple[float, ...]:
         """Return a list of at least one finite number of at least zero."""
-        values = self._take(key)
-        found = [as_number(value) for value in values] if isinstance(values, list) else [None]
-        if not found or None in found:
-            raise self.wrong(key, f"write a list of {what}, numbers of at least 0")
-        return tuple(value for value in found if value is not None)
+        return tuple(map(float, self._list(key, is_number, f"{what}, numbers of at least 0")))
 
     def integer(self, key: str, what: str, *, minimum: int = 0) -> int:
         """Return an integer of at least `minimum`."""
-        value = self._take(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST:
-            raise self.wrong(key, f"write {what}, an integer of at least {minimum}")
-        return value
+        remedy = f"write {what}, an integer of at least {minimum}"
+        found: int = self._checked(
+            key, lambda value: isinstance(value, int) and is_number(value) and value >= minimum, remedy
+        )
+        return found
 
     def text(self, key: str, what: str) -> str:
         """Return a text (`is_text`)."""
-        value: str = self._take(key)
-        if not is_text(value):
-            raise self.wrong(key, f"write {what}, a string")
-        return value
+        found: str = self._checked(key, is_text, f"write {what}, a string")
+        return found
 
     def texts(self, key: str, what: str) -> tuple[str, ...]:
         """Return a list of at least one text."""
-        values = self._take(key)
-        if not is_texts(values):
-            raise self.wrong(key, f"write a list of {what}, strings")
-        return tuple(values)
+        return tuple(self._list(key, is_text, f"{what}, strings"))
 
     def lists(self, key: str, what: str) -> tuple[tuple[str, ...], ...]:
         """Return a list of at least one list of at least one text."""
-        values = self._take(key)
-        if not isinstance(values, list) or not values or not all(is_texts(value) for value in values):
-            raise self.wrong(key, f"write a list of lists of {what}, strings")
-        return tuple(tuple(value) for value in values)
+        return tuple(map(tuple, self._list(key, is_texts, f"lists of {what}, strings")))
 
     def null(self, key: str) -> bool:
         """Return whether `null` stands there."""
@@ -85,16 +72,12 @@ class FileFields:
 
     def flag(self, key: str, what: str) -> bool:
         """Return a truth value."""
-        value = self._take(key)
-        if not isinstance(value, bool):
-            raise self.wrong(key, f"write true or false: {what}")
-        return value
+        found: bool = self._checked(key, lambda value: isinstance(value, bool), f"write true or false: {what}")
+        return found
 
     def object(self, key: str, what: str) -> "FileFields":
         """Return the object below a key."""
-        value = self._take(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, f"write {what}, an object {{…}}")
+        value = self._checked(key, lambda value: isinstance(value, dict), f"write {what}, an object {{…}}")
         return FileFields(value, source=self.source, path=self._at(key))
 
     def objects(self, key: str, what: str, *, empty: bool = False) -> "list[FileFields]":
@@ -133,6 +116,19 @@ class FileFields:
                 known = ", ".join(sorted(self._known))
                 raise self.wrong(key, f"no such key here, remove it; known are {known}")
 
+    def _checked(self, key: str, right: Callable[[Any], Any], remedy: str) -> Any:
+        value = self._take(key)
+        if not right(value):
+            raise self.wrong(key, remedy)
+        return value
+
+    def _list(self, key: str, right: Callable[[Any], bool], what: str) -> list[Any]:
+        def all_right(values: Any) -> bool:
+            return isinstance(values, list) and bool(values) and all(map(right, values))
+
+        found: list[Any] = self._checked(key, all_right, f"write a list of {what}")
+        return found
+
     def _take(self, key: str) -> Any:
         self._known.add(key)
         return self._values.get(key)
@@ -141,11 +137,9 @@ class FileFields:
         return f"{self.path}.{key}" if self.path else key
 
 
-def as_number(value: object) -> float | None:
-    """Return a number between 0 and 1e18 as a float, None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
-        return None
-    return float(value)
+def is_number(value: object) -> bool:
+    """Return whether this is a number between 0 and 1e18."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def is_text(value: object) -> bool:

@@ -30,7 +30,7 @@ class Model:
     Attributes:
         name: What it is called.
         tensors: Its gradients.
-        forward_s: The forward pass, seconds, for system files; None if nobody measured it.
+        forward_s: The forward pass, seconds, for cluster files; None if nobody measured it.
     """
 
     name: str

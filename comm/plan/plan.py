@@ -66,7 +66,7 @@ class Plan:
     Attributes:
         planner: Its name.
         model: Name of the model.
-        compressor: The compressor that its times are for; None if the system file does not say.
+        compressor: The compressor that its times are for; None if nobody says.
         groups: In the order of communication; each parameter is in one.
         reason: Why this plan.
         iteration_s: Predicted time of an iteration.

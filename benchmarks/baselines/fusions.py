@@ -1,13 +1,11 @@
 """The fusion strategies that Cupcake is compared with (Section 5.4): none, a threshold, buckets, equal parts."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from .fusion import FusionProblem, Strategy, groups_of
+from resilient_run.comm.cupcake.fusion import FusionProblem, Strategy, bucketed, groups_of
 
 BUCKETS_BYTES = tuple(mib << 20 for mib in (2, 4, 8, 16, 32, 64))
 EVEN_GROUPS = range(2, 33)
-LEAST_BUCKET_BYTES = 64 << 10
 
 
 def one_group(problem: FusionProblem, *, compressed: bool = True) -> Strategy:
@@ -41,26 +39,6 @@ def evenly_split(problem: FusionProblem, groups: int, *, compressed: bool = True
     return groups_of(ends, compressed=compressed)
 
 
-def bucketed(problem: FusionProblem, bucket_bytes: float, *, compressed: bool = True) -> Strategy:
-    """Return groups that are closed as soon as they hold `bucket_bytes`, as gradient buckets are."""
-    ends, start = [], 0
-    while start < len(problem):
-        target = problem.size_bytes[start] + bucket_bytes
-        start = min(bisect_left(problem.size_bytes, target, lo=start + 1), len(problem))
-        ends.append(start)
-    return groups_of(ends, compressed=compressed)
-
-
-def all_bucketed(problem: FusionProblem, *, compressed: bool = True) -> Iterator[Strategy]:
-    """Yield buckets of `LEAST_BUCKET_BYTES` and of larger sizes by powers of two, up to one that holds everything."""
-    size_bytes, found = LEAST_BUCKET_BYTES, bucketed(problem, LEAST_BUCKET_BYTES, compressed=compressed)
-    while len(found) > 1:
-        yield found
-        size_bytes *= 2
-        found = bucketed(problem, size_bytes, compressed=compressed)
-    yield found
-
-
 def best_of(problem: FusionProblem, strategies: Iterable[Strategy]) -> Strategy:
     """Return the strategy with the least iteration time."""
     return min(strategies, key=problem.finish_s)
@@ -68,7 +46,7 @@ def best_of(problem: FusionProblem, strategies: Iterable[Strategy]) -> Strategy:
 
 def best_bucketed(problem: FusionProblem, *, compressed: bool = True) -> Strategy:
     """Return the best of the bucket sizes 2 … 64 MiB."""
-    return best_of(problem, (bucketed(problem, size, compressed=compressed) for size in BUCKETS_BYTES))
+    return best_of(problem, (bucketed(problem.size_bytes, size, compressed=compressed) for size in BUCKETS_BYTES))
 
 
 def best_evenly_split(problem: FusionProblem, *, compressed: bool = True) -> Strategy:
