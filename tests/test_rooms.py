@@ -30,7 +30,7 @@ EDGES = {
     "daemon.base": "daemon.trust daemon.etcd ckpt.errors ckpt.format",
     "daemon.run": "daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon.slots": "daemon.trust daemon.run daemon.base ckpt.errors ckpt.format",
-    "daemon.tier": "daemon.trust daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
+    "daemon.tier": "daemon.trust daemon.slots daemon.run daemon.base daemon.etcd ckpt.convert ckpt.errors ckpt.format",
     "daemon.peers": "daemon.trust daemon.tier daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.trainers": "daemon.peers daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.comparison": "daemon.peers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import SlotError
+from ..errors import RestoreError, SlotError
 from ..format import digests
 from ..format.manifest import Manifest, is_large, leaf_parts, leaf_paths, parse
 from ..format.pair import Pair
-from ..format.slot import CHUNK_BYTES, HEADER_BYTES, SlotHeader, parse_header
+from ..format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_header
 
 _BATCH_BYTES: Final = 64 << 20
 _BATCH_RANGES: Final = 1024
@@ -53,17 +53,69 @@ class Captured:
     digests: dict[int, tuple[Hashable, int]]
 
 
+def only(read: Callable[[int, list[tuple[int, int]]], bytes | bytearray], damaged: str) -> Ask:
+    """Return what asks one source.
+
+    Args:
+        read: Returns ranges (offset and size) of the slot of a rank, one after the other.
+        damaged: What to say when that is not what was captured.
+    """
+
+    def ask(wanted: list[dict[str, Any]]) -> Answer:
+        data = bytearray()
+        for each in wanted:
+            if each["avoid"]:
+                raise RestoreError(f"rank {each['rank']}: {damaged}")
+            data += read(each["rank"], list(zip(each["ranges"][::2], each["ranges"][1::2], strict=True)))
+        return Answer(data=memoryview(data), sources=[""] * len(wanted), host="")
+
+    return ask
+
+
+def of_slots(slots: Sequence[Slot]) -> "Captures":
+    """Return what is in slots of all ranks; they may be written meanwhile.
+
+    Raises:
+        SlotError: One is not complete, they are not of one step of one run, or a rank is missing.
+    """
+    by_rank = {slot.header().rank: slot for slot in slots}
+    first, *others = (slot.header() for slot in slots)
+    for header in others:
+        if (header.run_id, header.pair, header.world_size) != (first.run_id, first.pair, first.world_size):
+            raise SlotError(
+                f"rank {first.rank} is of step {first.step} (generation {first.generation}) of {first.world_size}, "
+                f"rank {header.rank} of step {header.step} (generation {header.generation}) of {header.world_size}"
+            )
+    if missing := sorted(set(range(first.world_size)) - by_rank.keys()):
+        raise SlotError(f"rank(s) {missing} of {first.world_size} are missing")
+    return in_memory({rank: slot.buffer for rank, slot in by_rank.items()}, first)
+
+
+def in_memory(held: Mapping[int, memoryview], header: SlotHeader) -> "Captures":
+    """Return what is in these files of ranks, of one of which `header` is."""
+
+    def read(rank: int, ranges: list[tuple[int, int]]) -> bytes:
+        return b"".join(held[rank][offset : offset + size] for offset, size in ranges)
+
+    damaged = f"training has overwritten step {header.step} meanwhile, or it is damaged: try again"
+    pair, world_size = header.pair, header.world_size
+    return Captures(only(read, damaged), run_id=header.run_id, pair=pair, world_size=world_size, of=held)
+
+
 class Captures:
     """All ranks of one step, by rank.
 
     Attributes:
+        pair: Generation and step.
         ranks: What is known of each.
         local: The ranks whose slots this host has.
         read_bytes: How much was read so far.
     """
 
-    def __init__(self, ask: Ask, *, run_id: str, pair: Pair, world_size: int) -> None:
-        """Read the heads of all slots.
+    def __init__(
+        self, ask: Ask, *, run_id: str, pair: Pair, world_size: int, of: Collection[int] | None = None
+    ) -> None:
+        """Read the heads of all slots, or of the ranks `of`.
 
         Raises:
             RestoreError: Nobody has a verified copy of one.
@@ -71,6 +123,7 @@ class Captures:
         """
         self.read_bytes = 0
         self.local: set[int] = set()
+        self.pair = pair
         self._ask = ask
         self._avoid: dict[int, set[str]] = {}
         self._chunks: dict[tuple[int, int], memoryview] = {}
@@ -98,7 +151,7 @@ class Captures:
                 digests=_digests(bytes(raw), manifest),
             )
 
-        self._read([_Item(rank, 0, HEADER_BYTES, partial(take_header, rank)) for rank in range(world_size)])
+        self._read([_Item(rank, 0, HEADER_BYTES, partial(take_header, rank)) for rank in of or range(world_size)])
         self._read(
             [
                 _Item(rank, HEADER_BYTES, header.checksums_offset + 8 * header.chunk_count, partial(take_head, rank))
@@ -107,22 +160,26 @@ class Captures:
         )
 
     def want(self, rank: int, start: int, end: int) -> None:
-        """Let the next `fetch` bring bytes of the payload of `rank`."""
+        """Let the next `fetch` read bytes of the payload of `rank`."""
         self._wanted.update((rank, chunk) for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))
 
-    def data(self, rank: int, start: int, end: int) -> bytes | None:
-        """Return bytes of the payload of `rank`; None if they are yet to be fetched, which the next `fetch` does."""
+    def data(self, rank: int, start: int, end: int) -> bytes:
+        """Return bytes of the payload of `rank`, which are read now with all that is wanted if they are not here.
+
+        Raises:
+            RestoreError: Nobody has a verified copy of it.
+        """
         chunks = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
         if any((rank, chunk) not in self._chunks for chunk in chunks):
             self.want(rank, start, end)
-            return None
+            self.fetch()
         return b"".join(
             self._chunks[rank, chunk][max(0, start - chunk * CHUNK_BYTES) : end - chunk * CHUNK_BYTES]
             for chunk in chunks
         )
 
-    def fetch(self, *, keep: bool = True) -> bool:
-        """Read and verify what is wanted and not here, and tell whether anything was; without `keep`, forget the rest.
+    def fetch(self, *, keep: bool = True) -> None:
+        """Read and verify what is wanted and not here; without `keep`, forget the rest.
 
         Raises:
             RestoreError: Nobody has a verified copy of it.
@@ -139,7 +196,6 @@ class Captures:
             else:
                 runs.append((rank, range(chunk, chunk + 1)))
         self._read([self._item(rank, run) for rank, run in runs])
-        return bool(wanted)
 
     def _item(self, rank: int, run: range) -> "_Item":
         captured = self.ranks[rank]
