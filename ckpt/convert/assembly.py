@@ -14,7 +14,7 @@ import torch
 
 from ..errors import SlotError, StateError
 from ..format.manifest import Manifest, Node, TensorSpec, plan_payload
-from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec
+from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from .captures import Captures
 from .payload import Made, Piece, fill
 from .pieces import Box, missing, place
@@ -140,17 +140,25 @@ class Assembly:
                 ),
             ]
         if tag in ("d", "C") and (rule.unites or all(repr(each[1]) == repr(node[1]) for each in nodes.values())):
-            children: dict[str, tuple[Any, dict[int, Node]]] = {}
-            for rank, each in nodes.items():
-                for key, child in zip(each[1], each[2], strict=True):
-                    children.setdefault(repr(key), (key, {}))[1][rank] = child
-            keys = [key for key, _ in children.values()]
-            return [tag, keys, [self._walk(_below(path, key), held, rule) for key, held in children.values()]]
+            return self._dict(path, nodes, rule)
         others = {rank: each for rank, each in nodes.items() if repr(each) != repr(node)}
         if not others:
             return node
         self._differs(path, rule, others)
         return self._walk(path, {rank: each for rank, each in nodes.items() if rank not in others}, rule)
+
+    def _dict(self, path: str, nodes: Mapping[int, Node], rule: Rule) -> Node:
+        """Return one dict with the keys of all."""
+        children: dict[str, tuple[Any, dict[int, Node]]] = {}
+        for rank, (_, keys, values) in nodes.items():
+            for key, child in zip(keys, values, strict=True):
+                children.setdefault(repr(key), (key, {}))[1][rank] = child
+        keys = [key for key, _ in children.values()]
+        return [
+            nodes[min(nodes)][0],
+            keys,
+            [self._walk(_below(path, unflatten(key, str)), held, rule) for key, held in children.values()],
+        ]
 
     def _differs(self, path: str, rule: Rule, others: Mapping[int, Node]) -> None:
         """Hear that `others` have something else at `path` than the first rank, which is taken."""

@@ -6,7 +6,7 @@ is: exactly, or not at all.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -283,13 +283,6 @@ def _is_part(part: Any) -> bool:
     return isinstance(part, dict) and all(isinstance(part.get(name, {}), dict) for name in ("objects", "values"))
 
 
-def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the items of a dict, list or tuple by key or index; nothing else has some."""
-    if isinstance(tree, dict):
-        return tree.items()
-    return enumerate(tree) if isinstance(tree, list | tuple) else ()
-
-
 def _is_same(value: Any, name: str, others: list[dict[Any, Any]]) -> bool:
     """Tell whether all of `others` have this value; False where a tensor would have to be read for that."""
     try:
@@ -299,16 +292,12 @@ def _is_same(value: Any, name: str, others: list[dict[Any, Any]]) -> bool:
     return all(flat.node == each.node and all(map(same, flat.leaves, each.leaves)) for each in several)
 
 
-def _at(objects: Any, name: str) -> Any:
+def _at(tree: Any, name: str) -> Any:
     """Return what is at `name`, which is a dotted path for objects in lists and dicts; `_ABSENT` if nothing is."""
-    if isinstance(objects, dict) and name in objects:
-        return objects[name]
-    for key, item in _items(objects):
-        if str(key) == name:
-            return item
-        if name.startswith(f"{key}."):
-            return _at(item, name.removeprefix(f"{key}."))
-    return _ABSENT
+    items = tree if isinstance(tree, dict) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else {}
+    below = (_at(item, name.removeprefix(f"{key}.")) for key, item in items.items() if name.startswith(f"{key}."))
+    exact = (item for key, item in items.items() if str(key) == name)
+    return next((found for found in (*exact, *below) if found is not _ABSENT), _ABSENT)
 
 
 def _parts(name: str, found: Any) -> tuple[list[dict[Any, Any]], dict[Any, dict[Any, Any]]]:

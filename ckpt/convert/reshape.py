@@ -122,10 +122,8 @@ class _Reshaping(Assembly):
         """Buffers may differ, as those of BatchNorm do; ranks may have different parts of the model."""
         if len({frozenset(entries(node)) for node in nodes.values()}) > 1:
             self._rebuilt.add(name)
-        rule = Rule(
-            shards=self._shards, is_whole=True, unites=True, may_differ=lambda path: path not in self._parameters
-        )
-        return self._walk(name, nodes, rule)
+        rule = Rule(shards=self._shards, is_whole=True, may_differ=lambda path: path not in self._parameters)
+        return self._dict(name, nodes, rule)
 
     def _optimizer(self, name: str, nodes: dict[int, Node]) -> Node:
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
