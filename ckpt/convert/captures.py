@@ -73,22 +73,16 @@ def only(read: Callable[[int, list[tuple[int, int]]], bytes | bytearray], damage
 
 
 def of_slots(slots: Sequence[Slot]) -> "Captures":
-    """Return what is in slots of all ranks; they may be written meanwhile.
+    """Return what is in slots of all ranks, of the step that the first one has; they may be written meanwhile.
 
     Raises:
-        SlotError: One is not complete, they are not of one step of one run, or a rank is missing.
+        SlotError: One is not complete, or a rank is missing.
+        RestoreError: One has something else.
     """
-    by_rank = {slot.header().rank: slot for slot in slots}
-    first, *others = (slot.header() for slot in slots)
-    for header in others:
-        if (header.run_id, header.pair, header.world_size) != (first.run_id, first.pair, first.world_size):
-            raise SlotError(
-                f"rank {first.rank} is of step {first.step} (generation {first.generation}) of {first.world_size}, "
-                f"rank {header.rank} of step {header.step} (generation {header.generation}) of {header.world_size}"
-            )
-    if missing := sorted(set(range(first.world_size)) - by_rank.keys()):
+    first, held = slots[0].header(), {slot.header().rank: slot.buffer for slot in slots}
+    if missing := sorted(set(range(first.world_size)) - held.keys()):
         raise SlotError(f"rank(s) {missing} of {first.world_size} are missing")
-    return in_memory({rank: slot.buffer for rank, slot in by_rank.items()}, first)
+    return in_memory(held, first)
 
 
 def in_memory(held: Mapping[int, memoryview], header: SlotHeader) -> "Captures":
@@ -97,7 +91,9 @@ def in_memory(held: Mapping[int, memoryview], header: SlotHeader) -> "Captures":
     def read(rank: int, ranges: list[tuple[int, int]]) -> bytes:
         return b"".join(held[rank][offset : offset + size] for offset, size in ranges)
 
-    damaged = f"training has overwritten step {header.step} meanwhile, or it is damaged: try again"
+    damaged = (
+        f"training has overwritten step {header.step} (generation {header.generation}), or it is damaged; try again"
+    )
     pair, world_size = header.pair, header.world_size
     return Captures(only(read, damaged), run_id=header.run_id, pair=pair, world_size=world_size, of=held)
 

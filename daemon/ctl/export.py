@@ -104,7 +104,7 @@ def _from_memory(job: dict[str, Any], step: int | None) -> Captures:
         if not missing:
             captures = of_slots(slots)
             if captures.pair != pair:
-                raise SlotError(f"training has overwritten step {pair[1]} meanwhile; try again")
+                raise SlotError(f"training has overwritten step {pair[1]}; try again")
             return captures
         lacking.append(f"rank(s) {missing} of {world_size} at step {pair[1]}")
     raise click.ClickException(f"this host does not hold {', nor '.join(lacking)}; {_REMEDY}")
