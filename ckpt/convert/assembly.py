@@ -58,16 +58,12 @@ class Rule:
         shards: The DTensors that are there now, by path.
         like: The parameter whose state this is: what has its shape lies as it does.
         is_whole: Whether what was sharded may be whole now.
-        is_partial: Whether parts of it may be missing.
-        unites: Whether ranks may have different keys of a dict, of which all are taken.
         may_differ: Tells of a path whether the lowest rank's is right for all.
     """
 
     shards: Mapping[str, Any] | None = None
     like: torch.Tensor | None = None
     is_whole: bool = False
-    is_partial: bool = False
-    unites: bool = False
     may_differ: Callable[[str], bool] | None = None
 
     def target(self, path: str, shape: tuple[int, ...]) -> Any:
@@ -87,6 +83,8 @@ class Assembly:
     """Puts a tree together.
 
     Attributes:
+        unites: Whether ranks may have different keys of a dict, of which all are taken.
+        is_partial: Whether parts of tensors may be missing.
         made: The leaves of the tree.
         refused: What does not fit, and what to do about it.
         told: What a person should know.
@@ -98,6 +96,7 @@ class Assembly:
         Raises:
             SlotError: A slot does not hold the state of a Checkpointer.
         """
+        self.unites = self.is_partial = False
         self.made: list[Made] = []
         self.refused: list[str] = []
         self.told: list[str] = []
@@ -139,7 +138,7 @@ class Assembly:
                     for number in range(len(node) - 1)
                 ),
             ]
-        if tag in ("d", "C") and (rule.unites or all(repr(each[1]) == repr(node[1]) for each in nodes.values())):
+        if tag in ("d", "C") and (self.unites or all(repr(each[1]) == repr(node[1]) for each in nodes.values())):
             return self._dict(path, nodes, rule)
         others = {rank: each for rank, each in nodes.items() if repr(each) != repr(node)}
         if not others:
@@ -178,7 +177,7 @@ class Assembly:
         try:
             if target is None and not rule.is_whole_here(shape):
                 raise StateError(f"{path} is a shard in the checkpoint, and no DTensor of its shape is there now")
-            return self._part(path, indices, specs, target, rule)
+            return self._part(path, indices, specs, target)
         except StateError as error:
             self.refused.append(str(error))
             return ["x", self._make(first, indices[first], Made(spec=spec))]
@@ -197,9 +196,7 @@ class Assembly:
         made = Made(spec=spec, pieces=(piece,), offset=piece.offset, size=piece.size)
         return ["x", self._make(first, indices[first], made)]
 
-    def _part(
-        self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any, rule: Rule
-    ) -> Node:
+    def _part(self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any) -> Node:
         """The part of a sharded tensor that this rank has now; all of it if `target` is None.
 
         Raises:
@@ -225,7 +222,7 @@ class Assembly:
             if known is None or known.size != size or self._unlike((known.rank, known.index), {rank: piece.index}):
                 raise StateError(f"{path}: rank {rank} and another one hold different values of the same part")
         holes = missing(path, shape, [(piece.offset, piece.size) for piece in parts.values()])
-        if holes and not rule.is_partial:
+        if holes and not self.is_partial:
             raise StateError(f"{path}: no rank holds {holes} of its {prod(shape)} elements")
         box: Box = ((0,) * len(shape), shape)
         made_spec = replace(spec, shape=shape, shard=None, stride=None, within=None)

@@ -128,7 +128,8 @@ class _United(Assembly):
 
     def __init__(self, captures: Captures, is_partial: bool) -> None:
         super().__init__(captures)
-        self._rule = Rule(is_whole=True, is_partial=is_partial, unites=True)
+        self.unites, self.is_partial = True, is_partial
+        self._rule = Rule(is_whole=True)
         self._differences: dict[int, dict[str, Node]] = {rank: {} for rank in self._saved}
 
     def tree(self) -> Node:

@@ -101,14 +101,13 @@ class _Reshaping(Assembly):
             # FSDP2's modules have a method of that name.
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
-            elif has_key(nodes[min(nodes)], FSDP1):
+            elif (is_fsdp1 := has_key(nodes[min(nodes)], FSDP1)) or name in self._state.apart:
                 self.refused.append(
                     f"{name} is in shards of FSDP1, which do not tell how to put them together: train with "
                     f"fully_shard (FSDP2), or {_EXPORT}"
+                    if is_fsdp1
+                    else f"{name} differs between ranks on purpose. {_RESHARD}"
                 )
-                children.append(nodes[min(nodes)])
-            elif name in self._state.apart:
-                self.refused.append(f"{name} differs between ranks on purpose. {_RESHARD}")
                 children.append(nodes[min(nodes)])
             elif isinstance(item, torch.nn.Module):
                 children.append(self._module(name, nodes))
