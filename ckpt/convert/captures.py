@@ -33,7 +33,11 @@ class Answer:
 
 
 Ask = Callable[[list[dict[str, Any]]], Answer]
-"""Reads `[{"rank", "ranges": [offset, size…], "avoid": [name…]}…]` of slots, verified by nobody."""
+"""Reads `[{"rank", "ranges": [offset, size…], "avoid": [name…]}…]` of slots, verified by nobody.
+
+The daemon's `read` does, of slots on this host, on its peers and of files of the persistent tier; `only` does of one
+source, such as slots on this host or files of the tier.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
