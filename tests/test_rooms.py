@@ -48,7 +48,7 @@ EDGES = {
     "launcher.lab": "",
     "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.trust daemon.run daemon.base daemon.tier"
-    " ckpt ckpt.convert ckpt.link ckpt.errors ckpt.format",
+    " ckpt ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
     "comm.sparsity": "",
     "comm.ops": "comm.errors",

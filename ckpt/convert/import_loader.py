@@ -115,7 +115,7 @@ class _TakingOver:
 
     def _take_ranks(self, ranks: Any, rank: int, world_size: int) -> None:
         """Take what an export has of single ranks."""
-        parts = list(ranks.values()) if isinstance(ranks, dict) else [None]
+        parts: list[Any] = list(ranks.values()) if isinstance(ranks, dict) else [None]
         if not all(map(_is_part, parts)) or ranks.keys() != {str(number) for number in range(len(ranks))}:
             raise StateError(f"what it has below {RANKS} was not written by `resilientctl export` of all ranks")
         if len(parts) == world_size:
