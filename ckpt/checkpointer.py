@@ -23,7 +23,7 @@ from .capture.stats import CaptureStats
 from .errors import CheckpointError, DaemonError, RestoreError, StateError, TopologyError
 from .foreign import foreign
 from .format.manifest import Manifest, parse
-from .format.pair import IMPORT_GENERATION, Pair, read_pair
+from .format.pair import Pair, is_import, read_pair
 from .format.slot import Slot, SlotHeader
 from .format.wire import Message
 from .link.env import TrainerEnv
@@ -189,7 +189,7 @@ class Checkpointer:
                 was captured (the state is loaded in part), or `restore()` or `step()` was called before.
             TopologyError: It was made on another device mesh; nothing was loaded.
             RestoreError: No verified copy of it is left.
-            SlotError: It is an import, and damaged.
+            SlotError: It is an import that holds no state.
         """
         if self._restored or self._step:
             after = f"step({self._step})" if self._step else "restore()"
@@ -205,16 +205,12 @@ class Checkpointer:
         started_s = time.monotonic()
         try:
             assert self._env is not None
-            if self._reshapes:
-                self._load_reshaped(plan, link, self._env)
+            if self._reshapes or is_import(plan):
+                self._load_made(plan, link, self._env)
             else:
-                path = link.request("restore", timeout_s=_RESTORE_S)["path"]
-                if plan[0] == IMPORT_GENERATION:
-                    self._load_import(path)
-                else:
-                    self._load_slot(path, capturer)
+                self._load_slot(link.request("restore", timeout_s=_RESTORE_S)["path"], capturer)
         except CheckpointError as error:
-            if isinstance(error, StateError | TopologyError) or plan[0] == IMPORT_GENERATION:
+            if isinstance(error, StateError | TopologyError) or is_import(plan):
                 self._refuse(error)
             raise
         self._step = plan[1]
@@ -505,25 +501,15 @@ class Checkpointer:
         capturer.prefer(slot.payload_offset)
         slot.close()
 
-    def _load_import(self, url: str) -> None:
-        # Few runs begin with one, and those that do not shall not wait for this.
-        from .convert.import_loader import load_import
-        from .convert.imported import Imported
+    def _check_made(self, plan: Pair) -> None:
+        """Refuse what other ranks made, or an import, where only what a rank has captured itself can be loaded."""
 
-        assert self._env is not None
-        assert self._plan is not None
-        imported = Imported(url, run_id=self._env.run_id, step=self._plan[1])
-        fresh = load_import(self._state, imported, rank=self._env.rank, world_size=self._env.world_size)
-        if fresh and self._env.rank == 0:
-            warnings.warn(fresh, RuntimeWarning, stacklevel=4)
-
-    def _check_reshaped(self, step: int) -> None:
-        """Refuse what another number of ranks made, where no other number can go on with it."""
-
-    def _load_reshaped(self, plan: Pair, link: Link, env: TrainerEnv) -> None:
-        """Load what another number of ranks made."""
-        self._check_reshaped(plan[1])
+    def _load_made(self, plan: Pair, link: Link, env: TrainerEnv) -> None:
+        """Load what another number of ranks made, or an import."""
+        self._check_made(plan)
+        # Few runs begin so, and those that do not shall not wait for this.
         from .convert.captures import Answer, Captures
+        from .convert.import_loader import take_over
         from .convert.reshape import reshape
 
         def ask(wanted: list[dict[str, Any]]) -> Answer:
@@ -533,20 +519,19 @@ class Checkpointer:
             slot.close()
             return Answer(data=data, sources=answer["sources"], host=answer["host"])
 
-        captures = Captures(ask, run_id=env.run_id, pair=plan, world_size=self._made_by)
-        made = reshape(self._state, captures, rank=env.rank, world_size=env.world_size)
+        imported = is_import(plan)
+        captures = Captures(ask, run_id=env.run_id, pair=plan, world_size=1 if imported else self._made_by)
+        make = take_over if imported else reshape
+        made = make(self._state, captures, rank=env.rank, world_size=env.world_size)
         self._load_state(made.manifest, made.payload, plan[1])
         told = list(made.told)
-        if not self._knows_world:
+        if not imported and not self._knows_world:
             told.append(
                 "the global batch is another one unless the script accounts for that (Checkpointer.planned_world)"
             )
         if told and env.rank == 0:
-            warnings.warn(
-                f"{self._made_by} ranks made step {plan[1]}, and {env.world_size} go on with it: {'; '.join(told)}",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            others = f"{self._made_by} ranks made step {plan[1]}, and {env.world_size} go on with it: "
+            warnings.warn(f"{'' if imported else others}{'; '.join(told)}", RuntimeWarning, stacklevel=5)
 
     def _load(self, slot: Slot) -> None:
         header = slot.header()

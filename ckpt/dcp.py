@@ -6,7 +6,7 @@ the memory of others to come back. Nothing that is read is unpickled.
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import Any, Final, Self
 
@@ -27,13 +27,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .checkpointer import Checkpointer
-from .convert.export import merge, read
-from .convert.pieces import TensorPieces
+from .convert.assembly import read
+from .convert.captures import Captures, in_memory
+from .convert.export import unite
+from .convert.payload import Made
+from .convert.pieces import missing
 from .errors import DaemonError, StateError
+from .format.pair import Pair, is_import
 from .format.slot import Slot
 from .link.env import TrainerEnv
 from .state.state import TrainingState
-from .state.tree import Flattener
+from .state.tree import Flattener, unflatten
 
 _CAPTURE_S: Final = 600.0
 _COMMIT_S: Final = 600.0
@@ -80,11 +84,12 @@ class MemoryTier:
 
 
 class ItemReader(StorageReader):
-    """Reads a state that `export.merge` made, for any sharding of which it holds all parts."""
+    """Reads captures, for any sharding of which they hold all parts."""
 
-    def __init__(self, open_: Callable[[], Mapping[str, Any]]) -> None:
-        """Take `open_`, which returns the state; it is called once for each load."""
+    def __init__(self, open_: Callable[[], Captures], *, is_partial: bool = False) -> None:
+        """Take `open_`, which is called once for each load; `is_partial`: its captures are not of all ranks."""
         self._open = open_
+        self._is_partial = is_partial
         self._items: dict[str, Any] = {}
 
     @classmethod
@@ -102,12 +107,18 @@ class ItemReader(StorageReader):
         Raises:
             CheckpointError: It cannot be read.
         """
+        self._captures = self._open()
+        united, tree = unite(self._captures, is_partial=self._is_partial)
         items: dict[str, Any] = {}
 
-        def visit(path: tuple[Any, ...], value: Any) -> None:
-            items[".".join(map(str, path))] = _pieces(value)
+        plain = [index for index, made in enumerate(united.made) if made.spec.kind != "torch"]
+        leaves: dict[int, Any] = dict(enumerate(united.made))
+        leaves |= zip(plain, read(self._captures, [united.made[index] for index in plain]), strict=True)
 
-        traverse_state_dict(dict(self._open()), visit, lambda value: isinstance(value, (torch.Tensor, TensorPieces)))
+        def visit(path: tuple[Any, ...], value: Any) -> None:
+            items[".".join(map(str, path))] = value
+
+        traverse_state_dict(unflatten(tree, leaves.__getitem__), visit, lambda value: isinstance(value, Made))
         self._items = items
         return Metadata(state_dict_metadata={name: _describe(item) for name, item in items.items()})
 
@@ -129,6 +140,11 @@ class ItemReader(StorageReader):
             StateError: Parts are not there; nothing was loaded.
         """
         self._check_parts(plan, planner)
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        for item, found in zip(tensors, read(self._captures, list(map(self._part, tensors))), strict=True):
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found)
+            planner.commit_tensor(item, target)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 # DCP takes an object that is no tensor as a pickle only; this one is of plain data made here.
@@ -136,24 +152,20 @@ class ItemReader(StorageReader):
                 torch.save(self._items[item.storage_index.fqn], data)
                 data.seek(0)
                 planner.load_bytes(item, data)
-            else:
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(self._part(item))
-                planner.commit_tensor(item, target)
         self._items = {}
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _part(self, item: ReadItem) -> torch.Tensor:
+    def _part(self, item: ReadItem) -> Made:
         assert item.storage_index.offset is not None
-        part: torch.Tensor = self._items[item.storage_index.fqn].parts[tuple(item.storage_index.offset)]
-        starts = zip(item.storage_offsets, item.lengths, strict=True)
-        return part[tuple(slice(start, start + length) for start, length in starts)]
+        made: Made = self._items[item.storage_index.fqn]
+        begins = zip(item.storage_index.offset, item.storage_offsets, strict=True)
+        return made.box([sum(pair) for pair in begins], item.lengths)
 
     def _check_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Check what DCP does not: that the parts that are there fill every tensor of the plan."""
-        partial = {name for name, item in self._items.items() if isinstance(item, TensorPieces) and item.missing(name)}
+        partial = {name for name, item in self._items.items() if isinstance(item, Made) and _holes(name, item)}
         if not partial:
             return
         if not isinstance(planner, DefaultLoadPlanner):
@@ -176,7 +188,7 @@ class MemoryReader(ItemReader):
 
     def __init__(self, memory: MemoryTier) -> None:
         """Read from `memory`."""
-        super().__init__(memory._rank.restored)
+        super().__init__(memory._rank.restored, is_partial=True)
 
 
 class MemoryWriter(StorageWriter, AsyncStager):
@@ -281,20 +293,20 @@ class _RankCheckpointer(Checkpointer):
         super().__init__(rng=False)
         if self._link is None:
             raise DaemonError("there is no memory tier: no daemon; start resilientd, or let resilient-run start one")
-        self._tree: dict[str, Any] | None = None
+        self._captures: Captures | None = None
 
     @property
     def newest(self) -> int:
         return max(self._step, 0 if self._plan is None else self._plan[1])
 
-    def restored(self) -> dict[str, Any]:
+    def restored(self) -> Captures:
         if self._plan is None:
             raise StateError("there is nothing to load in memory: call dcp.load only if MemoryTier.step is not 0")
         if not self._restored:
             self.restore()
-        if self._tree is None:
+        if self._captures is None:
             raise StateError("what was restored is gone after the first save: load before it")
-        return self._tree
+        return self._captures
 
     def capture(self, step: int, state: dict[str, Any]) -> None:
         if self._link is None or self._capturer is None:
@@ -304,7 +316,7 @@ class _RankCheckpointer(Checkpointer):
         if self._plan is not None and not self._restored:
             raise StateError(f"a save before dcp.load: this run continues from step {self._plan[1]}")
         self._capturer.wait(_CAPTURE_S)
-        self._step, self._tree = step, None
+        self._step, self._captures = step, None
         self._link.notify("progress", step=step)
         self._capturer.submit(step, _Given(state), eager=True)
         if self._exchange is not None:
@@ -315,22 +327,22 @@ class _RankCheckpointer(Checkpointer):
             return False
         return self.watermark is not None and self.watermark >= (self._env.generation, self._step)
 
-    def _load_import(self, url: str) -> None:
+    def _check_made(self, plan: Pair) -> None:
+        if is_import(plan):
+            raise StateError(
+                f"step {self.newest} is an import, which a Checkpointer begins with: load the DCP checkpoint that it "
+                "was made of with dcp.load itself, and start a run id without it"
+            )
         raise StateError(
-            f"step {self.newest} is an import, which a Checkpointer begins with: load the DCP checkpoint that it was "
-            "made of with dcp.load itself, and start a run id without it"
-        )
-
-    def _check_reshaped(self, step: int) -> None:
-        raise StateError(
-            f"step {step} is of {self._made_by} ranks, and a MemoryTier loads what this rank itself has saved: start "
-            "as many ranks as before, or load an export of it, or PersistedReader, with dcp.load in a new run id"
+            f"step {plan[1]} is of {self._made_by} ranks, and a MemoryTier loads what this rank itself has saved: "
+            "start as many ranks as before, or load an export of it, or PersistedReader, with dcp.load in a new run id"
         )
 
     def _load(self, slot: Slot) -> None:
         header = slot.header()
         self._check(header)
-        self._tree = merge({header.rank: read(slot, own=True)})
+        # The slot is not ours any more after this.
+        self._captures = in_memory({header.rank: memoryview(bytes(slot.buffer[: header.used_bytes]))}, header)
 
 
 class _Given(TrainingState):
@@ -344,14 +356,15 @@ class _Given(TrainingState):
         return Flattener({"objects": self._given, "values": {}, "rng": None})
 
 
-def _pieces(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorPieces(shape=value.shape, dtype=value.dtype, parts={(0,) * value.dim(): value})
-    return value
+def _holes(name: str, made: Made) -> int:
+    return missing(name, made.spec.shape, [(piece.offset, piece.size) for piece in made.pieces])
 
 
 def _describe(item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(item, TensorPieces):
+    if not isinstance(item, Made):
         return BytesStorageMetadata()
-    chunks = [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape) for offset, part in item.parts.items()]
-    return TensorStorageMetadata(properties=TensorProperties(dtype=item.dtype), size=item.shape, chunks=chunks)
+    chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.size)) for piece in item.pieces
+    ]
+    properties = TensorProperties(dtype=getattr(torch, item.spec.dtype))
+    return TensorStorageMetadata(properties=properties, size=torch.Size(item.spec.shape), chunks=chunks)

@@ -250,7 +250,7 @@ class Job:
             pairs = await call(self._tier, self._tier.published)
             while pairs:
                 if is_import(pairs[-1]):
-                    await call(self._tier, self._tier.import_manifest, pairs[-1])
+                    await call(self._tier, self._tier.check_whole, pairs[-1])
                     break
                 try:
                     world_size = (await call(self._tier, self._tier.manifest, pairs[-1])).world_size

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from resilient_run.ckpt.convert.assembly import Assembled
 from resilient_run.ckpt.convert.captures import Answer, Captures
-from resilient_run.ckpt.convert.reshape import Reshaped, reshape
+from resilient_run.ckpt.convert.reshape import reshape
 from resilient_run.ckpt.errors import RestoreError
 from resilient_run.ckpt.format.digests import Digester
 from resilient_run.ckpt.format.manifest import encode, encode_tensors, leaf_parts, leaf_paths, plan_payload
@@ -85,7 +86,7 @@ class Holders:
             sources.append(able[0])
         return Answer(data=memoryview(bytes(data)), sources=sources, host="a")
 
-    def load(self, state: TrainingState, rank: int, world_size: int, made_by: int) -> tuple[Reshaped, Captures]:
+    def load(self, state: TrainingState, rank: int, world_size: int, made_by: int) -> tuple[Assembled, Captures]:
         """Load into `state` what `rank` is to have."""
         captures = Captures(self.ask, run_id="run", pair=PAIR, world_size=made_by)
         made = reshape(state, captures, rank=rank, world_size=world_size)

@@ -30,7 +30,7 @@ from typing import Any
 from hosts import MANIFEST, publish
 
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
-from resilient_run.ckpt.format import digests, import_manifest, manifest, wire
+from resilient_run.ckpt.format import digests, manifest, wire
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.base.policy import Policy, RootPolicy
@@ -165,21 +165,6 @@ def json_targets() -> list[Target]:
             name="manifest of the tier",
             honest=Persisted(run_id="run", pair=(1, 5), world_size=2, ranks={0: file, 1: file}).dump(),
             read=lambda data: Persisted.load(data, run_id="run", pair=(1, 5)),
-            errors=(SlotError,),
-        ),
-        Target(
-            name="manifest of an import",
-            honest=import_manifest.ImportManifest(
-                run_id="run",
-                step=5,
-                source="/from",
-                strict=True,
-                index_bytes=10,
-                index_checksum=1,
-                table_checksum=2,
-                data_bytes=3,
-            ).dump(),
-            read=lambda data: import_manifest.ImportManifest.load(data, run_id="run", step=5),
             errors=(SlotError,),
         ),
     ]

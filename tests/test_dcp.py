@@ -14,7 +14,8 @@ from launchers import run_trainers
 from test_export import make_slot, shard, state
 
 from resilient_run import Checkpointer, MemoryTier, PersistedReader
-from resilient_run.ckpt.convert.export import export, merge, read
+from resilient_run.ckpt.convert.captures import in_memory, of_slots
+from resilient_run.ckpt.convert.export import export
 from resilient_run.ckpt.dcp import ItemReader
 from resilient_run.ckpt.errors import DaemonError, SlotError, StateError
 
@@ -29,14 +30,13 @@ def reader_of(tmp_path: Path) -> Callable[..., ItemReader]:
     """Return a function that makes a reader of parts, one for each rank of a mesh of four."""
 
     def make(parts: dict[int, torch.Tensor]) -> ItemReader:
-        trees = {}
+        slots = {}
         for rank, part in parts.items():
             tree = {"objects": {"model": {"weight": part.clone()}, "epochs": [3, "x"]}, "values": {}, "rng": None}
             spec = shard((("S", 0),), (4,))
-            slot = make_slot(tmp_path / str(rank), tree, rank=rank, world_size=4, shards={0: spec})
-            trees[rank] = read(slot, own=True)
-            slot.close()
-        return ItemReader(lambda: merge(trees))
+            slots[rank] = make_slot(tmp_path / str(rank), tree, rank=rank, world_size=4, shards={0: spec})
+        held = {rank: slot.buffer for rank, slot in slots.items()}
+        return ItemReader(lambda: in_memory(held, slots[min(slots)].header()), is_partial=True)
 
     return make
 
@@ -74,7 +74,7 @@ def test_documented_way_from_an_exported_checkpoint(tmp_path: Path, monkeypatch:
     text = (ROOT / "docs/operations/persistent-tier.md").read_text()
     (snippet,) = re.findall(r"```python\n(from torch.distributed.checkpoint.state_dict .*?)```", text, re.S)
     slot = make_slot(tmp_path / "slot", state(0), rank=0, world_size=1)
-    export([slot], tmp_path / "exported", "dcp")
+    export(of_slots([slot]), tmp_path / "exported", "dcp")
     slot.close()
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 2)

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from cluster import wait_until
 from hosts import TOPOLOGY, Host, Hosts, Trainer
 
+from resilient_run.ckpt.convert.captures import of_slots
 from resilient_run.ckpt.convert.export import RANKS, export, gather
 from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.format.manifest import ShardSpec, encode, encode_tensors, plan_payload
@@ -68,7 +69,7 @@ def replicas(tmp_path: Path) -> Iterator[list[Slot]]:
 
 
 def test_dcp_loads_a_replicated_state(tmp_path: Path, replicas: list[Slot]) -> None:
-    export(replicas, tmp_path / "out", "dcp")
+    export(of_slots(replicas), tmp_path / "out", "dcp")
     expected = state(0)["objects"]
     model = torch.nn.Linear(3, 2)
     loaded = {"model": model.state_dict(), "sampler": {"at": 0}}
@@ -78,7 +79,7 @@ def test_dcp_loads_a_replicated_state(tmp_path: Path, replicas: list[Slot]) -> N
 
 
 def test_torch_loads_weights_only_and_what_differs_is_kept(tmp_path: Path, replicas: list[Slot]) -> None:
-    export(replicas, tmp_path / "out.pt", "torch")
+    export(of_slots(replicas), tmp_path / "out.pt", "torch")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     expected = state(0)["objects"]
     torch.testing.assert_close(loaded["optimizer"], expected["optimizer"], rtol=0, atol=0)
@@ -111,8 +112,8 @@ def test_shards_become_whole_tensors(tmp_path: Path, placements: Any, mesh_shape
         tree = {"objects": {"model": {"weight": part.clone()}}, "values": {}, "rng": None}
         spec = shard(placements, mesh_shape)
         slots.append(make_slot(tmp_path / f"{rank}", tree, rank=rank, world_size=4, shards={0: spec}))
-    assert torch.equal(gather(slots)["model"]["weight"], whole)
-    export(slots, tmp_path / "out", "dcp")
+    assert torch.equal(gather(of_slots(slots))["model"]["weight"], whole)
+    export(of_slots(slots), tmp_path / "out", "dcp")
     loaded = {"model": {"weight": torch.zeros(5, 4, dtype=torch.bfloat16)}}
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(loaded["model"]["weight"], whole)
@@ -125,7 +126,7 @@ def test_partial_shards_are_refused(tmp_path: Path) -> None:
     spec = shard((("P", "sum"),), (4,))
     slot = make_slot(tmp_path / "0", tree, rank=0, world_size=1, shards={0: spec})
     with pytest.raises(StateError, match=r"model\.weight: a shard placed as \('P', 'sum'\) cannot be put together"):
-        gather([slot])
+        gather(of_slots([slot]))
     slot.close()
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -11,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import EXAMPLE, Cluster
+from fake_ranks import capture
 from launchers import run_apart, run_trainers
 from saved import save
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from resilient_run.ckpt.convert.export import merge
-from resilient_run.ckpt.convert.import_loader import _Names, _plan_module
+from resilient_run.ckpt.convert.captures import of_slots
+from resilient_run.ckpt.convert.export import gather
+from resilient_run.ckpt.convert.import_loader import _TakingOver
 from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.state.state import TrainingState
-from resilient_run.ckpt.state.tree import unflatten
 
 pytestmark = pytest.mark.jobs
 
@@ -85,10 +87,11 @@ def refuses_what_cannot_work() -> None:
     ):
         save(model=model)
     with pytest.raises(StateError, match="model is sharded by FSDP1, which takes no whole tensors"):
-        _plan_module("model", model, {}, _Names(unused=[]))
-    tree = unflatten(TrainingState({"model": model}, rng=False).flatten().node, lambda index: None)
+        _TakingOver(TrainingState({"model": model}, rng=False), {"model": {}}, 0, 1).tree()
+    with tempfile.TemporaryDirectory() as directory:
+        slot = capture(Path(directory, "slot"), TrainingState({"model": model}, rng=False), rank=0, world_size=1)
     with pytest.raises(StateError, match="model is in shards of FSDP1"):
-        merge({0: tree})
+        gather(of_slots([slot]))
     before.load(model=model)
     model._handle.rank = 1
     with pytest.raises(StateError, match=r"not restored exactly.*model\._fsdp1_ranks"):

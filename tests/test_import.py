@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from test_export import make_slot, state
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from resilient_run.ckpt.convert.captures import Captures, of_slots, only
 from resilient_run.ckpt.convert.export import export
-from resilient_run.ckpt.convert.import_loader import load_import
-from resilient_run.ckpt.convert.imported import Imported
-from resilient_run.ckpt.errors import CheckpointError, RestoreError, SlotError, StateError
-from resilient_run.ckpt.format.import_manifest import DATA, INDEX, MANIFEST, ImportManifest
+from resilient_run.ckpt.convert.import_loader import take_over
+from resilient_run.ckpt.errors import CheckpointError, SlotError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES
 from resilient_run.ckpt.state.state import TrainingState
 from resilient_run.ckpt.state.tree import unflatten
@@ -83,10 +83,10 @@ def ctl(tmp_path: Path) -> Callable[..., Result]:
 
 
 @pytest.fixture
-def imported(tmp_path: Path, ctl: Callable[..., Result]) -> Callable[..., Imported]:
+def imported(tmp_path: Path, ctl: Callable[..., Result]) -> Callable[..., Captures]:
     """Return a function that saves a state with plain DCP, imports it, and opens that."""
 
-    def run(saved: dict[str, Any], *arguments: str) -> Imported:
+    def run(saved: dict[str, Any], *arguments: str) -> Captures:
         dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
         done = ctl(tmp_path / "saved", "--step", str(STEP), *arguments)
         assert done.exit_code == 0, done.output
@@ -96,15 +96,28 @@ def imported(tmp_path: Path, ctl: Callable[..., Result]) -> Callable[..., Import
     return run
 
 
-def open_import(tmp_path: Path) -> Imported:
-    return Imported(Tier(str(tmp_path / "tier"), RUN).url((0, STEP)), run_id=RUN, step=STEP)
+def open_import(tmp_path: Path) -> Captures:
+    return opened(str(tmp_path / "tier"), STEP)
 
 
-def load(imported: Imported, rank: int = 0, world_size: int = 1, rng: bool = False, **registered: Any) -> str:
+def opened(target: str, step: int) -> Captures:
+    tier = Tier(target, RUN)
+    return Captures(
+        only(partial(tier.read_ranges, (0, step)), "it is damaged"), run_id=RUN, pair=(0, step), world_size=1
+    )
+
+
+def load_import(state: TrainingState, imported: Captures, *, rank: int, world_size: int) -> str:
+    made = take_over(state, imported, rank=rank, world_size=world_size)
+    assert not state.load(made.manifest, made.payload)
+    return "; ".join(made.told)
+
+
+def load(imported: Captures, rank: int = 0, world_size: int = 1, rng: bool = False, **registered: Any) -> str:
     return load_import(TrainingState(registered, rng=rng), imported, rank=rank, world_size=world_size)
 
 
-def test_plain_checkpoint_is_taken_over(imported: Callable[..., Imported]) -> None:
+def test_plain_checkpoint_is_taken_over(tmp_path: Path, imported: Callable[..., Captures]) -> None:
     before, after = training(), training()
     train(before)
     saved = {name: item.state_dict() for name, item in before.items()}
@@ -113,7 +126,7 @@ def test_plain_checkpoint_is_taken_over(imported: Callable[..., Imported]) -> No
     found = imported({**saved, **values})
     state = TrainingState({**after, **fresh}, rng=False)
     assert load_import(state, found, rank=0, world_size=1) == (
-        f"the import of step {STEP} from {found.manifest.source}: it does not have stages.3, which begin as the script "
+        f"the import of step {STEP} from {tmp_path / 'saved'}: it does not have stages.3, which begin as the script "
         "made them"
     )
     assert state.values["stages"] == {1: "a", 2: ["b"], 3: "c"}
@@ -125,7 +138,7 @@ def test_plain_checkpoint_is_taken_over(imported: Callable[..., Imported]) -> No
     assert_equal(before, after)
 
 
-def test_a_default_device_of_the_script_changes_nothing(imported: Callable[..., Imported]) -> None:
+def test_a_default_device_of_the_script_changes_nothing(imported: Callable[..., Captures]) -> None:
     before, after = training(), training()
     train(before)
     found = imported({name: before[name].state_dict() for name in ("model", "optimizer")})
@@ -135,7 +148,7 @@ def test_a_default_device_of_the_script_changes_nothing(imported: Callable[..., 
     torch.testing.assert_close(after["optimizer"].state_dict(), before["optimizer"].state_dict(), rtol=0, atol=0)
 
 
-def test_objects_in_lists_are_found_by_their_places(imported: Callable[..., Imported]) -> None:
+def test_objects_in_lists_are_found_by_their_places(imported: Callable[..., Captures]) -> None:
     before, after = training(), training()
     train(before)
     models = {"models": {"one": before["model"].state_dict()}, "optimizers": [before["optimizer"].state_dict()]}
@@ -148,7 +161,7 @@ def test_objects_in_lists_are_found_by_their_places(imported: Callable[..., Impo
         assert_equal({name: before[name]}, {name: after[name]})
 
 
-def test_names_of_torchs_own_helpers_are_understood(imported: Callable[..., Imported]) -> None:
+def test_names_of_torchs_own_helpers_are_understood(imported: Callable[..., Captures]) -> None:
     """The optimizer by parameter names, and a model still inside of DistributedDataParallel."""
     before, after = training(), training()
     train(before)
@@ -159,7 +172,7 @@ def test_names_of_torchs_own_helpers_are_understood(imported: Callable[..., Impo
     assert_equal(before, after)
 
 
-def test_what_is_absent_keeps_its_value_and_is_named(imported: Callable[..., Imported]) -> None:
+def test_what_is_absent_keeps_its_value_and_is_named(imported: Callable[..., Captures]) -> None:
     before, after = training(), training()
     train(before)
     kept = {name: tensor for name, tensor in before["model"].state_dict().items() if name != "2.bias"}
@@ -197,7 +210,7 @@ def test_what_is_absent_keeps_its_value_and_is_named(imported: Callable[..., Imp
     ],
 )
 def test_what_does_not_fit_is_refused_as_a_whole(
-    imported: Callable[..., Imported], saved: Callable[..., dict[str, Any]], arguments: list[str], message: str
+    imported: Callable[..., Captures], saved: Callable[..., dict[str, Any]], arguments: list[str], message: str
 ) -> None:
     other, after = training(), training()
     before = {name: tensor.clone() for name, tensor in after["model"].state_dict().items()}
@@ -206,29 +219,9 @@ def test_what_does_not_fit_is_refused_as_a_whole(
     torch.testing.assert_close(dict(after["model"].state_dict()), before, rtol=0, atol=0)
 
 
-def test_boxes_of_a_tensor_are_read_alone(imported: Callable[..., Imported]) -> None:
-    whole = torch.arange(900 * 1000, dtype=torch.float64).view(900, 10, 100)
-    found = imported(
-        {
-            "first": torch.ones(3),
-            "empty": np.empty(0),
-            "cube": whole,
-            "scalar": torch.tensor(2.5),
-            "none": torch.empty(0, 4),
-        }
-    )
-    cube = found.state["cube"]
-    assert torch.equal(cube.read(), whole)
-    assert torch.equal(cube.read((700, 2, 5), (11, 3, 90)), whole[700:711, 2:5, 5:95])
-    assert cube.read((900, 0, 0), (0, 10, 100)).numel() == 0
-    assert found.state["scalar"].read().item() == 2.5
-    assert found.state["empty"].shape == (0,)
-    assert found.state["none"].read().shape == (0, 4)
-
-
 def exported(tmp_path: Path) -> Path:
     slots = [make_slot(tmp_path / f"{rank}.slot", state(rank), rank=rank, world_size=2) for rank in range(2)]
-    export(slots, tmp_path / "exported", "dcp")
+    export(of_slots(slots), tmp_path / "exported", "dcp")
     for slot in slots:
         slot.close()
     return tmp_path / "exported"
@@ -237,7 +230,7 @@ def exported(tmp_path: Path) -> Path:
 def test_export_comes_back_to_each_of_its_ranks(tmp_path: Path, ctl: Callable[..., Result]) -> None:
     done = ctl(exported(tmp_path), "--json")
     assert json.loads(done.output).items() >= {"run_id": RUN, "step": 3, "left_out": {}}.items()
-    found = Imported(Tier(str(tmp_path / "tier"), RUN).url((0, 3)), run_id=RUN, step=3)
+    found = opened(str(tmp_path / "tier"), 3)
     expected = state(0)["objects"]["model"]
     for rank, at in ((0, 5), (1, 6)):
         sampler, model = Sampler(), torch.nn.Linear(3, 2)
@@ -256,9 +249,9 @@ def test_buffers_of_one_rank_serve_another_world(tmp_path: Path, ctl: Callable[.
     for rank in range(2):
         tree = {"objects": {"model": {"mean": torch.full((3,), rank + 1.0)}}, "values": {"epoch": rank}, "rng": None}
         slots.append(make_slot(tmp_path / f"{rank}.slot", tree, rank=rank, world_size=2))
-    export(slots, tmp_path / "exported", "dcp")
+    export(of_slots(slots), tmp_path / "exported", "dcp")
     assert ctl(tmp_path / "exported").exit_code == 0
-    found = Imported(Tier(str(tmp_path / "tier"), RUN).url((0, 3)), run_id=RUN, step=3)
+    found = opened(str(tmp_path / "tier"), 3)
     for world_size, mean in ((2, 2.0), (3, 1.0)):
         model = torch.nn.Module()
         model.register_buffer("mean", torch.zeros(3))
@@ -273,11 +266,11 @@ def test_generators_go_on_in_the_same_world_size(tmp_path: Path, ctl: Callable[.
     flat = TrainingState({"epoch": 1}, rng=True).flatten()
     tree = unflatten(flat.node, flat.leaves.__getitem__)
     slot = make_slot(tmp_path / "slot", tree, rank=0, world_size=1)
-    export([slot], tmp_path / "exported", "dcp")
+    export(of_slots([slot]), tmp_path / "exported", "dcp")
     slot.close()
     expected = torch.rand(3), np.random.rand(3)
     assert ctl(tmp_path / "exported").exit_code == 0
-    found = Imported(Tier(str(tmp_path / "tier"), RUN).url((0, 3)), run_id=RUN, step=3)
+    found = opened(str(tmp_path / "tier"), 3)
     assert load(found, rng=True, epoch=0) == ""
     assert torch.equal(torch.rand(3), expected[0])
     assert np.random.rand(3).tolist() == expected[1].tolist()
@@ -348,13 +341,13 @@ def test_run_begins_only_once(tmp_path: Path, ctl: Callable[..., Result]) -> Non
     assert (again.exit_code, "has an import of step 3 in" in again.output) == (1, True)
     tier = Tier(str(tmp_path / "tier"), RUN)
     file = RankFile(used_bytes=1 << 14, payload_offset=1 << 13, stored_bytes=4)
-    tier.create((1, 8), "rank0.zst").finish()
+    tier.write((1, 8), 0).finish()
     tier.publish(Persisted(run_id=RUN, pair=(1, 8), world_size=1, ranks={0: file}))
     assert tier.published() == [(0, 3), (1, 8)]
     again = ctl(source, "--step", "9")
     assert (again.exit_code, "has published step 8 in" in again.output) == (1, True)
     assert tier.prune(1) == [(1, 8)]
-    assert not Path(tier.url((0, 3))).exists()
+    assert not (tmp_path / "tier" / RUN / "0-3").exists()
 
 
 def test_run_that_etcd_knows_does_not_begin_anew(
@@ -379,7 +372,7 @@ def test_object_store_holds_imports_too(tmp_path: Path, ctl: Callable[..., Resul
     tier = Tier(target, RUN)
     assert tier.published() == [(0, 3)]
     sampler = Sampler()
-    assert load(Imported(tier.url((0, 3)), run_id=RUN, step=3), rank=1, world_size=2, sampler=sampler)
+    assert load(opened(target, 3), rank=1, world_size=2, sampler=sampler)
     assert sampler.at == 6
 
 
@@ -398,57 +391,35 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (lambda at: flip(at / DATA, CHUNK_BYTES + 5), SlotError, "chunk 1 of data.bin .* does not match its checksum"),
-        (lambda at: flip(at / INDEX, 30), SlotError, "index.json does not match its checksum"),
-        (lambda at: (at / DATA).write_bytes(b"short"), SlotError, "data.bin has 5 bytes, not"),
-        (lambda at: (at / MANIFEST).write_text("[]"), SlotError, "no manifest of an import"),
-        (lambda at: (at / INDEX).unlink(), RestoreError, "is gone, .*import it again"),
-        (shutil.rmtree, RestoreError, "is gone, .*import it again"),
+        (lambda at: flip(at / "rank0.zst", 5000), SlotError, "rank 0 of .* does not match its checksums"),
+        (lambda at: (at / "rank0.zst").write_bytes(b"short"), SlotError, "is no file of this format"),
+        (lambda at: (at / "manifest.json").write_text("[]"), SlotError, "is no manifest that this release reads"),
+        (
+            lambda at: (at / "manifest.json").write_text('{"version": 1, "files": {}}'),
+            SlotError,
+            "an import that an earlier release made: delete it, and import again",
+        ),
+        (lambda at: (at / "rank0.zst").unlink(), SlotError, "rank 0 of .* is gone"),
+        (shutil.rmtree, SlotError, "is not published"),
     ],
 )
 def test_damaged_import_is_not_taken(
     tmp_path: Path,
-    imported: Callable[..., Imported],
+    imported: Callable[..., Captures],
     damage: Callable[[Path], Any],
     error: type[CheckpointError],
     message: str,
 ) -> None:
-    imported({"big": torch.ones(CHUNK_BYTES)})
-    damage(Path(Tier(str(tmp_path / "tier"), RUN).url((0, STEP))))
+    imported({"big": torch.rand(CHUNK_BYTES)})
+    damage(tmp_path / "tier" / RUN / f"0-{STEP}")
     with pytest.raises(error, match=message):
         load(open_import(tmp_path), big=None)
 
 
-def test_run_with_a_truncated_import_does_not_start(tmp_path: Path, imported: Callable[..., Imported]) -> None:
+def test_run_with_a_truncated_import_does_not_start(tmp_path: Path, imported: Callable[..., Captures]) -> None:
     imported({"big": torch.ones(9)})
     tier = Tier(str(tmp_path / "tier"), RUN)
-    assert tier.import_manifest((0, STEP)).data_bytes == 36
-    (Path(tier.url((0, STEP))) / DATA).write_bytes(b"short")
-    with pytest.raises(SlotError, match=r"data\.bin has 5 bytes, not 36"):
-        tier.import_manifest((0, STEP))
-
-
-def test_manifest_says_all_or_is_refused() -> None:
-    manifest = ImportManifest(
-        run_id=RUN,
-        step=STEP,
-        source="/x",
-        strict=False,
-        index_bytes=9,
-        index_checksum=1,
-        table_checksum=2,
-        data_bytes=3,
-    )
-    assert ImportManifest.load(manifest.dump(), run_id=RUN, step=STEP) == manifest
-    value = json.loads(manifest.dump())
-    for wrong in (
-        b"{",
-        b"[" * 100_000,
-        manifest.dump().replace(b'"generation": 0', b'"generation": 1'),
-        json.dumps({**value, "strict": 1}).encode(),
-        json.dumps({**value, "files": {}}).encode(),
-        json.dumps({**value, "files": {**value["files"], "more": {"bytes": 1}}}).encode(),
-        json.dumps({**value, "files": {**value["files"], DATA: {"bytes": -1}}}).encode(),
-    ):
-        with pytest.raises(SlotError):
-            ImportManifest.load(wrong, run_id=RUN, step=STEP)
+    tier.check_whole((0, STEP))
+    (tmp_path / "tier" / RUN / f"0-{STEP}" / "rank0.zst").write_bytes(b"short")
+    with pytest.raises(SlotError, match=r"rank0\.zst has 5 bytes, not "):
+        tier.check_whole((0, STEP))

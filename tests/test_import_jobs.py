@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from cluster import ENDLESS, TINY, Cluster, Host, wait_until
 from launchers import run_trainers
 
-from resilient_run.ckpt.format.import_manifest import DATA
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.tier.tier import Tier
 
@@ -121,12 +120,13 @@ def test_lost_memory_takes_every_rank_back_to_the_import(
 def test_damaged_import_ends_the_run(cluster: Cluster, tmp_path: Path, saved: tuple[Path, object]) -> None:
     source, _ = saved
     ctl(tmp_path, "import", str(source), "--run-id", "go", "--target", str(tmp_path / "tier"), "--step", "4")
-    path = Path(Tier(str(tmp_path / "tier"), "go").url((0, 4))) / DATA
+    path = tmp_path / "tier" / "go" / "0-4" / "rank0.zst"
     data = path.read_bytes()
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     host = cluster.host("a")
     launch(host, 2, "go", tmp_path / "tier", TRAINER)
     assert host.wait() != 0
-    assert re.search("chunk 0 of data.bin .* does not match its checksum", host.output), host.output
+    cause = "begins with the import of step 4, which cannot be read: .* rank 0 of .* does not match its checksums"
+    assert re.search(cause, host.output), host.output
     assert "generation 2" not in (host.run_dir / "resilientd.log").read_text(), "no restart cures this"
     assert digests(host.lines) == []

@@ -191,7 +191,7 @@ def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None
     tier = tier_of(hosts)
     for pair in tier.published():
         for rank in range(2):
-            data = b"".join(tier.read(pair, rank))
+            data = b"".join(frame for _, frame in tier.read(pair, rank))
             offset = tier.manifest(pair).ranks[rank].payload_offset
             assert data[offset:] == payload(hosts.run_id, rank, pair)
 

@@ -17,9 +17,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from resilient_run.ckpt.convert.export import Format, export, gather, merge_slots
+from resilient_run.ckpt.convert.captures import of_slots
+from resilient_run.ckpt.convert.export import Format, export, gather
 from resilient_run.ckpt.convert.pieces import missing, place
-from resilient_run.ckpt.errors import SlotError, StateError
+from resilient_run.ckpt.errors import RestoreError, SlotError, StateError
 from resilient_run.ckpt.format.manifest import ShardSpec
 from resilient_run.ckpt.format.slot import Slot
 
@@ -109,16 +110,18 @@ def test_a_missing_rank_is_named_and_nothing_is_written(
     """Also the last one, whose shard has no elements, but whose values would be lost."""
     held = slots(parts(*({*range(4)} - {lost})), shard(ROWS, (4,)))
     with pytest.raises(SlotError, match=rf"rank\(s\) \[{lost}\] of 4 are missing"):
-        export(held, tmp_path / "out", format_)
+        export(of_slots(held), tmp_path / "out", format_)
     assert not (tmp_path / "out").exists()
 
 
 def test_slots_tell_whose_they_are(slots: Callable[..., list[Slot]]) -> None:
     held = slots(parts(0, 1, 2, 3), shard(ROWS, (4,)))
-    assert torch.equal(gather(held[::-1])["model"]["weight"], WHOLE)
+    assert torch.equal(gather(of_slots(held[::-1]))["model"]["weight"], WHOLE)
     other = slots(parts(3), shard(ROWS, (4,)), world_size=5)
-    with pytest.raises(SlotError, match=r"rank 0 is of step 3 .* of 4, rank 3 of step 3 .* of 5"):
-        gather([*held[:3], *other])
+    with pytest.raises(
+        RestoreError, match=r"rank 3: training has overwritten step 3 \(generation 1\), or it is damaged"
+    ):
+        gather(of_slots([*held[:3], *other]))
 
 
 @pytest.mark.parametrize(
@@ -129,14 +132,14 @@ def test_slots_tell_whose_they_are(slots: Callable[..., list[Slot]]) -> None:
             (("R",), ("S", 0)),
             (2, 2),
             lambda held: held[3]["weight"].view(-1)[1:2].zero_(),
-            "rank 3 and a lower one hold different values of the same part",
+            "rank [13] and another one hold different values of the same part",
             id="replicas",
         ),
         pytest.param(
             ROWS,
             (4,),
             lambda held: held[1].update(weight=held[1]["weight"].double()),
-            "ranks 0 and 1 hold shards of different tensors",
+            "rank 1 holds a shard where another rank has something else",
             id="dtypes",
         ),
         pytest.param(
@@ -161,7 +164,7 @@ def test_shards_that_are_no_whole_are_refused(
     change(held)
     made = [slots({rank: model}, shard(placements, mesh_shape) if model else None)[0] for rank, model in held.items()]
     with pytest.raises(StateError, match=rf"^model\.weight: {message}"):
-        gather(made)
+        gather(of_slots(made))
 
 
 def test_shards_of_different_meshes_must_agree(slots: Callable[..., list[Slot]]) -> None:
@@ -178,22 +181,22 @@ def test_shards_of_different_meshes_must_agree(slots: Callable[..., list[Slot]])
             for rank, (value, mesh) in enumerate(zip(values, [(0, 1), (0, 1), (2, 3), (2, 3)], strict=True))
         ]
 
-    assert gather(made(0, 1, 0, 1))["model"]["weight"][:, 0].tolist() == [0, 0, 1, 1]
-    with pytest.raises(StateError, match=r"model\.weight: rank 2 and a lower one hold different values"):
-        gather(made(0, 1, 2, 3))
+    assert gather(of_slots(made(0, 1, 0, 1)))["model"]["weight"][:, 0].tolist() == [0, 0, 1, 1]
+    with pytest.raises(StateError, match=r"model\.weight: rank 2 and another one hold different values"):
+        gather(of_slots(made(0, 1, 2, 3)))
     # What rank 1 does not have is not taken from the other mesh.
-    with pytest.raises(StateError, match=r"model\.weight: rank 3 and a lower one hold different values"):
-        gather(made(0, 1, 0, 1, without=1))
+    with pytest.raises(StateError, match=r"model\.weight: rank 3 and another one hold different values"):
+        gather(of_slots(made(0, 1, 0, 1, without=1)))
 
 
 def test_a_shard_beside_something_else_is_refused(slots: Callable[..., list[Slot]]) -> None:
     spec = shard(ROWS, (4,))
     made = [slots({0: {"weight": WHOLE.clone()}})[0], *slots(parts(1, 2, 3), spec)]
     with pytest.raises(StateError, match=r"model\.weight: rank 1 holds a shard where another rank has something else"):
-        merge_slots(made)
+        gather(of_slots(made))
     lists = {rank: {"layers": [part["weight"], *[1] * rank]} for rank, part in parts(0, 1, 2, 3).items()}
-    with pytest.raises(StateError, match=r"model\.layers: rank 0 holds a shard where"):
-        merge_slots(slots(lists, spec))
+    with pytest.raises(StateError, match=r"model\.layers: rank 1 holds a shard where"):
+        gather(of_slots(slots(lists, spec)))
 
 
 @contextmanager
@@ -217,11 +220,11 @@ def test_a_full_disk_leaves_nothing_half_written(
     if made and format_ == "dcp":
         out.mkdir()
     with no_more_than(1 << 20), pytest.raises(OSError, match="out cannot be written, and nothing of it is left"):
-        export(held, out, format_)
+        export(of_slots(held), out, format_)
     assert out.exists() == (made and format_ == "dcp")
     if out.exists():
         assert not list(out.iterdir())
-    export(held, out, format_)
+    export(of_slots(held), out, format_)
 
 
 @pytest.mark.jobs
@@ -230,7 +233,7 @@ def test_states_of_fsdp_are_whole_or_refused(tmp_path: Path, world_size: int) ->
     run_trainers([str(TRAINER), str(tmp_path)], world_size)
     expected = torch.load(tmp_path / "whole.pt")
     held = [Slot.open(tmp_path / f"{rank}.slot", writable=True) for rank in range(world_size)]
-    export(held, tmp_path / "out.pt", "torch")
+    export(of_slots(held), tmp_path / "out.pt", "torch")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     torch.testing.assert_close(found["fsdp"], expected["trained"], rtol=0, atol=0)
     moments = {
@@ -244,7 +247,7 @@ def test_states_of_fsdp_are_whole_or_refused(tmp_path: Path, world_size: int) ->
         torch.testing.assert_close(found[name], expected["model"], rtol=0, atol=0)
     for lost in range(world_size):
         with pytest.raises(SlotError, match=rf"rank\(s\) \[{lost}\] of {world_size} are missing"):
-            export([*held[:lost], *held[lost + 1 :]], tmp_path / "none", "dcp")
+            export(of_slots([*held[:lost], *held[lost + 1 :]]), tmp_path / "none", "dcp")
     assert not (tmp_path / "none").exists()
     for slot in held:
         slot.close()

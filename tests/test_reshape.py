@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
+from resilient_run.ckpt.convert.captures import of_slots
 from resilient_run.ckpt.convert.export import gather
 from resilient_run.ckpt.errors import RestoreError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
@@ -86,7 +87,7 @@ def test_each_rank_has_its_part_of_what_all_had(
         return {**held, "epoch": 4, "weights": np.arange(3)}
 
     holders = made(trained, before)
-    whole = gather(list(holders.slots["a"].values()))
+    whole = gather(of_slots(list(holders.slots["a"].values())))
     for rank in range(after):
         with rank_of(rank, after):
             held = objects(kind, 5, after)
@@ -161,7 +162,7 @@ def test_buffers_that_differ_are_the_lowest_ranks(made: Callable[..., Holders]) 
     holders = made(register, 3)
     held = objects(replicated, 5, 2)
     told = holders.load(TrainingState(held, rng=False), 1, 2, 3)[0].told
-    expected = gather(list(holders.slots["a"].values()))["model"]
+    expected = gather(of_slots(list(holders.slots["a"].values())))["model"]
     assert_has(dict(held["model"].state_dict()), expected)
     assert len(told) == 1
     assert "model.1.running_mean" in told[0]
@@ -305,7 +306,7 @@ def test_what_is_damaged_comes_from_elsewhere(tmp_path: Path, made: Callable[...
     with rank_of(0, 1):
         model = fsdp(5, 1)
         holders.load(TrainingState({"model": model}, rng=False), 0, 1, 2)
-        assert_has(dict(model.state_dict()), gather(list(other.slots["a"].values()))["model"])
+        assert_has(dict(model.state_dict()), gather(of_slots(list(other.slots["a"].values())))["model"])
         assert holders.asked[-1]["avoid"] == (["a"] if holders.asked[-1]["rank"] == 1 else [])
         corrupt(other.slots["a"][1], at)
         with pytest.raises(RestoreError, match="no verified copy of rank 1 is left"):

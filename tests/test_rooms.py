@@ -30,7 +30,7 @@ EDGES = {
     "daemon.base": "daemon.trust daemon.etcd ckpt.errors ckpt.format",
     "daemon.run": "daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon.slots": "daemon.trust daemon.run daemon.base ckpt.errors ckpt.format",
-    "daemon.tier": "daemon.trust daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
+    "daemon.tier": "daemon.trust daemon.slots daemon.run daemon.base daemon.etcd ckpt.convert ckpt.errors ckpt.format",
     "daemon.peers": "daemon.trust daemon.tier daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.trainers": "daemon.peers daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.comparison": "daemon.peers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
@@ -48,7 +48,7 @@ EDGES = {
     "launcher.lab": "",
     "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.trust daemon.run daemon.base daemon.tier"
-    " ckpt ckpt.convert ckpt.link ckpt.errors ckpt.format",
+    " ckpt ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
     "comm.sparsity": "",
     "comm.ops": "comm.errors",

@@ -1,1 +1,1 @@
-"""Checkpoints of other forms: exported for plain PyTorch, imported to begin a run."""
+"""What other ranks captured, put together: for another number of ranks, for plain PyTorch, and of imports."""

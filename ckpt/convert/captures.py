@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import SlotError
+from ..errors import RestoreError, SlotError
 from ..format import digests
 from ..format.manifest import Manifest, is_large, leaf_parts, leaf_paths, parse
 from ..format.pair import Pair
-from ..format.slot import CHUNK_BYTES, HEADER_BYTES, SlotHeader, parse_header
+from ..format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_header
 
 _BATCH_BYTES: Final = 64 << 20
 _BATCH_RANGES: Final = 1024
@@ -33,7 +33,11 @@ class Answer:
 
 
 Ask = Callable[[list[dict[str, Any]]], Answer]
-"""Reads `[{"rank", "ranges": [offset, size…], "avoid": [name…]}…]` of slots, verified by nobody."""
+"""Reads `[{"rank", "ranges": [offset, size…], "avoid": [name…]}…]` of slots, verified by nobody.
+
+The daemon's `read` does, of slots on this host, on its peers and of files of the persistent tier; `only` does of one
+source, such as slots on this host or files of the tier.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +57,65 @@ class Captured:
     digests: dict[int, tuple[Hashable, int]]
 
 
+def only(read: Callable[[int, list[tuple[int, int]]], bytes | bytearray], damaged: str) -> Ask:
+    """Return what asks one source.
+
+    Args:
+        read: Returns ranges (offset and size) of the slot of a rank, one after the other.
+        damaged: What to say when that is not what was captured.
+    """
+
+    def ask(wanted: list[dict[str, Any]]) -> Answer:
+        data = bytearray()
+        for each in wanted:
+            if each["avoid"]:
+                raise RestoreError(f"rank {each['rank']}: {damaged}")
+            data += read(each["rank"], list(zip(each["ranges"][::2], each["ranges"][1::2], strict=True)))
+        return Answer(data=memoryview(data), sources=[""] * len(wanted), host="")
+
+    return ask
+
+
+def of_slots(slots: Sequence[Slot]) -> "Captures":
+    """Return what is in slots of all ranks, of the step that the first one has; they may be written meanwhile.
+
+    Raises:
+        SlotError: One is not complete, or a rank is missing.
+        RestoreError: One has something else.
+    """
+    first, held = slots[0].header(), {slot.header().rank: slot.buffer for slot in slots}
+    if missing := sorted(set(range(first.world_size)) - held.keys()):
+        raise SlotError(f"rank(s) {missing} of {first.world_size} are missing")
+    return in_memory(held, first)
+
+
+def in_memory(held: Mapping[int, memoryview], header: SlotHeader) -> "Captures":
+    """Return what is in these files of ranks, of one of which `header` is."""
+
+    def read(rank: int, ranges: list[tuple[int, int]]) -> bytes:
+        return b"".join(held[rank][offset : offset + size] for offset, size in ranges)
+
+    damaged = (
+        f"training has overwritten step {header.step} (generation {header.generation}), or it is damaged; try again"
+    )
+    pair, world_size = header.pair, header.world_size
+    return Captures(only(read, damaged), run_id=header.run_id, pair=pair, world_size=world_size, of=held)
+
+
 class Captures:
     """All ranks of one step, by rank.
 
     Attributes:
+        pair: Generation and step.
         ranks: What is known of each.
         local: The ranks whose slots this host has.
         read_bytes: How much was read so far.
     """
 
-    def __init__(self, ask: Ask, *, run_id: str, pair: Pair, world_size: int) -> None:
-        """Read the heads of all slots.
+    def __init__(
+        self, ask: Ask, *, run_id: str, pair: Pair, world_size: int, of: Collection[int] | None = None
+    ) -> None:
+        """Read the heads of all slots, or of the ranks `of`.
 
         Raises:
             RestoreError: Nobody has a verified copy of one.
@@ -71,6 +123,7 @@ class Captures:
         """
         self.read_bytes = 0
         self.local: set[int] = set()
+        self.pair = pair
         self._ask = ask
         self._avoid: dict[int, set[str]] = {}
         self._chunks: dict[tuple[int, int], memoryview] = {}
@@ -98,7 +151,7 @@ class Captures:
                 digests=_digests(bytes(raw), manifest),
             )
 
-        self._read([_Item(rank, 0, HEADER_BYTES, partial(take_header, rank)) for rank in range(world_size)])
+        self._read([_Item(rank, 0, HEADER_BYTES, partial(take_header, rank)) for rank in of or range(world_size)])
         self._read(
             [
                 _Item(rank, HEADER_BYTES, header.checksums_offset + 8 * header.chunk_count, partial(take_head, rank))
@@ -107,22 +160,26 @@ class Captures:
         )
 
     def want(self, rank: int, start: int, end: int) -> None:
-        """Let the next `fetch` bring bytes of the payload of `rank`."""
+        """Let the next `fetch` read bytes of the payload of `rank`."""
         self._wanted.update((rank, chunk) for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))
 
-    def data(self, rank: int, start: int, end: int) -> bytes | None:
-        """Return bytes of the payload of `rank`; None if they are yet to be fetched, which the next `fetch` does."""
+    def data(self, rank: int, start: int, end: int) -> bytes:
+        """Return bytes of the payload of `rank`, which are read now with all that is wanted if they are not here.
+
+        Raises:
+            RestoreError: Nobody has a verified copy of it.
+        """
         chunks = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
         if any((rank, chunk) not in self._chunks for chunk in chunks):
             self.want(rank, start, end)
-            return None
+            self.fetch()
         return b"".join(
             self._chunks[rank, chunk][max(0, start - chunk * CHUNK_BYTES) : end - chunk * CHUNK_BYTES]
             for chunk in chunks
         )
 
-    def fetch(self, *, keep: bool = True) -> bool:
-        """Read and verify what is wanted and not here, and tell whether anything was; without `keep`, forget the rest.
+    def fetch(self, *, keep: bool = True) -> None:
+        """Read and verify what is wanted and not here; without `keep`, forget the rest.
 
         Raises:
             RestoreError: Nobody has a verified copy of it.
@@ -139,7 +196,6 @@ class Captures:
             else:
                 runs.append((rank, range(chunk, chunk + 1)))
         self._read([self._item(rank, run) for rank, run in runs])
-        return bool(wanted)
 
     def _item(self, rank: int, run: range) -> "_Item":
         captured = self.ranks[rank]

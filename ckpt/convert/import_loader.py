@@ -1,250 +1,303 @@
-"""Beginning a run with an import: the registered objects take what it has under their names, in any world size."""
+"""Beginning a run with an import: what it has under the names of the registered objects, in any world size.
+
+An import is the slot of a run of one rank, whose tree is that of the checkpoint which was imported. It is put into the
+form that the registered objects have now, with what they are where it lacks something. The result is loaded as any slot
+is: exactly, or not at all.
+"""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from ..errors import StateError
+from ..errors import SlotError, StateError
+from ..format.manifest import TensorSpec
 from ..state.held import fsdp1_units
-from ..state.state import Stateful, TrainingState, set_rng
-from ..state.tree import Flattener, same
-from ..state.values import renew
+from ..state.state import TrainingState, get_rng
+from ..state.tree import Flattener, entries, same, shard_spec, unflatten
+from .assembly import Assembled, filled, read
+from .captures import Captures
 from .export import RANKS
-from .imported import Imported, StoredTensor
+from .payload import Made, Piece
+from .pieces import place
+
+SOURCE: Final = "imported_from"
+STRICT: Final = "strict"
+"""Plain values of an import: where it comes from, and whether a run must refuse it if it lacks something."""
 
 _SHOWN: Final = 10
 _ABSENT: Final = object()
+_CONTENTS: Final = "contents"
 
 
-@dataclass(kw_only=True, slots=True)
-class _Names:
-    """What the import did not have, and what in it nobody took."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of the import, which is not read yet: its leaf."""
 
-    absent: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    generators: bool = False
-    taken: int = 0
-
-    def describe(self) -> str:
-        parts = []
-        if self.absent:
-            parts.append(f"it does not have {_some(self.absent)}, which begin as the script made them")
-        if not self.generators:
-            parts.append("random number generators go on as the script seeded them")
-        if self.unused:
-            parts.append(f"nothing is registered for {_some(self.unused)}")
-        return "; ".join(parts)
+    index: int
+    spec: TensorSpec
 
 
-def load_import(state: TrainingState, imported: Imported, *, rank: int, world_size: int) -> str:
-    """Replace what `imported` has of `state` and return what a person should know of the rest, "" for nothing.
+def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size: int) -> Assembled:
+    """Return what `rank` of `world_size` is to load of an import; nothing is loaded yet.
 
     What the ranks that saved it had differently goes back to its own rank, and only in their world size; but modules
     and optimizers take the lowest rank's in any other.
 
     Raises:
-        StateError: It does not fit, or something is absent and it is strict; nothing was loaded.
+        StateError: It does not fit, or something is absent and it is strict.
         SlotError: It is damaged.
         RestoreError: Its storage does not answer.
     """
-    where = f"the import of step {imported.manifest.step} from {imported.manifest.source}"
+    about, found = _opened(captures)
+    where = f"the import of step {captures.pair[1]} from {about.get(SOURCE)}"
     try:
-        # Of a model one rank's is right for all, as DistributedDataParallel takes rank 0's buffers.
-        whole = {
-            name for name, item in state.objects.items() if isinstance(item, torch.nn.Module | torch.optim.Optimizer)
-        }
-        saved = _of_rank(imported.state, rank, world_size, whole)
-        known = {*state.objects, *state.values, *(name.partition(".")[0] for name in state.objects)}
-        names = _Names(unused=[str(name) for name in saved.objects if name not in known])
-        loads = [_plan(name, item, saved, state, names) for name, item in state.objects.items()]
-        values = {name: _take(name, value, saved.values, names) for name, value in state.values.items()}
+        taking = _TakingOver(state, found, rank, world_size)
+        flat = Flattener(taking.tree())
     except StateError as error:
         raise StateError(f"{where} does not fit, nothing was loaded: {error}") from None
-    if not names.taken or (imported.manifest.strict and names.absent):
-        held = ", ".join(map(str, list(imported.state)[:_SHOWN]))
+    if not taking.taken or (about.get(STRICT) and taking.absent):
         raise StateError(
-            f"{where} was refused, nothing was loaded: it does not have {_some(names.absent)}; it has {held}. "
-            "Register the objects by the names that they have there, "
-            f"{'or import it without --strict' if names.taken else 'or choose a new run id'}"
+            f"{where} was refused, nothing was loaded: it does not have {_some(taking.absent)}; it has "
+            f"{', '.join(map(str, list(found)[:_SHOWN]))}. Register the objects by the names that they have there, "
+            f"{'or import it without --strict' if taking.taken else 'or choose a new run id'}"
         )
-    for load in loads:
-        load()
-    others = Flattener({name: item.state_dict() for name, item in state.objects.items()}).leaves
-    renew(state.values, _read(values), others=others)
-    if state.has_rng and saved.rng is not None:
-        set_rng(_read(saved.rng))
-    names.generators = not state.has_rng or saved.rng is not None
-    text = names.describe()
-    return f"{where}: {text}" if text else ""
+    leaves = taking.leaves(flat)
+    flat.add("shared", flat.shared)
+    flat.add("kinds", flat.kinds)
+    told = taking.told()
+    return filled(captures, flat.node, leaves, [f"{where}: {'; '.join(told)}"] if told else [])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Saved:
-    """What an import has for one rank: objects by name, plain values by name, and generators if it has them."""
+def _opened(captures: Captures) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Return what an import tells of itself, and its state with `_Stored` in place of tensors."""
+    manifest = captures.ranks[0].manifest
+    leaves: dict[int, Any] = {index: _Stored(index, spec) for index, spec in enumerate(manifest.tensors)}
+    plain = [index for index, spec in enumerate(manifest.tensors) if spec.kind != "torch"]
+    leaves |= zip(plain, read(captures, [_whole(leaves[index], leaves[index].spec) for index in plain]), strict=True)
+    parts = entries(manifest.tree)
+    about, state = (unflatten(parts.get(name), leaves.__getitem__) for name in ("values", "objects"))
+    if not isinstance(about, dict) or not isinstance(state, dict):
+        raise SlotError("the import has no objects, or does not tell of itself")
+    return about, state
 
-    objects: dict[str, Any]
-    values: dict[str, Any]
-    rng: Any
+
+def _whole(stored: _Stored, spec: TensorSpec) -> Made:
+    offset = (0,) * len(stored.spec.shape)
+    piece = Piece(rank=0, index=stored.index, offset=offset, size=stored.spec.shape)
+    return Made(spec=spec, pieces=(piece,), offset=offset, size=stored.spec.shape)
 
 
-def _of_rank(state: Mapping[str, Any], rank: int, world_size: int, whole: Collection[str]) -> _Saved:
-    objects = {name: value for name, value in state.items() if name != RANKS}
-    ranks = state.get(RANKS)
-    if not isinstance(ranks, dict) or not ranks:
-        return _Saved(objects=objects, values=objects, rng=None)
-    parts = list(ranks.values())
-    if not all(map(_is_part, parts)) or ranks.keys() != {str(number) for number in range(len(ranks))}:
-        raise StateError(f"what it has below {RANKS} was not written by `resilientctl export` of all ranks")
-    own = ranks.get(str(rank), {}) if len(ranks) == world_size else {}
-    if own:
-        changes = own.get("objects", {})
-    else:
-        paths = {path for part in parts for path in part.get("objects", {})}
-        changes = {path: _ABSENT for path in paths if not any(f"{path}.".startswith(f"{name}.") for name in whole)}
-    for path in sorted(changes):
-        objects = _with(objects, path, changes[path])
-    values = own.get("values")
-    if values is None:
-        first, *others = (part.get("values", {}) for part in parts)
+class _TakingOver:
+    """The registered objects' state, in which tensors that the import has take theirs from there.
+
+    Attributes:
+        absent: What the import does not have.
+        taken: How much it has.
+    """
+
+    def __init__(self, state: TrainingState, found: dict[Any, Any], rank: int, world_size: int) -> None:
+        self.absent: list[str] = []
+        self.taken = 0
+        self._unused: list[str] = []
+        self._state = state
+        self._rank = rank
+        # A tensor in the state, what its content is, and the parameter whose state it is, if it is one's.
+        self._contents: list[tuple[Any, _Stored, Any]] = []
+        self._objects = {name: value for name, value in found.items() if name != RANKS}
+        self._values = self._objects
+        self._own: dict[str, Any] = {}
+        self._rng = None
+        if ranks := found.get(RANKS):
+            self._take_ranks(ranks, rank, world_size)
+
+    def _take_ranks(self, ranks: Any, rank: int, world_size: int) -> None:
+        """Take what an export has of single ranks."""
+        parts: list[Any] = list(ranks.values()) if isinstance(ranks, dict) else [None]
+        if not all(map(_is_part, parts)) or ranks.keys() != {str(number) for number in range(len(ranks))}:
+            raise StateError(f"what it has below {RANKS} was not written by `resilientctl export` of all ranks")
+        if len(parts) == world_size:
+            own = ranks[str(rank)]
+            self._own, values, self._rng = own.get("objects", {}), own.get("values", {}), own.get("rng")
+        else:
+            # Of a model one rank's is right for all, as DistributedDataParallel takes rank 0's buffers.
+            kinds = torch.nn.Module | torch.optim.Optimizer
+            whole = tuple(f"{name}." for name, item in self._state.objects.items() if isinstance(item, kinds))
+            paths = {path for part in parts for path in part.get("objects", {})}
+            self._own = {path: _ABSENT for path in paths if not f"{path}.".startswith(whole)}
+            first, *others = (part.get("values", {}) for part in parts)
+            values = {name: value for name, value in first.items() if _is_same(value, name, others)}
+        self._values = {**self._objects, **values}
+
+    def tree(self) -> dict[str, Any]:
+        """Return the state, without what says how it was made.
+
+        Raises:
+            StateError: It does not fit.
+        """
+        known = {*self._state.objects, *self._state.values, *(name.partition(".")[0] for name in self._state.objects)}
+        self._unused = [str(name) for name in self._objects if name not in known]
+        states = self._state.states()
+        objects = {name: self._object(name, item, states[name]) for name, item in self._state.objects.items()}
         values = {
-            name: value for name, value in first.items() if all(_is_same(value, other.get(name)) for other in others)
+            name: self._merge(name, value, self._values.get(name, _ABSENT))
+            for name, value in self._state.values.items()
         }
-    return _Saved(objects=objects, values={**objects, **values}, rng=own.get("rng"))
+        rng = get_rng() if self._state.has_rng else None
+        if rng is not None and self._rng is not None:
+            rng = self._merge("rng", {}, self._rng)
+        return {"objects": objects, "values": values, "rng": rng, _CONTENTS: [tensor for tensor, *_ in self._contents]}
+
+    def told(self) -> list[str]:
+        """Return what a person should know."""
+        told = []
+        if self.absent:
+            told.append(f"it does not have {_some(self.absent)}, which begin as the script made them")
+        if self._state.has_rng and self._rng is None:
+            told.append("random number generators go on as the script seeded them")
+        if self._unused:
+            told.append(f"nothing is registered for {_some(self._unused)}")
+        return told
+
+    def leaves(self, flat: Flattener) -> list[Made]:
+        """Return the leaves of the state in `flat`, out of which what names those that the import has is taken.
+
+        They are laid out as they are now.
+        """
+        leaves = [Made(spec=spec, given=leaf) for leaf, spec in zip(flat.leaves, flat.specs(), strict=True)]
+        _, keys, children = flat.node
+        keys.pop()
+        # Of tensors that are one, each may be the one that the import has.
+        for (_, index), (tensor, stored, like) in zip(children.pop()[1:], self._contents, strict=True):
+            leaves[index] = self._leaf(tensor, leaves[index].spec, stored, like)
+        return leaves
+
+    def _leaf(self, tensor: Any, spec: TensorSpec, stored: _Stored, like: Any) -> Made:
+        if like is not None:
+            spec = replace(spec, dtype=_dtype(stored, like), device=like.device.type)
+            tensor = like if tuple(like.shape) == spec.shape else tensor
+        if not hasattr(tensor, "to_local"):
+            return _whole(stored, spec)
+        shard, local = shard_spec(tensor), tuple(tensor.to_local().shape)
+        # A rank that is not in the mesh has no elements, and no place.
+        offset, size = ((0,) * len(local), local) if 0 in local else place("a tensor", shard, self._rank, local)
+        made = _whole(stored, replace(spec, shape=local, shard=shard))
+        return replace(made, offset=offset, size=size)
+
+    def _object(self, name: str, item: Any, current: Any) -> Any:
+        found = _at(self._objects, name)
+        if found is _ABSENT or not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
+            return self._merge(name, current, found)
+        if isinstance(item, torch.optim.Optimizer):
+            return self._optimizer(name, item, current, found)
+        if fsdp1_units(item):
+            raise StateError(
+                f"{name} is sharded by FSDP1, which takes no whole tensors: train with fully_shard (FSDP2), or load "
+                "the import into the module before it is wrapped, in a script of your own"
+            )
+        flat = dict(_flat(found, current))
+        if not any(key.startswith("module.") for key in current):
+            # What a DistributedDataParallel puts before each name, which a Checkpointer leaves out.
+            flat = {key.removeprefix("module."): value for key, value in flat.items()}
+        self._unused += [f"{name}.{key}" for key in flat if key not in current]
+        taken = {key: flat[key] for key in current if key in flat}
+        for key, value in taken.items():
+            if isinstance(current[key], torch.Tensor) and not _fits(value, current[key]):
+                raise StateError(f"{name}.{key} is {_shown(value)} there, {_shown(current[key])} in the model")
+        return self._merge(name, current, taken)
+
+    def _optimizer(self, name: str, optimizer: torch.optim.Optimizer, current: Any, found: Any) -> Any:
+        groups, states = _parts(name, found)
+        before, now = ([len(group.get("params", ())) for group in each] for each in (groups, optimizer.param_groups))
+        if groups and before != now:
+            raise StateError(f"{name}: parameter groups of {before} tensors there, of {now} in the optimizer")
+        made = dict(current["state"])
+        parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+        for index, (parameter, group) in enumerate(parameters):
+            called = [str(index), *_names_of(parameter, self._state)]
+            key = next((key for key in called if key in states), None)
+            if key is not None:
+                likes = {} if group.get("capturable") or group.get("fused") else {"step": None}
+                made[index] = {
+                    part: self._merge(f"{name}.state.{key}.{part}", _ABSENT, value, likes.get(part, parameter))
+                    for part, value in states[key].items()
+                }
+            elif states:
+                self.absent.append(f"{name}.state.{called[-1]}")
+        if not groups:
+            self.absent.append(f"{name}.param_groups")
+        merged = [
+            {**self._merge(f"{name}.param_groups.{index}", group, groups[index]), "params": group["params"]}
+            for index, group in enumerate(current["param_groups"] if groups else ())
+        ]
+        return {**current, "state": made, "param_groups": merged or current["param_groups"]}
+
+    def _merge(self, path: str, current: Any, found: Any, like: Any = None) -> Any:
+        """Return `found`, with what only `current` has, and `current`'s keys: DCP turns all of them into text."""
+        found = self._own.get(path, found)
+        if found is _ABSENT:
+            self.absent.append(path)
+            return current
+        if isinstance(found, dict):
+            # A copy of its own type, which may be a Counter or have attributes.
+            merged = copy.copy(current) if isinstance(current, dict) else type(found)()
+            keys = {str(key): key for key in merged}
+            numbers = bool(keys) and all(type(key) is int for key in merged)
+            for text, value in found.items():
+                key = keys.get(text, int(text) if numbers and text.isdecimal() else text)
+                item = self._merge(f"{path}.{text}", merged.get(key, _ABSENT), value)
+                if item is not _ABSENT:
+                    merged[key] = item
+            self.absent += [f"{path}.{text}" for text in keys if text not in found]
+            return merged
+        self.taken += 1
+        if type(found) in (list, tuple):
+            items = [self._merge(f"{path}.{index}", _ABSENT, item) for index, item in enumerate(found)]
+            # A list without one of its items would be another list.
+            return current if any(item is _ABSENT for item in items) else type(found)(items)
+        if not isinstance(found, _Stored):
+            return found
+        if not _fits(found, current):
+            # One element, so that it takes no memory.
+            shape, dtype = found.spec.shape, getattr(torch, found.spec.dtype)
+            current = torch.empty((1,) * len(shape), dtype=dtype, device="cpu").expand(shape)
+        self._contents.append((current, found, like))
+        return current
+
+
+def _fits(found: Any, current: Any) -> bool:
+    """Tell whether `found` is a tensor that can take the place of the tensor `current`."""
+    return isinstance(found, _Stored) and isinstance(current, torch.Tensor) and found.spec.shape == tuple(current.shape)
+
+
+def _dtype(stored: _Stored, like: torch.Tensor) -> str:
+    """Return the dtype that a state of the parameter `like` has, as torch's optimizers load it."""
+    is_like = tuple(like.shape) == stored.spec.shape and like.is_floating_point()
+    cast = is_like and getattr(torch, stored.spec.dtype).is_floating_point
+    return str(like.dtype).removeprefix("torch.") if cast else stored.spec.dtype
 
 
 def _is_part(part: Any) -> bool:
     return isinstance(part, dict) and all(isinstance(part.get(name, {}), dict) for name in ("objects", "values"))
 
 
-def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the items of a dict, list or tuple by key or index; nothing else has some."""
-    if isinstance(tree, dict):
-        return tree.items()
-    return enumerate(tree) if isinstance(tree, list | tuple) else ()
-
-
-def _with(tree: Any, path: str, value: Any) -> Any:
-    """Return `tree` with `value` at the dotted `path`, if there is something; `_ABSENT` takes that away."""
-    key: Any = next((key for key, _ in _items(tree) if f"{path}.".startswith(f"{key}.")), _ABSENT)
-    if key is _ABSENT:
-        return tree
-    changed = value if str(key) == path else _with(tree[key], path.removeprefix(f"{key}."), value)
-    if isinstance(tree, dict):
-        return {other: item for other, item in {**tree, key: changed}.items() if item is not _ABSENT}
-    # A list without one of its items would be another list.
-    return _ABSENT if changed is _ABSENT else type(tree)([*tree[:key], changed, *tree[key + 1 :]])
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    """Tell whether two values are bit-identical; False where a tensor would have to be read for that."""
+def _is_same(value: Any, name: str, others: list[dict[Any, Any]]) -> bool:
+    """Tell whether all of `others` have this value; False where a tensor would have to be read for that."""
     try:
-        one, other = Flattener(left), Flattener(right)
+        flat, *several = (Flattener(each) for each in (value, *(other.get(name) for other in others)))
     except StateError:
         return False
-    return one.node == other.node and all(map(same, one.leaves, other.leaves))
+    return all(flat.node == each.node and all(map(same, flat.leaves, each.leaves)) for each in several)
 
 
-def _plan(name: str, item: Stateful, saved: _Saved, state: TrainingState, names: _Names) -> Callable[[], Any]:
-    """Return what loads `item`, once it is known that it fits."""
-    found = _at(saved.objects, name)
-    if found is _ABSENT:
-        names.absent.append(name)
-        return lambda: None
-    if isinstance(item, torch.nn.Module):
-        return _plan_module(name, item, found, names)
-    if isinstance(item, torch.optim.Optimizer):
-        return _plan_optimizer(name, item, found, state, names)
-    merged = _merge(name, item.state_dict(), found, names)
-    return lambda: item.load_state_dict(_read(merged))
-
-
-def _at(objects: Any, name: str) -> Any:
+def _at(tree: Any, name: str) -> Any:
     """Return what is at `name`, which is a dotted path for objects in lists and dicts; `_ABSENT` if nothing is."""
-    if isinstance(objects, dict) and name in objects:
-        return objects[name]
-    for key, item in _items(objects):
-        if str(key) == name:
-            return item
-        if name.startswith(f"{key}."):
-            return _at(item, name.removeprefix(f"{key}."))
-    return _ABSENT
-
-
-def _plan_module(name: str, module: torch.nn.Module, found: Any, names: _Names) -> Callable[[], Any]:
-    if fsdp1_units(module):
-        raise StateError(
-            f"{name} is sharded by FSDP1, which takes no whole tensors: train with fully_shard (FSDP2), or load the "
-            "import into the module before it is wrapped, in a script of your own"
-        )
-    current = module.state_dict()
-    flat = dict(_flat(found, current))
-    if not any(key.startswith("module.") for key in current):
-        # What a DistributedDataParallel puts before each name, which a Checkpointer leaves out.
-        flat = {key.removeprefix("module."): value for key, value in flat.items()}
-    pairs: list[tuple[torch.Tensor, StoredTensor]] = []
-    for key, value in current.items():
-        if key not in flat:
-            names.absent.append(f"{name}.{key}")
-            continue
-        names.taken += 1
-        stored = flat.pop(key)
-        if not isinstance(value, torch.Tensor):
-            current[key] = stored
-        elif not isinstance(stored, StoredTensor) or stored.shape != value.shape:
-            raise StateError(f"{name}.{key} is {_shown(stored)} there, {_shown(value)} in the model")
-        else:
-            pairs.append((value, stored))
-    names.unused += [f"{name}.{key}" for key in flat]
-
-    def load() -> None:
-        for target, stored in pairs:
-            stored.read_into(target)
-        # They are its own by now, unless a hook made copies of them.
-        module.load_state_dict(_read(current))
-
-    return load
-
-
-def _plan_optimizer(
-    name: str, optimizer: torch.optim.Optimizer, found: Any, state: TrainingState, names: _Names
-) -> Callable[[], Any]:
-    current = optimizer.state_dict()
-    groups, states = _parts(name, found)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    called = _names_of(parameters, state)
-    before = [len(group.get("params", ())) for group in groups]
-    now = [len(group["params"]) for group in current["param_groups"]]
-    if groups and before != now:
-        raise StateError(f"{name}: parameter groups of {before} tensors there, of {now} in the optimizer")
-    loaded: dict[int, Any] = {}
-    for index, parameter in enumerate(parameters):
-        stored = next((states[key] for key in (str(index), *called[index]) if key in states), None)
-        if stored is not None:
-            names.taken += 1
-            loaded[index] = {key: (value, parameter) for key, value in stored.items()}
-        elif states:
-            names.absent.append(f"{name}.state.{[*called[index], index][0]}")
-    if not groups:
-        names.absent.append(f"{name}.param_groups")
-    merged = [
-        {**_merge(f"{name}.param_groups.{index}", group, groups[index], names), "params": group["params"]}
-        for index, group in enumerate(current["param_groups"] if groups else ())
-    ]
-
-    def load() -> None:
-        of_parameters = {index: {key: _like(*pair) for key, pair in stored.items()} for index, stored in loaded.items()}
-        optimizer.load_state_dict(
-            {
-                **current,
-                "state": {**current["state"], **of_parameters},
-                "param_groups": _read(merged) or current["param_groups"],
-            }
-        )
-
-    return load
+    items = tree if isinstance(tree, dict) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else {}
+    below = (_at(item, name.removeprefix(f"{key}.")) for key, item in items.items() if name.startswith(f"{key}."))
+    exact = (item for key, item in items.items() if str(key) == name)
+    return next((found for found in (*exact, *below) if found is not _ABSENT), _ABSENT)
 
 
 def _parts(name: str, found: Any) -> tuple[list[dict[Any, Any]], dict[Any, dict[Any, Any]]]:
@@ -258,61 +311,10 @@ def _parts(name: str, found: Any) -> tuple[list[dict[Any, Any]], dict[Any, dict[
     raise StateError(f"{name} is no state of an optimizer there")
 
 
-def _names_of(parameters: list[torch.Tensor], state: TrainingState) -> list[list[str]]:
-    """Return the names that `get_optimizer_state_dict` may have given to each parameter."""
-    names: dict[int, list[str]] = {}
-    for module in state.objects.values():
-        if isinstance(module, torch.nn.Module):
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(name)
-    return [names.get(id(parameter), []) for parameter in parameters]
-
-
-def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """Return an optimizer's `value`, read and laid out as its parameter if it has the same shape."""
-    if not isinstance(value, StoredTensor) or value.shape != parameter.shape:
-        return _read(value)
-    target = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    value.read_into(target)
-    return target
-
-
-def _take(name: str, value: Any, saved: Mapping[str, Any], names: _Names) -> Any:
-    if name not in saved:
-        names.absent.append(name)
-        return value
-    return _merge(name, value, saved[name], names)
-
-
-def _merge(path: str, current: Any, found: Any, names: _Names) -> Any:
-    """Return `found`, with what only `current` has, and `current`'s keys: DCP turns all of them into text."""
-    if not isinstance(current, dict) or not isinstance(found, dict):
-        names.taken += 1
-        return found
-    keys = {str(key): key for key in current}
-    numbers = bool(keys) and all(type(key) is int for key in current)
-    merged = copy.copy(current)
-    for text, value in found.items():
-        key = keys.get(text, int(text) if numbers and text.isdecimal() else text)
-        merged[key] = _merge(f"{path}.{text}", current.get(key), value, names)
-    names.absent += [f"{path}.{text}" for text in keys if text not in found]
-    return merged
-
-
-def _read(value: Any) -> Any:
-    """Return `value` with every tensor in it read."""
-    match value:
-        case StoredTensor():
-            return value.read()
-        case dict():
-            # In a copy of its own type, which may be a Counter or have attributes.
-            made = copy.copy(value)
-            for key, item in value.items():
-                made[key] = _read(item)
-            return made
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(_read(item) for item in value)
-    return value
+def _names_of(parameter: torch.Tensor, state: TrainingState) -> list[str]:
+    """Return the names that `get_optimizer_state_dict` may have given to a parameter."""
+    named = (pair for module in state.modules.values() for pair in module.named_parameters(remove_duplicate=False))
+    return [name for name, each in named if each is parameter]
 
 
 def _flat(found: Any, names: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -325,7 +327,9 @@ def _flat(found: Any, names: Collection[str], prefix: str = "") -> Iterator[tupl
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, StoredTensor | torch.Tensor):
+    if isinstance(value, _Stored):
+        return str(value.spec)
+    if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}"
 

@@ -21,23 +21,25 @@ from ..errors import StateError
 from ..format.manifest import encode, encode_tensors, plan_payload
 from ..state.tree import Flattener
 from .export import STEP
+from .import_loader import SOURCE, STRICT
 from .pieces import missing
 
 _BATCH_BYTES: Final = 256 << 20
 
 
 class DcpSource:
-    """One DCP checkpoint, as a slot's manifest and payload without shards.
+    """One DCP checkpoint, as a slot's manifest and payload without shards; its plain values tell of the import.
 
     Attributes:
-        index: The manifest.
-        data_bytes: Length of the payload.
+        manifest: The manifest.
         left_out: What cannot be held, by name with the reason; no state that a Checkpointer can capture has such.
         step: What `resilientctl export` recorded, None when something else wrote the directory.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, strict: bool) -> None:
         """Check that `directory` is complete, and read all of it that is no tensor.
+
+        `strict`: a run that registers something that is not there must refuse it.
 
         Raises:
             StateError: It is no DCP checkpoint, files are missing or cut short, or a tensor cannot be held.
@@ -66,12 +68,12 @@ class DcpSource:
         mappings = {name: (name,) for name in described} | (metadata.planner_data or {})
         names = {id(tensor): name for name, tensor in tensors.items()}
         state = unflatten_state_dict({**tensors, **objects}, mappings)
-        flat = Flattener({"objects": state, "values": {}, "rng": None})
+        about = {SOURCE: str(directory.absolute()), STRICT: strict}
+        flat = Flattener({"objects": state, "values": about, "rng": None})
         specs = flat.specs()
         self._layout = plan_payload(specs)
         self._leaves = [(names.get(id(leaf)), leaf, spec) for leaf, spec in zip(flat.leaves, specs, strict=True)]
-        self.index = encode(encode_tensors(specs, self._layout), flat.node)
-        self.data_bytes = self._layout.payload_bytes
+        self.manifest = encode(encode_tensors(specs, self._layout), flat.node)
 
     def payload(self) -> Iterator[memoryview]:
         """Yield the payload from its first byte; the largest tensor, or 256 MiB, are in memory at a time.

@@ -1,7 +1,8 @@
 """The payload that a rank would have captured: of each leaf the part that it has, out of the slots of other ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -26,13 +27,21 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A leaf to be made: the part of `size` at `offset` of the tensor that `pieces` are; or `given`."""
+    """A leaf to be made: the part of `size` at `offset` of the tensor that `pieces` are; or `given`.
+
+    If it has another dtype than they have, it is cast.
+    """
 
     spec: TensorSpec
     pieces: tuple[Piece, ...] = ()
     offset: tuple[int, ...] = ()
     size: tuple[int, ...] = ()
     given: Leaf | None = None
+
+    def box(self, offset: Sequence[int], size: Sequence[int]) -> "Made":
+        """Return what is made of the same, but the part of `size` at `offset`."""
+        spec = replace(self.spec, shape=tuple(size), shard=None, stride=None, within=None)
+        return replace(self, spec=spec, offset=tuple(offset), size=tuple(size))
 
 
 def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Tensor:
@@ -93,14 +102,19 @@ def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple
 
 
 def _fill(captures: Captures, made: Made, target: Any) -> None:
-    if not target.size:
+    if not target.size or not made.pieces:
         return
-    place = target.reshape(*made.size, -1)
+    stored = captures.ranks[made.pieces[0].rank].manifest.tensors[made.pieces[0].index]
+    is_other = stored.dtype != made.spec.dtype
+    raw = np.empty(prod(made.size) * stored.itemsize, dtype=np.uint8) if is_other else target
+    place = raw.reshape(*made.size, -1)
     for piece in made.pieces:
         if (rows := _rows(captures, made, piece)) is not None:
             begin, end, source, where = rows
             data = captures.data(piece.rank, begin, end)
-            assert data is not None, "it was fetched"
             count = source[0].stop if source else 1
             shape = (count, *piece.size[1:], place.shape[-1]) if source else (place.shape[-1],)
             place[where] = np.frombuffer(data, dtype=np.uint8).reshape(shape)[source]
+    if is_other:
+        converted = torch.from_numpy(raw).view(getattr(torch, stored.dtype)).to(getattr(torch, made.spec.dtype))
+        target[:] = converted.view(torch.uint8).numpy()

@@ -1,43 +1,15 @@
 """Tensors of which several hold parts: where a part belongs, and the proof that the parts are the whole."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
-import torch
 
 from ..errors import StateError
 from ..format.manifest import ShardSpec
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offset and size of a part."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPieces:
-    """A tensor of which the ranks hold shards: what is there of it, by offset."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    parts: dict[tuple[int, ...], torch.Tensor] = field(compare=False)
-
-    def missing(self, path: str) -> int:
-        """Do what `missing` says of the parts."""
-        return missing(path, self.shape, [(offset, part.shape) for offset, part in self.parts.items()])
-
-    def whole(self, path: str) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            StateError: The parts do not fill it, or overlap.
-        """
-        if holes := self.missing(path):
-            raise StateError(f"{path}: no rank holds {holes} of its {self.shape.numel()} elements")
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        for offset, part in self.parts.items():
-            whole[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
-        return whole
 
 
 def missing(path: str, shape: Sequence[int], boxes: Iterable[Box]) -> int:

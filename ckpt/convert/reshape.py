@@ -5,24 +5,20 @@ on all ranks; where it is not, each kind of object has a rule (`_Reshaping`), an
 result is loaded as any slot is: exactly, or not at all.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
 
-from ..errors import SlotError, StateError
-from ..format.manifest import Manifest, Node, TensorSpec, leaf_paths, plan_payload
+from ..errors import RestoreError, SlotError, StateError
+from ..format.manifest import Node, leaf_paths
 from ..state.held import FSDP1, keyed_parameters
 from ..state.rng import derived_rng
 from ..state.state import TrainingState
-from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
+from ..state.tree import Flattener, entries, unflatten
 from ..state.unsaved import parse as parse_unsaved
+from .assembly import Assembled, Assembly, Rule, has_key, held_leaf
 from .captures import Captures
-from .export import held_leaf
-from .payload import Made, Piece, fill
-from .pieces import Box, missing, place
 
 _SHOWN: Final = 5
 _BUFFERS: Final = "buffers"
@@ -33,22 +29,7 @@ _RESHARD: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reshaped:
-    """What one rank is to load, as a slot has it.
-
-    Attributes:
-        manifest: The manifest.
-        payload: The payload, uint8 on the CPU.
-        told: What a person should know.
-    """
-
-    manifest: Manifest
-    payload: torch.Tensor
-    told: list[str]
-
-
-def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: int) -> Reshaped:
+def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: int) -> Assembled:
     """Return what `rank` of `world_size` is to load of `captures`; nothing is loaded yet.
 
     Raises:
@@ -56,13 +37,8 @@ def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: 
         SlotError: A slot does not hold the state of a Checkpointer.
         RestoreError: Nobody has a verified copy of something.
     """
-    current = state.flatten()
-    while True:
-        # What has to be compared and is not here yet counts as equal, until it is.
-        reshaping = _Reshaping(state, current, captures, rank, world_size)
-        tree = reshaping.tree()
-        if not captures.fetch():
-            break
+    reshaping = _Reshaping(state, state.flatten(), captures, rank, world_size)
+    tree = reshaping.tree()
     if reshaping.refused:
         raise StateError(
             f"the checkpoint of {len(captures.ranks)} ranks does not fit {world_size}, nothing was loaded: "
@@ -71,22 +47,14 @@ def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: 
     return reshaping.filled(tree)
 
 
-class _Reshaping:
-    """One attempt to make the tree of a rank.
-
-    Attributes:
-        refused: What does not fit, and what to do about it.
-        told: What a person should know.
-    """
+class _Reshaping(Assembly):
+    """Makes the tree of a rank."""
 
     def __init__(
         self, state: TrainingState, current: Flattener, captures: Captures, rank: int, world_size: int
     ) -> None:
-        self.refused: list[str] = []
-        self.told: list[str] = []
+        super().__init__(captures, rank)
         self._state = state
-        self._captures = captures
-        self._rank = rank
         self._world_size = world_size
         self._shards = {
             path.removeprefix("objects."): current.shards[index]
@@ -95,22 +63,13 @@ class _Reshaping:
         }
         self._order = entries(current.node)["order"]
         self._parameters = keyed_parameters(state.modules)
-        self._saved = {each: entries(captured.manifest.tree) for each, captured in captures.ranks.items()}
-        for each, parts in self._saved.items():
-            if parts.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
-                raise SlotError(f"the manifest of rank {each} has the parts {list(parts)}, not objects, values and rng")
-        self._first = min(self._saved)
-        self._made: list[Made] = []
-        self._known: dict[Hashable, int] = {}
-        self._origins: dict[tuple[int, int], int] = {}
         self._others: list[str] = []  # of which the lowest rank's is taken
         self._rebuilt: set[str] = set()
 
     def tree(self) -> Node:
-        """Return the tree; the leaves in it are `_made`."""
         saved = self._saved[self._first]
         made: dict[str, Node] = {"objects": self._objects()}
-        made["values"] = self._walk("values", self._nodes("values"), _Rule(shards=self._shards))
+        made["values"] = self._walk("values", self._nodes("values"), Rule(shards=self._shards))
         made["rng"] = self._rng()
         made |= {name: saved[name] for name in saved if name not in made}
         if "order" in saved:
@@ -128,15 +87,6 @@ class _Reshaping:
             )
         return ["d", list(saved), [made[name] for name in saved]]
 
-    def filled(self, tree: Node) -> Reshaped:
-        """Return what is to be loaded, which is read now."""
-        leaves = [replace(each, spec=self._placed(each.spec)) for each in self._made]
-        specs = tuple(each.spec for each in leaves)
-        layout = plan_payload(specs)
-        payload = fill(self._captures, leaves, layout)
-        manifest = Manifest(tree=tree, tensors=specs, offsets=layout.offsets)
-        return Reshaped(manifest=manifest, payload=payload, told=self.told)
-
     # Parts of the tree.
 
     def _objects(self) -> Node:
@@ -151,41 +101,28 @@ class _Reshaping:
             # FSDP2's modules have a method of that name.
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
-            elif _has_key(nodes[min(nodes)], FSDP1):
+            elif (is_fsdp1 := has_key(nodes[min(nodes)], FSDP1)) or name in self._state.apart:
                 self.refused.append(
                     f"{name} is in shards of FSDP1, which do not tell how to put them together: train with "
                     f"fully_shard (FSDP2), or {_EXPORT}"
+                    if is_fsdp1
+                    else f"{name} differs between ranks on purpose. {_RESHARD}"
                 )
-                children.append(nodes[min(nodes)])
-            elif name in self._state.apart:
-                self.refused.append(f"{name} differs between ranks on purpose. {_RESHARD}")
                 children.append(nodes[min(nodes)])
             elif isinstance(item, torch.nn.Module):
                 children.append(self._module(name, nodes))
             elif name in self._state.held and all(map(_is_optimizer, nodes.values())):
                 children.append(self._optimizer(name, nodes))
             else:
-                children.append(self._walk(name, nodes, _Rule(shards=self._shards)))
+                children.append(self._walk(name, nodes, Rule(shards=self._shards)))
         return ["d", names, children]
-
-    def _nodes(self, part: str) -> dict[int, Node]:
-        return {rank: parts[part] for rank, parts in self._saved.items()}
 
     def _module(self, name: str, nodes: dict[int, Node]) -> Node:
         """Buffers may differ, as those of BatchNorm do; ranks may have different parts of the model."""
-        states = {rank: entries(node) for rank, node in nodes.items()}
-        keys = list(dict.fromkeys(key for state in states.values() for key in state))
-        if any(state.keys() != set(keys) for state in states.values()):
+        if len({frozenset(entries(node)) for node in nodes.values()}) > 1:
             self._rebuilt.add(name)
-        rule = _Rule(shards=self._shards, is_whole=True, may_differ=lambda path: path not in self._parameters)
-        return [
-            "d",
-            keys,
-            [
-                self._walk(f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}, rule)
-                for key in keys
-            ],
-        ]
+        rule = Rule(shards=self._shards, is_whole=True, may_differ=lambda path: path not in self._parameters)
+        return self._dict(name, nodes, rule)
 
     def _optimizer(self, name: str, nodes: dict[int, Node]) -> Node:
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
@@ -225,14 +162,14 @@ class _Reshaping:
                 if key in before[rank] and (old := before[rank][key][1]) in (held := _by_number(state["state"]))
             }
             if found:
-                rule = _Rule(like=tensors[key])
+                rule = Rule(like=tensors[key])
                 kept[number] = self._walk(f"{name}.state.{key[0] if key[0] is not None else number}", found, rule)
         made = {}
         for key in states[self._first]:
             path, of_ranks = f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}
             if key == "state":
                 others = {rank: _without_numbers(node) for rank, node in of_ranks.items()}
-                rest = self._walk(path, others, _Rule())
+                rest = self._walk(path, others, Rule())
                 if rest[1]:
                     self._rebuilt.add(name)
                 # In the order that it had: places in the tree are counted.
@@ -241,7 +178,7 @@ class _Reshaping:
             elif key == "param_groups":
                 made[key] = self._groups(path, of_ranks, [len(group) for group in parameters])
             else:
-                made[key] = self._walk(path, of_ranks, _Rule())
+                made[key] = self._walk(path, of_ranks, Rule())
         return ["d", list(made), list(made.values())]
 
     def _groups(self, path: str, nodes: dict[int, Node], sizes: list[int]) -> Node:
@@ -250,7 +187,7 @@ class _Reshaping:
         for number, size in enumerate(sizes):
             begin = sum(sizes[:number])
             options = {rank: _without(node[1 + number], "params") for rank, node in nodes.items()}
-            made = self._walk(f"{path}.{number}", options, _Rule())
+            made = self._walk(f"{path}.{number}", options, Rule())
             # Where it was: places in the tree are counted.
             at = nodes[self._first][1 + number][1].index("params")
             keys, values = list(made[1]), list(made[2])
@@ -263,31 +200,26 @@ class _Reshaping:
         self._rebuilt.add(name)
         try:
             states = {rank: self._value(rank, node) for rank, node in sorted(nodes.items())}
-            if not any(each is _LATER for each in states.values()):
-                flat = Flattener({name: item.reshard(states, self._rank, self._world_size)})
-                if flat.shards:
-                    raise StateError("reshard() returned a DTensor: return plain tensors")
-                return self._given(flat, entries(flat.node)[name])
+            return self._given(name, item.reshard(states, self._rank, self._world_size))
         except StateError as error:
             self.refused.append(f"{name}: {error}")
+        except RestoreError:
+            raise
         except Exception as error:  # noqa: BLE001 - a method of the script may raise anything
             self.refused.append(f"{name}: its reshard() failed: {type(error).__name__}: {error}")
         return nodes[min(nodes)]
 
     def _value(self, rank: int, node: Node) -> Any:
-        """Return what `node` of a rank is, `_LATER` if it is not all here."""
-        later = False
-
         def leaf(index: int) -> Any:
-            nonlocal later
-            spec, data = self._captures.ranks[rank].manifest.tensors[index], self._bytes(rank, index)
-            later = later or data is None
+            spec = self._captures.ranks[rank].manifest.tensors[index]
+            data = self._captures.data(rank, *self._extent(rank, index))
             if spec.shard is not None:
                 raise StateError("reshard() gets no shards of tensors: let state_dict() leave them out")
-            return None if data is None else held_leaf(spec, torch.tensor(bytearray(data), dtype=torch.uint8))
+            return held_leaf(spec, torch.tensor(bytearray(data), dtype=torch.uint8))
 
-        value = unflatten(node, leaf)
-        return _LATER if later else value
+        for index in leaf_paths(node).values():
+            self._captures.want(rank, *self._extent(rank, index))
+        return unflatten(node, leaf)
 
     def _rng(self) -> Node:
         """A rank goes on with its own generators; one that there was not derives its own from those of the first."""
@@ -297,12 +229,9 @@ class _Reshaping:
                 "derived from those of rank 0"
             )
         if self._rank in self._saved:
-            return self._walk("rng", {self._rank: self._saved[self._rank]["rng"]}, _Rule())
+            return self._walk("rng", {self._rank: self._saved[self._rank]["rng"]}, Rule())
         state = self._value(self._first, self._saved[self._first]["rng"])
-        if state is None or state is _LATER:
-            return None
-        flat = Flattener({"rng": derived_rng(state, self._rank)})
-        return self._given(flat, entries(flat.node)["rng"])
+        return None if state is None else self._given("rng", derived_rng(state, self._rank))
 
     def _unsaved(self) -> dict[str, dict[str, str]]:
         """Return the digests of what no state has, which ranks must have had alike to be compared with what is now."""
@@ -331,198 +260,15 @@ class _Reshaping:
             return [places for places in found if not any(_is_below(place_, rebuilt) for place_ in places)]
         return [[place_, kind] for place_, kind in found if not _is_below(place_, rebuilt)]
 
-    # Nodes and leaves.
-
-    def _walk(self, path: str, nodes: Mapping[int, Node], rule: "_Rule") -> Node:
-        """Return one node for those that ranks have at `path`."""
-        first = min(nodes)
-        node = nodes[first]
-        tags = {each[0] if isinstance(each, list) else None for each in nodes.values()}
-        tag = tags.pop() if len(tags) == 1 else None
-        if tag == "x":
-            return self._leaf(path, {rank: each[1] for rank, each in nodes.items()}, rule)
-        if tag in ("l", "t") and len({len(each) for each in nodes.values()}) == 1:
-            return [
-                tag,
-                *(
-                    self._walk(f"{path}.{number}", {rank: each[1 + number] for rank, each in nodes.items()}, rule)
-                    for number in range(len(node) - 1)
-                ),
-            ]
-        if tag in ("d", "C") and all(repr(each[1]) == repr(node[1]) for each in nodes.values()):
-            return [
-                tag,
-                node[1],
-                [
-                    self._walk(f"{path}.{key}", {rank: each[2][number] for rank, each in nodes.items()}, rule)
-                    for number, key in enumerate(node[1])
-                ],
-            ]
-        if all(repr(each) == repr(node) for each in nodes.values()):
-            return node
-        self._differs(path, rule)
-        return self._walk(path, {first: node}, rule) if isinstance(node, list) else node
-
-    def _differs(self, path: str, rule: "_Rule") -> None:
+    def _differs(self, path: str, rule: Rule, others: Mapping[int, Node]) -> None:
         if rule.may_differ is not None and rule.may_differ(path):
             self._others.append(path)
         else:
             self.refused.append(f"ranks have {path} differently. {_RESHARD}")
 
-    def _leaf(self, path: str, indices: Mapping[int, int], rule: "_Rule") -> Node:
-        first = min(indices)
-        specs = {rank: self._captures.ranks[rank].manifest.tensors[index] for rank, index in indices.items()}
-        spec, shape = specs[first], _shape(specs[first])
-        others = {rank: (each.kind, each.dtype, _shape(each), each.shard is None) for rank, each in specs.items()}
-        if any(other != others[first] for other in others.values()):
-            self._differs(path, rule)
-            return self._leaf(path, {first: indices[first]}, rule)
-        target = rule.target(path, shape)
-        if spec.shard is None and (target is None or not shape):
-            return self._plain(path, indices, spec, rule)
-        if target is None and not rule.is_whole_here(shape):
-            self.refused.append(f"{path} is a shard in the checkpoint, and no DTensor of its shape is there now")
-            return ["x", self._make(first, indices[first], Made(spec=spec))]
-        try:
-            return self._part(path, indices, specs, target)
-        except StateError as error:
-            self.refused.append(str(error))
-            return ["x", self._make(first, indices[first], Made(spec=spec))]
-
-    def _plain(self, path: str, indices: Mapping[int, int], spec: TensorSpec, rule: "_Rule") -> Node:
-        """A leaf of which each rank has all: any one's, if it is the same on all."""
-        first = min(indices)
-        may_differ = rule.may_differ is not None and rule.may_differ(path)
-        if may_differ and indices[first] not in self._captures.ranks[first].digests:
-            # A counter of BatchNorm: to compare it would be to read its surroundings from all ranks.
-            equal = len(indices) == 1
-        else:
-            equal = all(self._same((first, indices[first]), (rank, index)) for rank, index in indices.items())
-            if not equal:
-                self._differs(path, rule)
-        rank = min(indices, key=self._distance) if equal else first
-        piece = Piece(rank=rank, index=indices[rank], offset=(0,) * len(spec.shape), size=spec.shape)
-        made = Made(spec=spec, pieces=(piece,), offset=piece.offset, size=piece.size)
-        return ["x", self._make(first, indices[first], made)]
-
-    def _part(self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any) -> Node:
-        """The part of a sharded tensor that this rank has now; all of it if `target` is None.
-
-        Raises:
-            StateError: Shards do not belong to one tensor, or do not fit what is there now.
-        """
-        first = min(indices)
-        spec, shape = specs[first], _shape(specs[first])
-        parts: dict[tuple[int, ...], Piece] = {}
-        for rank in sorted(indices, key=self._distance):
-            shard, size = specs[rank].shard, specs[rank].shape
-            offset: tuple[int, ...] = (0,) * len(shape)
-            if shard is not None:
-                offset, size = place(path, shard, rank, size)
-            if 0 in size:
-                continue
-            piece = Piece(rank=rank, index=indices[rank], offset=offset, size=size)
-            known = parts.setdefault(offset, piece)
-            if known.size != size or not self._same((known.rank, known.index), (rank, piece.index)):
-                raise StateError(f"{path}: ranks {known.rank} and {rank} hold different values of the same part")
-        if holes := missing(path, shape, [(piece.offset, piece.size) for piece in parts.values()]):
-            raise StateError(f"{path}: no rank holds {holes} of its {prod(shape)} elements")
-        box: Box = ((0,) * len(shape), shape)
-        made_spec = replace(spec, shape=shape, shard=None, stride=None, within=None)
-        if target is not None:
-            if tuple(target.shape) != shape:
-                raise StateError(f"{path} is {spec} in the checkpoint, {list(target.shape)} now")
-            now, local = shard_spec(target), tuple(target.to_local().shape)
-            box = place(path, now, self._rank, local)
-            made_spec = replace(made_spec, shape=local, shard=now)
-        made = Made(spec=made_spec, pieces=tuple(parts.values()), offset=tuple(box[0]), size=tuple(box[1]))
-        return ["x", self._make(first, indices[first], made)]
-
-    def _distance(self, rank: int) -> tuple[bool, int]:
-        """Order ranks by how near their slots are; those that are elsewhere are shared out."""
-        return rank not in self._captures.local, (rank - self._rank) % len(self._saved)
-
-    def _same(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
-        """Tell whether two leaves have the same bytes, by their digests where they can be compared."""
-        if one == other:
-            return True
-        left, right = (self._captures.ranks[rank].digests.get(index) for rank, index in (one, other))
-        if left is not None and right is not None and left[0] == right[0]:
-            return left[1] == right[1]
-        before, after = self._bytes(*one), self._bytes(*other)
-        return before is None or after is None or before == after
-
-    def _bytes(self, rank: int, index: int) -> bytes | None:
-        manifest = self._captures.ranks[rank].manifest
-        start = manifest.offsets[index]
-        return self._captures.data(rank, start, start + manifest.tensors[index].nbytes)
-
-    def _make(self, rank: int, index: int, made: Made) -> int:
-        """Return the index of a leaf to be made, the same for what was one tensor and is one now."""
-        key = (rank, index, made.spec.shard)
-        if key not in self._known:
-            self._known[key] = len(self._made)
-            self._origins[rank, index] = len(self._made)
-            # Numbers in a manifest are of that manifest.
-            self._made.append(made if rank == self._first else replace(made, spec=replace(made.spec, within=None)))
-        return self._known[key]
-
-    def _placed(self, spec: TensorSpec) -> TensorSpec:
-        """Return `spec` with the number that the first leaf which it shares memory with has now."""
-        if spec.within is None:
-            return spec
-        first = self._origins.get((self._first, spec.within[0]))
-        return replace(spec, within=None if first is None else (first, spec.within[1]))
-
-    def _given(self, flat: Flattener, node: Node) -> Node:
-        begin = len(self._made)
-        for leaf, spec in zip(flat.leaves, flat.specs(), strict=True):
-            self._made.append(Made(spec=replace(spec, within=None), given=leaf))
-        return _shifted(node, begin)
-
-
-_LATER: Final = object()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rule:
-    """What becomes of the leaves of an object.
-
-    Attributes:
-        shards: The DTensors that are there now, by path.
-        like: The parameter whose state this is: what has its shape lies as it does.
-        is_whole: Whether what was sharded may be whole now.
-        may_differ: Tells of a path whether the lowest rank's is right for all.
-    """
-
-    shards: Mapping[str, Any] | None = None
-    like: torch.Tensor | None = None
-    is_whole: bool = False
-    may_differ: Callable[[str], bool] | None = None
-
-    def target(self, path: str, shape: tuple[int, ...]) -> Any:
-        """Return the DTensor in which what is at `path` goes, None if there is none."""
-        if self.like is not None:
-            return self.like if hasattr(self.like, "to_local") and tuple(self.like.shape) == shape else None
-        return None if self.shards is None else self.shards.get(path)
-
-    def is_whole_here(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether a sharded tensor of this shape is whole now."""
-        return self.is_whole or (
-            self.like is not None and not hasattr(self.like, "to_local") and tuple(self.like.shape) == shape
-        )
-
-
-def _shape(spec: TensorSpec) -> tuple[int, ...]:
-    return spec.shape if spec.shard is None else spec.shard.shape
-
-
-def _has_key(node: Node, key: str) -> bool:
-    return isinstance(node, list) and node[0] == "d" and key in node[1]
-
 
 def _is_optimizer(node: Node) -> bool:
-    return _has_key(node, "state") and _has_key(node, "param_groups")
+    return has_key(node, "state") and has_key(node, "param_groups")
 
 
 def _entries(node: Node) -> dict[Any, Node]:
@@ -566,19 +312,6 @@ def _numbers(groups: Node, names: Sequence[Sequence[str | None]]) -> dict[_Key, 
     keys = _keys([len(each) for each in numbers], names)
     in_order = [number for each in numbers for number in each]
     return {key: (group, in_order[number]) for key, (group, number) in keys.items()}
-
-
-def _shifted(node: Node, by: int) -> Node:
-    """Return `node` with all indices of leaves `by` higher."""
-    if not isinstance(node, list):
-        return node
-    if node[0] == "x":
-        return ["x", node[1] + by]
-    if node[0] in ("l", "t"):
-        return [node[0], *(_shifted(child, by) for child in node[1:])]
-    if node[0] in ("d", "C"):
-        return [node[0], node[1], [_shifted(child, by) for child in node[2]]]
-    return node
 
 
 def _is_below(place_: Sequence[int], roots: Collection[tuple[int, ...]]) -> bool:

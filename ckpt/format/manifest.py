@@ -110,10 +110,14 @@ class TensorSpec:
         return self.kind, self.dtype, self.shape, self.shard
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(self.dtype).itemsize if self.kind == "numpy" else ITEM_BYTES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the tensor takes, contiguous."""
-        item = np.dtype(self.dtype).itemsize if self.kind == "numpy" else ITEM_BYTES[self.dtype]
-        return item * math.prod(self.shape)
+        return self.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         """Describe the tensor for an error message."""

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,19 @@ def plan_layout(manifest_bytes: int, payload_bytes: int, *, preferred_offset: in
     if needed_bytes <= preferred_offset:
         payload_offset = preferred_offset
     return payload_offset, _round_up(payload_offset + payload_bytes, HEADER_BYTES)
+
+
+def slot_head(*, manifest: bytes, table: bytes, payload_bytes: int, **fields: Any) -> bytes:
+    """Return what a file that is a complete slot has before its payload; `fields` are those of `SlotHeader`.
+
+    Raises:
+        SlotError: A field is out of range.
+    """
+    payload_offset, capacity_bytes = plan_layout(len(manifest), payload_bytes)
+    header = _header(manifest, table, payload_bytes=payload_bytes, payload_offset=payload_offset, **fields)
+    _check_fits(header, capacity_bytes)
+    manifest = manifest.ljust(header.checksums_offset - HEADER_BYTES, b"\0")
+    return (_pack_header(header) + manifest + table).ljust(payload_offset, b"\0")
 
 
 def parse_header(page: bytes | bytearray | memoryview, capacity_bytes: int) -> SlotHeader:
@@ -277,16 +290,15 @@ class Slot:
             SlotError: Manifest, checksums and payload do not fit into this file, or a field is out of range.
         """
         table = checksums if isinstance(checksums, bytes) else checksums.astype("<u8", copy=False).tobytes()
-        header = SlotHeader(
+        header = _header(
+            manifest,
+            table,
             run_id=run_id,
             topology=topology,
             rank=rank,
             world_size=world_size,
             generation=generation,
             step=step,
-            manifest_bytes=len(manifest),
-            manifest_checksum=xxhash.xxh3_64_intdigest(manifest),
-            table_checksum=xxhash.xxh3_64_intdigest(table),
             payload_offset=self.payload_offset,
             payload_bytes=payload_bytes,
         )
@@ -417,6 +429,15 @@ def _read_prefix(page: bytes, capacity_bytes: int) -> tuple[State, int]:
     if payload_offset % HEADER_BYTES or not HEADER_BYTES < payload_offset <= capacity_bytes:
         raise SlotError(f"slot of {capacity_bytes} bytes announces its payload at {payload_offset}")
     return _STATES[word], payload_offset
+
+
+def _header(manifest: bytes, table: bytes, **fields: Any) -> SlotHeader:
+    return SlotHeader(
+        manifest_bytes=len(manifest),
+        manifest_checksum=xxhash.xxh3_64_intdigest(manifest),
+        table_checksum=xxhash.xxh3_64_intdigest(table),
+        **fields,
+    )
 
 
 def _pack_header(header: SlotHeader) -> bytes:

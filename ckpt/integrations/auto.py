@@ -19,6 +19,7 @@ from .. import checkpointer as checkpointers
 from ..checkpointer import Checkpointer
 from ..errors import DaemonError, InjectedFault, SlotError, StateError
 from ..format.manifest import parse
+from ..format.pair import Pair, is_import
 from ..format.slot import Slot
 from ..state.tree import entries, unflatten
 from .position import excuses
@@ -241,14 +242,13 @@ class UnaskedCheckpointer(Checkpointer):
             )
         super()._load(slot)
 
-    def _check_reshaped(self, step: int) -> None:
+    def _check_made(self, plan: Pair) -> None:
+        if is_import(plan):
+            raise StateError("an import is restored by a Checkpointer in the script only: leave out --rr-auto")
         raise StateError(
-            f"step {step} is of {self._made_by} ranks, and --rr-auto goes on with no other number, because the place "
-            "in the data is each rank's own: start as many ranks as before, or protect the training in the script"
+            f"step {plan[1]} is of {self._made_by} ranks, and --rr-auto goes on with no other number, because the "
+            "place in the data is each rank's own: start as many ranks as before, or protect the training in the script"
         )
-
-    def _load_import(self, url: str) -> None:
-        raise StateError("an import is restored by a Checkpointer in the script only: leave out --rr-auto")
 
 
 def begun(

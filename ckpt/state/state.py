@@ -163,7 +163,7 @@ class TrainingState:
                         f"{name}: {type(optimizer).__qualname__} has the key {key!r} in its state, which its "
                         f"state_dict() takes for parameter {int(key)}: give it another one, such as text"
                     )
-        objects = self._states()
+        objects = self.states()
         rng = get_rng() if self.has_rng else None
         try:
             flat = Flattener({"objects": objects, "values": self.values, "rng": rng})
@@ -185,7 +185,7 @@ class TrainingState:
             self._layout = now
         return flat
 
-    def _states(self) -> dict[str, Any]:
+    def states(self) -> dict[str, Any]:
         """Return what the `state_dict()` of each object gives, and leave optimizers without state as they are.
 
         That of DCP and torchtitan makes one by a step of zeros, and Adam would count it: its first steps would be

@@ -1,18 +1,17 @@
 """`resilientctl export`: a step that memory or the persistent tier holds, as a checkpoint that plain PyTorch loads."""
 
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
 
+from resilient_run.ckpt.convert.captures import Captures, of_slots
 from resilient_run.ckpt.errors import CheckpointError, SlotError
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
+from resilient_run.ckpt.format.slot import Slot
 
 from ..base.settings import Settings
-from ..tier.slots import fetch_slots
+from ..tier.slots import published_slots
 from ..tier.tier import Tier
 from ..trust.secret import check_url
 from .ask import ask
@@ -63,22 +62,19 @@ def export(
 
     if not is_free(to):
         raise click.ClickException(f"{to} exists already, and is no empty directory of yours; choose another --to")
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resilient-export-")))
-        try:
-            if source == "memory":
-                pair, slots = _from_memory(_job(settings, run_id), step, scratch)
-            else:
-                url = target or (_job(settings, run_id).get("persist") or {}).get("target")
-                if url is None:
-                    raise click.ClickException(f"run {run_id!r} has no persistent tier here; give --target")
-                pair, slots = fetch_slots(Tier(url, run_id, of_others=target is not None), step, scratch)
-            for slot in slots:
-                stack.callback(slot.close)
-            write(slots, to, format_)
-        except (CheckpointError, OSError) as error:
-            raise click.ClickException(str(error)) from error
-    click.echo(f"wrote step {pair[1]} (generation {pair[0]}) of {len(slots)} ranks to {to}")
+    try:
+        if source == "memory":
+            captures = _from_memory(_job(settings, run_id), step)
+        else:
+            url = target or (_job(settings, run_id).get("persist") or {}).get("target")
+            if url is None:
+                raise click.ClickException(f"run {run_id!r} has no persistent tier here; give --target")
+            captures = published_slots(Tier(url, run_id, of_others=target is not None), step)
+        write(captures, to, format_)
+    except (CheckpointError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    generation, found = captures.pair
+    click.echo(f"wrote step {found} (generation {generation}) of {len(captures.ranks)} ranks to {to}")
 
 
 def _job(settings: Settings, run_id: str) -> dict[str, Any]:
@@ -88,8 +84,8 @@ def _job(settings: Settings, run_id: str) -> dict[str, Any]:
     raise click.ClickException(f"the daemon of this host knows no run {run_id!r}; see `resilientctl status`")
 
 
-def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[Pair, list[Slot]]:
-    """Return private, verified copies of the slots of all ranks, which this host must hold."""
+def _from_memory(job: dict[str, Any], step: int | None) -> Captures:
+    """Return what is in the slots of all ranks, which this host must hold; training may overwrite it at any moment."""
     held: dict[Pair, dict[int, Path]] = {}
     for slot in job["slots"]:
         if slot["step"] is not None:
@@ -102,35 +98,13 @@ def _from_memory(job: dict[str, Any], step: int | None, scratch: Path) -> tuple[
         raise click.ClickException(f"this host has nothing of {wanted} of run {job['run_id']!r}{others}; {_REMEDY}")
     lacking = []
     for pair in fitting:
-        ranks = held[pair]
-        world_size = _world_size(next(iter(ranks.values())))
-        missing = sorted(set(range(world_size)) - ranks.keys())
+        slots = [Slot.open(path) for _, path in sorted(held[pair].items())]
+        world_size = slots[0].header().world_size
+        missing = sorted(set(range(world_size)) - held[pair].keys())
         if not missing:
-            return pair, [_copy(ranks[rank], scratch, rank, pair) for rank in sorted(ranks)]
+            captures = of_slots(slots)
+            if captures.pair != pair:
+                raise SlotError(f"training has overwritten step {pair[1]}; try again")
+            return captures
         lacking.append(f"rank(s) {missing} of {world_size} at step {pair[1]}")
     raise click.ClickException(f"this host does not hold {', nor '.join(lacking)}; {_REMEDY}")
-
-
-def _world_size(path: Path) -> int:
-    slot = Slot.open(path)
-    try:
-        return slot.header().world_size
-    finally:
-        slot.close()
-
-
-def _copy(path: Path, scratch: Path, rank: int, pair: Pair) -> Slot:
-    """Return a verified copy: training may overwrite the slot at any moment."""
-    source = Slot.open(path)
-    try:
-        header, page = source.header(), bytes(source.buffer[:HEADER_BYTES])
-        copy = Slot.create(
-            scratch / f"rank{rank}", capacity_bytes=source.capacity_bytes, payload_offset=header.payload_offset
-        )
-        copy.buffer[HEADER_BYTES : header.used_bytes] = source.buffer[HEADER_BYTES : header.used_bytes]
-    finally:
-        source.close()
-    found = copy.adopt(page)
-    if (found.rank, found.pair) != (rank, pair):
-        raise SlotError(f"rank {rank}: training has overwritten step {pair[1]} meanwhile; try again")
-    return copy

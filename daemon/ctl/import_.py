@@ -60,22 +60,14 @@ def import_(
         _refuse_known(settings, run_id, None if etcd_endpoint is None else parse_etcd(etcd_endpoint, etcd_conf))
         tier = Tier(str(Path(target).absolute()) if "://" not in target and "::" not in target else target, run_id)
         tier.check()
-        source = DcpSource(directory)
+        source = DcpSource(directory, strict=strict)
         found = source.step if step is None else step
         if not isinstance(found, int) or found < 1:
             raise click.UsageError(f"{directory} does not say which step it has: give --step")
-        manifest = write_import(
-            tier,
-            run_id=run_id,
-            step=found,
-            source=str(directory.absolute()),
-            strict=strict,
-            index=source.index,
-            payload=source.payload(),
-        )
+        written = write_import(tier, run_id=run_id, step=found, manifest=source.manifest, payload=source.payload)
     except (CheckpointError, EtcdError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    size_bytes = sum(manifest.file_bytes.values())
+    size_bytes = written.ranks[0].stored_bytes
     if as_json:
         click.echo(json.dumps({"run_id": run_id, "step": found, "bytes": size_bytes, "left_out": source.left_out}))
         return

@@ -1,4 +1,4 @@
-"""Ranges of the slots that another number of ranks captured, read for trainers that make their own state of them."""
+"""Ranges of what another number of ranks captured, or of an import, for trainers that make a state of them."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError, RestoreError, SlotError
-from resilient_run.ckpt.format.pair import Pair
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import Slot
 
 from ..base.fields import Fields
@@ -132,8 +132,10 @@ class SlotReader:
 
     @property
     def source(self) -> str:
-        """From how far what was read in this generation came: "local", "peer" or "persisted"."""
+        """From how far what was read in this generation came: "local", "peer", "persisted" or "imported"."""
         origins = set(self._holders.values())
+        if self._view.round is not None and is_import(self._view.round.restore):
+            return "imported"
         if self._tier is not None and self._tier.name in origins:
             return self._tier.kind
         return "local" if origins <= {self._view.host} else "peer"
@@ -160,6 +162,11 @@ class SlotReader:
                     again = True
                 except SlotError as error:
                     tried.append(f"{name}: {error}")
+            if (late or not again) and is_import(pair):
+                why = "; ".join(tried) or "it is in the persistent tier, and the run has no --rr-persist"
+                raise RestoreError(
+                    f"this run begins with the import of step {pair[1]}, which cannot be read: {why}; import it again"
+                )
             if late or not again:
                 raise RestoreError(
                     f"no verified copy of rank {wanted.rank} at step {pair[1]} (generation {pair[0]}) is left: "
@@ -170,7 +177,7 @@ class SlotReader:
 
     def _order(self, rank: int, pair: Pair) -> list[str]:
         """Return whom to ask, first who had this rank or the one before: the ranks of a host follow each other."""
-        hosts = [self._view.host, *sorted(self._view.addresses.keys() - {self._view.host})]
+        hosts = [] if is_import(pair) else [self._view.host, *sorted(self._view.addresses.keys() - {self._view.host})]
         known = self._holders.get(rank) or self._holders.get(rank - 1)
         if self._slots.find(rank, pair) is None and known in hosts:
             at = hosts.index(known)
@@ -198,7 +205,8 @@ class SlotReader:
             geometry = await self._tier.have(wanted.rank, pair)
             if geometry is not None:
                 _check(wanted, geometry.capacity_bytes)
-                await self._tier.read(wanted.rank, pair, wanted.ranges, target)
+                parts = _parts(wanted.ranges, target)
+                await self._tier.read(wanted.rank, pair, [(part.offset, part.target) for part in parts])
             return geometry is not None
         peer = await self._sources.peer(name)
         if peer is None:

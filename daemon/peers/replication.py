@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from resilient_run.ckpt.errors import RestoreError, SlotError, TopologyError
+from resilient_run.ckpt.errors import RestoreError, TopologyError
 from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import SlotHeader
 
@@ -17,7 +17,6 @@ from ..run.observation import Observation
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource
-from ..tier.tier import TierError
 from ..trust.identity import Identity
 from ..trust.secure import SecureSocket
 from .daemon_transport import DaemonTransport
@@ -38,10 +37,7 @@ _OFFER_AGAIN_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """A verified slot with the planned step, and where it came from: "local", "peer", "persisted" or "imported".
-
-    With "imported" the path is no slot but the directory or URL of the import.
-    """
+    """A verified slot with the planned step, and where it came from: "local", "peer" or "persisted"."""
 
     path: str
     source: str
@@ -234,11 +230,9 @@ class Replicator:
         pair = None if round_ is None else round_.restore
         if pair is None:
             raise RestoreError(f"rank {rank}: this generation starts from the beginning, there is nothing to restore")
-        if is_import(pair):
-            return await self._import(rank, pair)
-        if round_ is not None and round_.reshapes:
+        if round_ is not None and round_.read_of is not None:
             raise TopologyError(
-                f"step {pair[1]} was captured with world size {round_.made_by}, this run has {round_.world_size}: "
+                f"step {pair[1]} was captured with world size {round_.read_of}, this run has {round_.world_size}: "
                 "start as many workers as before, or give --rr-elastic, with which a run may go on in another one"
             )
         loop = asyncio.get_running_loop()
@@ -268,19 +262,6 @@ class Replicator:
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S[1])
-
-    async def _import(self, rank: int, pair: Pair) -> Restored:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + RESTORE_PATIENCE_S
-        while True:
-            try:
-                return Restored(path=await self._sources.imported(pair), source="imported")
-            except (SlotError, TierError) as error:
-                if isinstance(error, SlotError) or loop.time() > deadline:
-                    raise RestoreError(
-                        f"rank {rank}: this run begins with the import of step {pair[1]}, which cannot be read: {error}"
-                    ) from error
-            await asyncio.sleep(RETRY_S[1])
 
     async def _local(self, rank: int, pair: Pair) -> SlotHeader | None:
         """Return the header of the local slot with `pair`; one that does not verify is cleared and reported."""

@@ -77,17 +77,6 @@ class Sources:
         assert identity is not None
         return await connect(host, self._view.addresses[host], identity)
 
-    async def imported(self, pair: Pair) -> str:
-        """Return the directory or URL of the import `pair`.
-
-        Raises:
-            SlotError: It is gone or damaged.
-            TierError: The storage does not answer.
-        """
-        if self._tier is None:
-            raise SlotError(f"step {pair[1]} is an import in the persistent tier: start the run with its --rr-persist")
-        return await self._tier.imported(pair)
-
     async def fetch_from_any(self, rank: int, pair: Pair, *, insist: bool = False) -> tuple[list[str], bool]:
         """Fetch from all hosts that should hold `pair` at once, else from any, and at last from the persistent tier.
 

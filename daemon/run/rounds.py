@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, pair_value
+from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 from resilient_run.ckpt.format.placement import replica_hosts
 
 from ..base.fields import Fields
@@ -140,6 +140,11 @@ class Round:
     def began_step(self) -> int:
         """The step that this generation starts from."""
         return 0 if self.restore is None else self.restore[1]
+
+    @property
+    def read_of(self) -> int | None:
+        """Of how many ranks trainers read what they restore; None if each takes its own slot. An import is one's."""
+        return 1 if is_import(self.restore) else self.made_by if self.reshapes else None
 
     @property
     def reshapes(self) -> bool:

@@ -3,12 +3,12 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 from resilient_run.ckpt.errors import SlotError, TopologyError
-from resilient_run.ckpt.format.pair import Pair
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 
 from ..run.view import JobView
 from ..slots.slots import Geometry
-from .tier import FRAME_BYTES, Tier, call
+from .tier import Tier, call, cuts
 
 
 class TierSource:
@@ -30,16 +30,6 @@ class TierSource:
         self._refuse = refuse
         self._refused: dict[Pair, str] = {}
 
-    async def imported(self, pair: Pair) -> str:
-        """Return where the import `pair` is: trainers read of it what they need.
-
-        Raises:
-            SlotError: It is gone or damaged.
-            TierError: The storage does not answer.
-        """
-        await call(self._tier, self._tier.import_manifest, pair)
-        return await call(self._tier, self._tier.url, pair)
-
     async def have(self, rank: int, pair: Pair) -> Geometry | None:
         """Return the geometry of `rank` at `pair`, None when that is not published.
 
@@ -56,7 +46,7 @@ class TierSource:
             return None
         round_ = self._view.round
         expected = manifest.world_size if round_ is None else round_.made_by or round_.world_size
-        if manifest.world_size != expected:
+        if manifest.world_size != expected and not is_import(pair):
             raise TopologyError(
                 f"step {pair[1]} in {self._tier.shown} was saved by {manifest.world_size} ranks, this run has "
                 f"{expected}: start as many workers as before, or turn it into a DCP checkpoint, which loads into any "
@@ -65,49 +55,24 @@ class TierSource:
         return manifest.ranks[rank].geometry
 
     async def fetch(self, rank: int, pair: Pair, slot: Slot, used_bytes: int) -> bytes:
-        """Copy the file of `rank` into `slot` from byte 4096 on and return its header page; nothing is verified yet.
+        """Do what `read` says of the whole file, from byte 4096 on into `slot`, and return its header page."""
+        page = bytearray(HEADER_BYTES)
+        await self.read(rank, pair, [(0, memoryview(page)), (HEADER_BYTES, slot.buffer[HEADER_BYTES:used_bytes])])
+        return bytes(page)
+
+    async def read(self, rank: int, pair: Pair, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each of `ranges` with what the slot file of `rank` has from an offset on; nothing is verified yet.
 
         Raises:
             SlotError: The file is damaged.
             TierError: The storage does not answer.
         """
-        page, start = b"", 0
-        frames = self._tier.read(pair, rank)
-        while start < used_bytes:
-            # The thread never sees the slot: one that hangs may wake up when the slot holds something else.
-            data = await call(self._tier, next, frames, b"")
-            end = start + len(data)
-            if not data or end > used_bytes:
-                raise SlotError(f"{self._tier.shown} has rank {rank} of {pair} with another size than its manifest")
-            if start == 0:
-                page, data, start = data[:HEADER_BYTES], data[HEADER_BYTES:], HEADER_BYTES
-            slot.buffer[start:end] = data
-            start = end
-        return page
-
-    async def read(self, rank: int, pair: Pair, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
-        """Fill `target` with ranges (offset and size) of the file of `rank`; nothing is verified yet.
-
-        Raises:
-            SlotError: The file is damaged.
-            TierError: The storage does not answer.
-        """
-        wanted = {
-            number
-            for offset, size in ranges
-            for number in range(offset // FRAME_BYTES, (offset + size - 1) // FRAME_BYTES + 1)
-        }
-        frames, found = self._tier.read_frames(pair, rank, wanted), dict[int, bytes]()
+        cut = cuts([(offset, len(target)) for offset, target in ranges])
+        frames = self._tier.read(pair, rank, cut)
+        # The thread never sees a slot: one that hangs may wake up when the slot holds something else.
         while (frame := await call(self._tier, next, frames, None)) is not None:
-            found[frame[0]] = frame[1]
-        at = 0
-        for offset, size in ranges:
-            end = offset + size
-            while offset < end:
-                number, start = divmod(offset, FRAME_BYTES)
-                data = memoryview(found[number])[start : start + end - offset]
-                target[at : at + len(data)] = data
-                at, offset = at + len(data), offset + len(data)
+            for number, at, start, end in cut[frame[0]]:
+                ranges[number][1][at : at + end - start] = frame[1][start:end]
 
     async def refuse(self, pair: Pair, reason: str) -> None:
         """Take back the publication of `pair`: it is damaged."""

@@ -1,75 +1,61 @@
-"""Writing an import to the persistent tier: the whole state that a run begins with."""
+"""Writing an import to the persistent tier: the state that a run begins with, as the slot of a run of one rank."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 import xxhash
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.import_manifest import CHECKSUMS, DATA, INDEX, ImportManifest
 from resilient_run.ckpt.format.pair import IMPORT_GENERATION, Pair, is_import
-from resilient_run.ckpt.format.slot import CHUNK_BYTES
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, slot_head
 
-from .tier import Tier, TierError
+from .manifest import Persisted, RankFile
+from .tier import FRAME_BYTES, Tier, TierError
 
 
 def write_import(
-    tier: Tier, *, run_id: str, step: int, source: str, strict: bool, index: bytes, payload: Iterator[memoryview]
-) -> ImportManifest:
+    tier: Tier, *, run_id: str, step: int, manifest: bytes, payload: Callable[[], Iterable[memoryview]]
+) -> Persisted:
     """Write and publish an import; what an attempt before left of it unpublished is replaced.
 
     Args:
         tier: Of the run.
         run_id: The run.
         step: Completed steps of the state.
-        source: Where it comes from, for people.
-        strict: Whether the run must refuse it when something is absent.
-        index: A slot's manifest.
-        payload: What it describes, in pieces of any size.
+        manifest: A slot's.
+        payload: Returns what it describes, in pieces of any size; it is read twice, first for checksums.
 
     Raises:
         DaemonError: The tier has something of this run already, which it would not begin with then.
         TierError: The storage refuses; nothing is published.
     """
     _refuse_published(tier, run_id)
-    pair, checksums = (IMPORT_GENERATION, step), list[int]()
-
-    def checksummed() -> Iterator[bytes | memoryview]:
-        for chunk in _chunks(payload):
-            checksums.append(xxhash.xxh3_64_intdigest(chunk))
-            yield chunk
-
-    data_bytes = _write(tier, pair, DATA, checksummed())
+    pair, payload_bytes, checksums = (IMPORT_GENERATION, step), 0, list[int]()
+    for chunk in _cut(payload(), CHUNK_BYTES):
+        payload_bytes += len(chunk)
+        checksums.append(xxhash.xxh3_64_intdigest(chunk))
     table = np.array(checksums, dtype="<u8").tobytes()
-    _write(tier, pair, CHECKSUMS, [table])
-    _write(tier, pair, INDEX, [index])
-    manifest = ImportManifest(
-        run_id=run_id,
-        step=step,
-        source=source,
-        strict=strict,
-        index_bytes=len(index),
-        index_checksum=xxhash.xxh3_64_intdigest(index),
-        table_checksum=xxhash.xxh3_64_intdigest(table),
-        data_bytes=data_bytes,
-    )
-    # Reading and writing may have taken long.
-    _refuse_published(tier, run_id)
-    tier.publish(manifest)
-    return manifest
-
-
-def _write(tier: Tier, pair: Pair, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-    file = tier.create(pair, name)
+    head = slot_head(
+        run_id=run_id, topology=0, rank=0, world_size=1, generation=pair[0], step=step, payload_bytes=payload_bytes,
+        manifest=manifest, table=table,
+    )  # fmt: skip
+    file = tier.write(pair, 0)
     try:
-        for chunk in chunks:
-            file.write(chunk)
-        return file.finish()
+        for frame in _cut(chain([memoryview(head)], payload()), FRAME_BYTES):
+            file.write(frame)
+        stored_bytes = file.finish()
     except BaseException:
         with contextlib.suppress(TierError):
             file.abandon()
         raise
+    rank = RankFile(used_bytes=len(head) + payload_bytes, payload_offset=len(head), stored_bytes=stored_bytes)
+    persisted = Persisted(run_id=run_id, pair=pair, world_size=1, ranks={0: rank})
+    # Reading and writing may have taken long.
+    _refuse_published(tier, run_id)
+    tier.publish(persisted)
+    return persisted
 
 
 def _refuse_published(tier: Tier, run_id: str) -> None:
@@ -79,7 +65,7 @@ def _refuse_published(tier: Tier, run_id: str) -> None:
     if is_import(published[-1]):
         raise DaemonError(
             f"run {run_id!r} has an import of step {published[-1][1]} in {tier.shown} already: delete "
-            f"{tier.url(published[-1])}, or choose another --run-id"
+            f"{tier.shown_pair(published[-1])}, or choose another --run-id"
         )
     raise DaemonError(
         f"run {run_id!r} has published step {published[-1][1]} in {tier.shown} and goes on from there: "
@@ -87,19 +73,14 @@ def _refuse_published(tier: Tier, run_id: str) -> None:
     )
 
 
-def _chunks(pieces: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of `pieces` in chunks of `CHUNK_BYTES`, the last one shorter."""
+def _cut(pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    """Yield the bytes of `pieces` in parts of `size`, the last one shorter."""
     pending = bytearray()
     for piece in pieces:
-        at = min(len(piece), (CHUNK_BYTES - len(pending)) % CHUNK_BYTES) if pending else 0
-        pending += piece[:at]
-        if len(pending) == CHUNK_BYTES:
-            yield bytes(pending)
-            pending.clear()
-        if pending:
-            continue
-        whole = at + (len(piece) - at) // CHUNK_BYTES * CHUNK_BYTES
-        yield from (piece[start : start + CHUNK_BYTES] for start in range(at, whole, CHUNK_BYTES))
-        pending += piece[whole:]
+        for start in range(0, len(piece), size):
+            pending += piece[start : start + size]
+            if len(pending) >= size:
+                yield memoryview(bytes(pending[:size]))
+                del pending[:size]
     if pending:
-        yield bytes(pending)
+        yield memoryview(bytes(pending))

@@ -76,6 +76,8 @@ class Persisted:
             raise SlotError(f"it is not JSON: {error}") from error
         if not isinstance(value, dict) or value.get("version") != 1:
             raise SlotError("it is no manifest that this release reads")
+        if "files" in value:
+            raise SlotError("it is an import that an earlier release made: delete it, and import again")
         try:
             fields = Fields(value, "manifest")
             world_size, files = fields.integer("world_size", low=1, high=MAX_WORLD_SIZE), fields.object("ranks")

@@ -5,11 +5,10 @@ A pair is a directory `<target>/<run id>/<generation>-<step>` with a file for ea
 trusts no byte; what comes out is verified as any slot is. Every call here may block for as long as the storage does.
 """
 
-import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ import xxhash
 import zstandard
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError, SlotError
-from resilient_run.ckpt.format.import_manifest import MANIFEST, ImportManifest
 from resilient_run.ckpt.format.pair import Pair, is_import
 
 from .files import (
@@ -40,6 +38,7 @@ _T = TypeVar("_T")
 FRAME_BYTES = 4 << 20
 """Bytes of a slot file that are compressed together; the last frame is shorter."""
 
+MANIFEST = "manifest.json"
 REFUSED_MANIFEST = "manifest.refused.json"
 
 _MAGIC = b"RRTIER\x00\x01"
@@ -60,23 +59,31 @@ class IncompleteError(TierError):
     """A pair lacks what it cannot be published without."""
 
 
-class TierFile:
-    """A new file of a pair; `finish` or `abandon` ends it.
+class RankWriter:
+    """Writes one rank's slot file, range by range from byte 0; `finish` or `abandon` ends it.
 
     Every call raises `TierError` when the storage refuses.
 
     Args:
         file: Where to.
         guarded: Turns what the storage raises into a `TierError`.
+        level: zstandard's compression level.
     """
 
-    def __init__(self, file: FileWriter, guarded: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, file: FileWriter, guarded: Callable[[], AbstractContextManager[None]], level: int) -> None:
         self._file = file
         self._guarded = guarded
+        self._compressor = zstandard.ZstdCompressor(level=level)
         self._stored_bytes = 0
+        self._append(_MAGIC)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`."""
+    def write(self, data: memoryview) -> None:
+        """Append the next `FRAME_BYTES` bytes of the slot file, at its end what is left."""
+        frame = self._compressor.compress(data)
+        self._append(_FRAME.pack(len(frame), len(data), xxhash.xxh3_64_intdigest(frame)))
+        self._append(frame)
+
+    def _append(self, data: bytes) -> None:
         with self._guarded():
             self._file.write(data)
         self._stored_bytes += len(data)
@@ -91,30 +98,6 @@ class TierFile:
         """Give up, leaving nothing behind where the storage allows that."""
         with self._guarded():
             self._file.abandon()
-
-
-class RankWriter:
-    """Writes one rank's slot file, range by range from byte 0; `finish` or `abandon` ends it.
-
-    Every call raises `TierError` when the storage refuses.
-
-    Args:
-        file: Where to.
-        level: zstandard's compression level.
-    """
-
-    def __init__(self, file: TierFile, level: int) -> None:
-        self._file = file
-        self._compressor = zstandard.ZstdCompressor(level=level)
-        self._file.write(_MAGIC)
-        self.finish = file.finish
-        self.abandon = file.abandon
-
-    def write(self, data: memoryview) -> None:
-        """Append the next `FRAME_BYTES` bytes of the slot file, at its end what is left."""
-        frame = self._compressor.compress(data)
-        self._file.write(_FRAME.pack(len(frame), len(data), xxhash.xxh3_64_intdigest(frame)))
-        self._file.write(frame)
 
 
 class Tier:
@@ -140,6 +123,7 @@ class Tier:
         self._of_others = of_others
         self._opening = threading.Lock()
         self._manifests: dict[Pair, Persisted] = {}
+        self._begins: dict[tuple[Pair, int], list[int]] = {}
         self._attempts: dict[Pair, object] = {}
         self.shown = _without_password(target)
         """The target, for people."""
@@ -172,41 +156,38 @@ class Tier:
             SlotError: The pair is not published, or its manifest is damaged.
         """
         if pair not in self._manifests:
-            with self._reading_manifest(pair) as data:
+            where, what = f"{self._directory(pair)}/{MANIFEST}", f"generation {pair[0]} step {pair[1]}"
+            with self._storage(f"read {MANIFEST} of {pair}"):
+                self._refuse_planted(pair)
+                if not is_there(self._fs, where):
+                    raise SlotError(f"{what} is not published in {self.shown}")
+                data = self._fs.cat_file(where, start=0, end=_MAX_MANIFEST_BYTES)
+            try:
                 self._manifests = {pair: Persisted.load(data, run_id=self._run_id, pair=pair)}
+            except SlotError as error:
+                raise SlotError(f"{MANIFEST} of {what} in {self.shown}: {error}") from error
         return self._manifests[pair]
 
-    def import_manifest(self, pair: Pair) -> ImportManifest:
-        """Return the manifest of an import, once all its files are known to be there in their full size.
+    def check_whole(self, pair: Pair) -> None:
+        """Check that each file of a published pair has the size that it was written with.
 
         Raises:
-            SlotError: They are not, or it is not published, or its manifest is damaged.
+            SlotError: One has not, or the pair is not published, or its manifest is damaged.
         """
-        with self._reading_manifest(pair) as data:
-            manifest = ImportManifest.load(data, run_id=self._run_id, step=pair[1])
-        with self._storage(f"look at the files of {pair}"):
-            for name, size in manifest.file_bytes.items():
-                path = f"{self._directory(pair)}/{name}"
+        for rank, file in self.manifest(pair).ranks.items():
+            path = f"{self._directory(pair)}/{_rank_name(rank)}"
+            with self._storage(f"look at {path}"):
                 found = self._fs.size(path) if is_there(self._fs, path) else 0
-                if found != size:
-                    raise SlotError(f"{path} has {found} bytes, not {size}")
-        return manifest
+            if found != file.stored_bytes:
+                raise SlotError(f"{path} has {found} bytes, not {file.stored_bytes}")
 
-    def url(self, pair: Pair) -> str:
-        """Return the directory or fsspec URL of `pair`, for other processes."""
-        with self._storage("open it"):
-            self._refuse_planted(pair)
-            directory = self._directory(pair)
-            local = is_local(self._fs)
-        return directory if local else f"{self._target.rstrip('/')}/{'/'.join(directory.rsplit('/', 2)[-2:])}"
+    def shown_pair(self, pair: Pair) -> str:
+        """Return the directory or URL of `pair`, for people."""
+        return f"{self.shown.rstrip('/')}/{self._name}/{_name_of(pair)}"
 
     def write(self, pair: Pair, rank: int) -> RankWriter:
         """Begin the file of `rank`; what an earlier attempt left of it is replaced."""
-        return RankWriter(self.create(pair, _rank_name(rank)), self._level)
-
-    def create(self, pair: Pair, name: str) -> TierFile:
-        """Begin the file `name` of `pair`; what an earlier attempt left of it is replaced."""
-        guarded = partial(self._storage, f"write {name} of {pair}")
+        guarded = partial(self._storage, f"write {_rank_name(rank)} of {pair}")
         with guarded():
             self._refuse_planted(pair)
             if is_local(self._fs):
@@ -215,19 +196,13 @@ class Tier:
                 self._fs.makedirs(self._directory(pair), exist_ok=True)
             # Somebody may have been faster.
             self._refuse_planted(pair)
-            file = FileWriter(self._fs, f"{self._directory(pair)}/{name}", self._part)
-        return TierFile(file, guarded)
+            file = FileWriter(self._fs, f"{self._directory(pair)}/{_rank_name(rank)}", self._part)
+        return RankWriter(file, guarded, self._level)
 
-    def read(self, pair: Pair, rank: int) -> Iterator[bytes]:
-        """Yield the slot file of `rank` from byte 0, `FRAME_BYTES` at a time; the caller verifies the whole.
+    def read(self, pair: Pair, rank: int, wanted: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """Yield number and content of the frames `wanted`, by default all, of the slot file of `rank`, in their order.
 
-        Raises:
-            SlotError: The pair is not published, or the file is damaged.
-        """
-        return (data for _, data in self.read_frames(pair, rank))
-
-    def read_frames(self, pair: Pair, rank: int, wanted: Container[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield number and content of the frames in `wanted`, without it of all, of the slot file of `rank`.
+        The caller verifies the whole. Where frames begin is found by going through the file, and remembered.
 
         Raises:
             SlotError: The pair is not published, or the file is damaged.
@@ -235,22 +210,40 @@ class Tier:
         manifest = self.manifest(pair)
         if rank not in manifest.ranks:
             raise SlotError(f"{self.shown} has ranks 0 to {manifest.world_size - 1} of {pair}, not rank {rank}")
-        left_bytes = manifest.ranks[rank].used_bytes
-        what = f"rank {rank} of {pair} in {self.shown}"
+        used_bytes, what = manifest.ranks[rank].used_bytes, f"rank {rank} of {pair} in {self.shown}"
+        begins, count = [*self._begins.get((pair, rank), [len(_MAGIC)])], -(-used_bytes // FRAME_BYTES)
         with self._storage(f"read rank {rank} of {pair}"), self._open(pair, rank, what) as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise SlotError(f"{what} is no file of this format")
             decompressor = zstandard.ZstdDecompressor()
-            for number in range(-(-left_bytes // FRAME_BYTES)):
-                size = min(FRAME_BYTES, left_bytes)
-                left_bytes -= size
-                frame = _read_frame(file, decompressor, size, what, skip=wanted is not None and number not in wanted)
-                if frame is not None:
-                    yield number, frame
-            if file.read(1):
+            for number in range(count) if wanted is None else sorted(wanted):
+                if number >= count:
+                    raise SlotError(f"{what} has {used_bytes} bytes, less than were asked for")
+                known = -1
+                while known < number:
+                    known = min(number, len(begins) - 1)
+                    file.seek(begins[known])
+                    size = min(FRAME_BYTES, used_bytes - known * FRAME_BYTES)
+                    stored_bytes, checksum = _read_prefix(file, size, what)
+                    begins[known + 1 :] = begins[known + 1 :] or [begins[known] + _FRAME.size + stored_bytes]
+                yield number, _read_frame(file, decompressor, stored_bytes, size, checksum, what)
+            if wanted is None and file.read(1):
                 raise SlotError(f"{what} goes on after its end")
+        self._begins[pair, rank] = begins
 
-    def publish(self, persisted: Persisted | ImportManifest) -> None:
+    def read_ranges(self, pair: Pair, rank: int, ranges: Sequence[tuple[int, int]]) -> bytes:
+        """Return ranges (offset and size) of the slot file of `rank`, one after the other; nothing is verified yet.
+
+        Raises:
+            SlotError: The pair is not published, or the file is damaged.
+        """
+        data, cut = [bytearray(size) for _, size in ranges], cuts(ranges)
+        for frame, content in self.read(pair, rank, cut):
+            for number, at, start, end in cut[frame]:
+                data[number][at : at + end - start] = content[start:end]
+        return b"".join(data)
+
+    def publish(self, persisted: Persisted) -> None:
         """Publish a pair whose files are all written.
 
         Raises:
@@ -329,10 +322,8 @@ class Tier:
         if is_there(self._fs, manifest):
             self._fs.rm_file(manifest)
 
-    def _refuse_incomplete(self, persisted: Persisted | ImportManifest, *others: str) -> None:
+    def _refuse_incomplete(self, persisted: Persisted, *others: str) -> None:
         """Raise a TierError if a rank's file of a pair is gone, or one of `others`."""
-        if isinstance(persisted, ImportManifest):
-            return
         expected = {*map(_rank_name, persisted.ranks), *others}
         if missing := sorted(expected - names_in(self._fs, self._directory(persisted.pair))):
             raise IncompleteError(f"{self.shown}: gone from {persisted.pair}: {', '.join(missing[:10])}")
@@ -359,20 +350,6 @@ class Tier:
             matches = filter(None, map(_PAIR_NAME.fullmatch, names_in(self._fs, self._root)))
             pairs = [(int(match[1]), int(match[2])) for match in matches]
             return {pair: names_in(self._fs, self._directory(pair)) for pair in pairs}
-
-    @contextmanager
-    def _reading_manifest(self, pair: Pair) -> Iterator[bytes]:
-        """Provide what publishes `pair`; a SlotError about it gets the name of the file."""
-        where = f"{self._directory(pair)}/{MANIFEST}"
-        with self._storage(f"read {MANIFEST} of {pair}"):
-            self._refuse_planted(pair)
-            if not is_there(self._fs, where):
-                raise SlotError(f"generation {pair[0]} step {pair[1]} is not published in {self.shown}")
-            data = self._fs.cat_file(where, start=0, end=_MAX_MANIFEST_BYTES)
-        try:
-            yield data
-        except SlotError as error:
-            raise SlotError(f"{MANIFEST} of generation {pair[0]} step {pair[1]} in {self.shown}: {error}") from error
 
     def _refuse_planted(self, pair: Pair | None = None) -> None:
         """Raise a TierError if a stranger has made the run's directory, or that of `pair`."""
@@ -483,19 +460,37 @@ def _name_of(pair: Pair) -> str:
     return f"{pair[0]}-{pair[1]}"
 
 
-def _read_frame(
-    file: Any, decompressor: zstandard.ZstdDecompressor, size: int, what: str, *, skip: bool
-) -> bytes | None:
-    """Return the next frame, of `size` bytes, or None and leave it out if `skip`."""
+def cuts(ranges: Sequence[tuple[int, int]]) -> dict[int, list[tuple[int, int, int, int]]]:
+    """Return what frames have of `ranges` (offset and size) of a slot file, by the frame's number.
+
+    That is the number of the range, where in it a piece goes, and where the piece begins and ends in the frame.
+    """
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    for number, (offset, size) in enumerate(ranges):
+        at = 0
+        while at < size:
+            frame, start = divmod(offset + at, FRAME_BYTES)
+            end = min(FRAME_BYTES, start + size - at)
+            found.setdefault(frame, []).append((number, at, start, end))
+            at += end - start
+    return found
+
+
+def _read_prefix(file: Any, size: int, what: str) -> tuple[int, int]:
+    """Return stored bytes and checksum of the frame of `size` bytes that begins here."""
     prefix = file.read(_FRAME.size)
     if len(prefix) != _FRAME.size:
         raise SlotError(f"{what} is cut short")
     stored_bytes, raw_bytes, checksum = _FRAME.unpack(prefix)
     if raw_bytes != size or stored_bytes > _MAX_STORED_BYTES:
         raise SlotError(f"{what} announces {stored_bytes} bytes for {raw_bytes} where {size} are due")
-    if skip:
-        file.seek(stored_bytes, os.SEEK_CUR)
-        return None
+    return stored_bytes, checksum
+
+
+def _read_frame(
+    file: Any, decompressor: zstandard.ZstdDecompressor, stored_bytes: int, size: int, checksum: int, what: str
+) -> bytes:
+    """Return the content of the frame of which `_read_prefix` has been read, `size` bytes."""
     frame = file.read(stored_bytes)
     if len(frame) != stored_bytes or xxhash.xxh3_64_intdigest(frame) != checksum:
         raise SlotError(f"{what} does not match its checksums")

@@ -78,7 +78,7 @@ class Trainer:
         return {"path": restored.path, "source": restored.source}
 
     async def read(self, fields: Fields) -> dict[str, Any]:
-        """Give the trainer ranges of what another number of ranks captured.
+        """Give the trainer ranges of what another number of ranks captured, or of an import.
 
         Raises:
             RestoreError: Nobody has them any more.
@@ -87,10 +87,10 @@ class Trainer:
         """
         self._check_current()
         round_ = self.view.round
-        if round_ is None or round_.restore is None or round_.made_by is None or not round_.reshapes:
+        if round_ is None or round_.restore is None or round_.read_of is None:
             raise DaemonError(f"rank {self.rank}: what this round restores was captured by as many ranks as it has")
         self.hang.restoring(self.rank)
-        wanted = Wanted.parse(fields, round_.made_by)
+        wanted = Wanted.parse(fields, round_.read_of)
         answer = await self.replicator.read(self.rank, round_.restore, wanted)
         self._source = self.replicator.reader.source
         return answer

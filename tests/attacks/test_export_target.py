@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from second_user import MALLORY, as_mallory, make_public
 from test_export import make_slot, state
 
+from resilient_run.ckpt.convert.captures import of_slots
 from resilient_run.ckpt.convert.export import Format, export
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
@@ -64,7 +65,7 @@ def test_nothing_is_written_to_what_was_planted(
     # Nor does whoever comes after that look.
     slot = make_slot(tmp_path / "own", state(0), rank=0, world_size=1)
     with pytest.raises(FileExistsError):
-        export([slot], to, format_)
+        export(of_slots([slot]), to, format_)
     slot.close()
     assert list(home.iterdir()) == []
     assert to.lstat().st_uid == MALLORY
