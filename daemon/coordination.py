@@ -21,7 +21,7 @@ from .root.election import Election
 from .root.operator import make_operator
 from .root.root import Root
 from .run import keys
-from .run.commit import report_held
+from .run.commit import Holding
 from .run.leased import LeasedKeys
 from .run.mirror import Mirror, host_name
 from .run.observation import Observation
@@ -103,7 +103,7 @@ class Coordinator:
             {keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host")},
             {
                 keys.HOSTS: (host_name, lambda _, entry: Introduction.parse(entry.value)),
-                keys.EQUAL: (str, lambda name, entry: EqualLeaves.parse(keys.EQUAL(name), entry.value)),
+                keys.EQUAL: (str, lambda _, entry: EqualLeaves.parse(entry.value)),
                 keys.RECOVERED: (str, lambda name, entry: view.recoveries.see(keys.RECOVERED(name), entry.value)),
             },
         )
@@ -202,7 +202,7 @@ class Coordinator:
             for known in (addresses, every, signs):
                 known.pop(host, None)
             if (introduced := self._mirror.folders[keys.HOSTS].get(host)) is not None:
-                addresses[host] = introduced.address
+                addresses[host] = introduced.addr, introduced.port
                 every[host], signs[host] = introduced.every, introduced.sign
         view.addresses, view.every_elsewhere, view.signs = addresses, every, signs
 
@@ -274,8 +274,8 @@ class Coordinator:
         view, (addr, port) = self._view, self._address
         while True:
             every, sign = view.every_here, view.sign_here
-            value = {"addr": addr, "port": port, "every": every, "sign": sign, "injection": view.injection}
-            self._leased.set(keys.HOSTS(view.host), value)
+            said = Introduction(addr=addr, port=port, every=every, sign=sign, injection=view.injection)
+            self._leased.set(keys.HOSTS(view.host), said.to_value())
             await view.wait_for(lambda: (view.every_here, view.sign_here) != (every, sign))  # noqa: B023
 
     async def _inventory(self) -> None:
@@ -283,15 +283,15 @@ class Coordinator:
         view = self._view
         await self._slots.adopt()
 
-        def held() -> dict[str, Any] | None:
+        def held() -> Holding | None:
             restore = None if view.round is None else view.round.restore
-            return None if restore is None or view.committed != restore else report_held(self._slots.held(), restore)
+            return None if restore is None or view.committed != restore else Holding.of(self._slots.held(), restore)
 
-        said: dict[str, Any] | None = None
+        said: Holding | None = None
         while True:
             await view.wait_for(lambda: held() not in (None, said))  # noqa: B023
             said = held()
-            self._leased.set(keys.HELD(view.host), said)
+            self._leased.set(keys.HELD(view.host), None if said is None else said.to_value())
 
     async def _lead(self, etcd: Etcd, requests: asyncio.TaskGroup) -> None:
         """Be the root whenever this host is elected; `requests` runs what outlives that."""

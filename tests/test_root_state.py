@@ -1,6 +1,7 @@
 """The root's incremental state is what one who reads every key anew sees, after any changes in any portions."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
 from resilient_run.daemon.root import state as root_state
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
-from resilient_run.daemon.run.commit import parse_held
+from resilient_run.daemon.run.commit import Holding
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
@@ -168,7 +169,14 @@ def test_who_is_gone_is_settled_when_the_next_round_is_formed() -> None:
 def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many hosts there are, one report makes the root read one report."""
     parsed: list[Any] = []
-    monkeypatch.setattr(root_state, "parse_held", lambda value: parsed.append(value) or parse_held(value))
+
+    class Counted(Holding):
+        @classmethod
+        def parse(cls, value: Mapping[str, Any], what: str = "", **given: Any) -> Any:
+            parsed.append(value)
+            return Holding.parse(value, what, **given)
+
+    monkeypatch.setattr(root_state, "Holding", Counted)
     hosts = [f"host{index}" for index in range(100)]
     state = RootState("host0", REPLICAS)
     members = [{"host": host, "nproc": 1} for host in hosts]

@@ -16,6 +16,7 @@ from resilient_run.ckpt.format.pair import Pair
 
 from ..base.fields import Fields
 from ..peers.fetch import Peer, PeerError
+from ..run import keys
 from ..run.report import Claims, DigestClaim, Runs, joined
 from ..run.view import JobView
 from ..slots.slots import JobSlots
@@ -49,13 +50,13 @@ class EqualLeaves:
         return cls(generation=generation, mask=mask, name=name)
 
     @classmethod
-    def parse(cls, key: str, value: Mapping[str, Any]) -> Self:
+    def parse(cls, value: Mapping[str, Any]) -> Self:
         """Return what `to_value` wrote.
 
         Raises:
             DaemonError: The value is none.
         """
-        fields = Fields(value, key)
+        fields = Fields(value, keys.EQUAL)
         count = fields.integer("count", high=MAX_DIGESTS)
         bits = np.unpackbits(np.frombuffer(fields.binary("leaves") if count else b"", dtype=np.uint8), count=count)
         return cls.of(fields.integer("generation"), bits.astype(np.bool_))

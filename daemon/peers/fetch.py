@@ -79,7 +79,7 @@ class Peer:
             answer = await _receive_answer(sock)
             if not answer["ok"]:
                 return None
-            return Geometry.parse(Fields(answer, "answer to have"), "used_bytes")
+            return Geometry.parse(answer, "answer to have")
 
     async def fetch(self, rank: int, pair: Pair, download: PartQueue, pace: OfferPace | None = None) -> None:
         """Fetch parts of `download` until it is complete, whoever delivers the last one.

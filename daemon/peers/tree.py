@@ -169,7 +169,7 @@ class ReportTree:
             if self._closed or self._links.get(host) is not link:
                 return
             told = self.said
-            await sock.send_message({} if told is None else told.message())
+            await sock.send_message({} if told is None else told.to_value())
 
     async def _report_on(self, host: str, sock: SecureSocket) -> _Link | None:
         """Report to `host` for as long as it is the one to tell, and return the link to a nearer one once there is."""
@@ -205,7 +205,7 @@ class ReportTree:
             told = self.report()
             if told is None or is_over():
                 return
-            await sock.send_all(wire.encode(told.message(), MAX_REPORT_BYTES))
+            await sock.send_all(wire.encode(told.to_value(), MAX_REPORT_BYTES))
 
     async def _nearer(self, host: str) -> _Link:
         """Return a link to a host above that is nearer than `host`, as soon as one can be reached."""

@@ -11,7 +11,7 @@ from ..base.fields import Fields
 from ..etcd.client import Entry
 from . import keys
 from .quarantine import Quarantine
-from .records import Agreement, Closed, Failure, parse_decisions
+from .records import Agreement, Closed, Failure
 from .rounds import Member, Round
 
 log = logging.getLogger(__name__)
@@ -119,15 +119,15 @@ def _store(_: int, entry: Entry) -> tuple[str, int]:
 _DIGITS = 19
 _KEYS: Keys = {
     keys.JOB: lambda entry: Agreement.parse(entry.value),
-    keys.ROUND: lambda entry: Round.parse(entry.value, entry.revision),
+    keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
     keys.CLOSED: lambda entry: Closed.parse(entry.value),
-    keys.DECISIONS: lambda entry: parse_decisions(entry.value),
+    keys.DECISIONS: lambda entry: tuple(Fields(entry.value, keys.DECISIONS).objects("decisions")),
 }
 _FOLDERS: Folders = {
-    keys.MEMBERS: (host_name, lambda name, entry: Member.parse(name, entry.value, entry.created)),
+    keys.MEMBERS: (host_name, lambda name, entry: Member.parse(entry.value, host=name, arrival=entry.created)),
     keys.STORES: (_generation, _store),
-    keys.FAILURES: (_generation, lambda number, entry: Failure.parse(number, entry.value)),
+    keys.FAILURES: (_generation, lambda number, entry: Failure.parse(entry.value, generation=number)),
     keys.DONE: (generation_and_host, lambda *_: True),
     keys.QUARANTINES: (host_name, lambda _, entry: Quarantine.parse(entry.value)),
 }

@@ -159,7 +159,7 @@ class Sessions:
             "restore": pair_value(round_.restore),
             "made_by": round_.made_by,
             "reshapes": round_.reshapes and self._view.elastic,
-            **self._view.agreed.message(),
+            **self._view.agreed.to_value(),
             "eager": sorted(self._eager),
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
             "replication": {
@@ -196,7 +196,9 @@ class Sessions:
         """
         match op:
             case "allocate":
-                return await trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
+                return await trainer.allocate(
+                    Geometry.parse({**fields.values, "used_bytes": fields.integer("capacity_bytes")}, op)
+                )
             case "restore":
                 return await trainer.restore()
             case "read":
@@ -216,7 +218,7 @@ class Sessions:
             case "complete":
                 trainer.complete(fields.text("path"), *fields.pair())
             case "eager":
-                name = fields.text("name", max_bytes=MAX_EAGER_BYTES)
+                name = fields.text("name", high=MAX_EAGER_BYTES)
                 if len(self._eager) < _MAX_EAGER:
                     self._eager.add(name)
             case "missed":
@@ -228,7 +230,7 @@ class Sessions:
                 self._progress(trainer, fields.integer("step"))
             case "refused":
                 # It fails in a way that no restart cures.
-                self._refused[trainer.rank] = trainer.generation, fields.text("message", max_bytes=_MAX_TEXT_BYTES)
+                self._refused[trainer.rank] = trainer.generation, fields.text("message", high=_MAX_TEXT_BYTES)
             case "raised":
                 self._raised[trainer.rank] = trainer.generation, fields.text("digest"), fields.integer("step")
             case _:

@@ -350,7 +350,7 @@ class Membership:
         async with self._writing:
             entry = await self._etcd.get(self._key)
             if entry is not None:
-                self._refuse_rival(Member.parse(self._member.host, entry.value, entry.created))
+                self._refuse_rival(Member.parse(entry.value, host=self._member.host, arrival=entry.created))
             if self._lease is None:
                 self._lease = await self._etcd.lease(self._lease_ttl_s)
             elif self._lease.lost.is_set():
