@@ -30,6 +30,7 @@ from .checkpointer import Checkpointer
 from .convert.export import merge, read
 from .convert.pieces import TensorPieces
 from .errors import DaemonError, StateError
+from .format.pair import Pair
 from .format.slot import Slot
 from .link.env import TrainerEnv
 from .state.state import TrainingState
@@ -313,7 +314,7 @@ class _RankCheckpointer(Checkpointer):
     def wait_committed(self, timeout_s: float) -> bool:
         if self._capturer is None or self._env is None or not self._capturer.wait_decided(timeout_s):
             return False
-        return self.watermark is not None and self.watermark >= (self._env.generation, self._step)
+        return self.watermark is not None and self.watermark >= Pair(self._env.generation, self._step)
 
     def _load_import(self, url: str) -> None:
         raise StateError(

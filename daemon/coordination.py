@@ -23,7 +23,7 @@ from .root.root import Root
 from .run import keys
 from .run.commit import Holding
 from .run.leased import LeasedKeys
-from .run.mirror import Mirror, host_name
+from .run.mirror import Mirror, host_name, of, pair_of_entry
 from .run.observation import Observation
 from .run.records import Agreement, Introduction
 from .run.report import Said
@@ -102,7 +102,7 @@ class Coordinator:
         self._mirror = Mirror(
             {keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host")},
             {
-                keys.HOSTS: (host_name, lambda _, entry: Introduction.parse(entry.value)),
+                keys.HOSTS: (host_name, of(Introduction)),
                 keys.EQUAL: (str, lambda _, entry: EqualLeaves.parse(entry.value)),
                 keys.RECOVERED: (str, lambda name, entry: view.recoveries.see(keys.RECOVERED(name), entry.value)),
             },
@@ -259,13 +259,13 @@ class Coordinator:
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
         said = {key.removeprefix(self._prefix): entry for key, entry in found.items()}
-        watermark, following, persist = said.get(keys.WATERMARK), said.get(keys.NEXT), said.get(keys.PERSIST)
+        watermark, persist = said.get(keys.WATERMARK), said.get(keys.PERSIST)
         return Said(
             term=(0, 0),
             number=0,
-            watermark=None if watermark is None else Fields(watermark.value, keys.WATERMARK).pair(),
+            watermark=pair_of_entry(watermark),
             watermark_revision=0 if watermark is None else watermark.revision,
-            next=None if following is None else Fields(following.value, keys.NEXT).pair(),
+            next=pair_of_entry(said.get(keys.NEXT)),
             persist=None if persist is None else persist.value,
         )
 

@@ -49,7 +49,7 @@ class ImportManifest:
     @property
     def pair(self) -> Pair:
         """Generation and step under which the run knows it."""
-        return IMPORT_GENERATION, self.step
+        return Pair(IMPORT_GENERATION, self.step)
 
     @property
     def table_bytes(self) -> int:

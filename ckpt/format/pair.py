@@ -10,7 +10,8 @@ class Pair(NamedTuple):
     generation: int
     step: int
 
-    __repr__ = tuple.__repr__
+    def __repr__(self) -> str:
+        return f"({self.generation}, {self.step})"
 
 
 IMPORT_GENERATION: Final = 0

@@ -141,8 +141,7 @@ class Settings(Record):
         return super().of_fields(values, **given)
 
 
-@cache
-def _items(cls: type) -> tuple[_Item, ...]:
+def _items_of(cls: type) -> tuple[_Item, ...]:
     """Return how each field of a record is read and written."""
     hints, found = get_type_hints(cls), []
     for one in fields(cls):
@@ -161,6 +160,9 @@ def _items(cls: type) -> tuple[_Item, ...]:
                 )
             )
     return tuple(found)
+
+
+_items: Callable[[type], tuple[_Item, ...]] = cache(_items_of)
 
 
 def _default(one: Field[Any]) -> Any:

@@ -50,7 +50,7 @@ class Fields:
     def number(self, name: str, low: float = 0.0, high: float = MAX_NUMBER) -> float:
         """Return the field `name`, an integer or float."""
         value = self.values.get(name)
-        if type(value) in (int, float) and low <= value <= high:
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
             return float(value)
         raise self.wrong(name, f"a number {_range(low, high, MAX_NUMBER)}")
 

@@ -151,7 +151,7 @@ class HostDigests:
             PeerError: The host that runs the rank cannot be asked.
         """
         round_ = self._view.round
-        host = None if round_ is None else next((host for host in round_.hosts if rank in round_.ranks(host)), None)
+        host = None if round_ is None else round_.host_of(rank)
         if host is None:
             return None
         if host == self._view.host:

@@ -69,7 +69,7 @@ class Peer:
     async def ask(self) -> None:
         """Return once the peer has answered something, however busy the other connections are."""
         async with self._questions.use() as sock:
-            await _send(sock, _request("have", 0, (1, 0)))
+            await _send(sock, _request("have", 0, Pair(1, 0)))
             await _receive_answer(sock)
 
     async def have(self, rank: int, pair: Pair) -> Geometry | None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.pair import Pair
 
 from ..base.supervise import first
 from ..run.report import MAX_REPORT_BYTES, Claims, Report, Said, Term, Tree, added, complete
@@ -52,7 +53,7 @@ class ReportTree:
         *,
         view: JobView,
         slots: JobSlots,
-        claims: Callable[[Iterable[tuple[int, int]]], Claims],
+        claims: Callable[[Iterable[Pair]], Claims],
         dial: Callable[[str], Awaitable[SecureSocket]],
     ) -> None:
         self.beside: frozenset[str] = frozenset()

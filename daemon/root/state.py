@@ -7,12 +7,11 @@ from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
 
 from ..base.codec import parse_all
-from ..base.fields import Fields
 from ..etcd.client import Entry
 from ..run import keys
 from ..run.commit import Agreed, Holding
 from ..run.hang import ALIVE
-from ..run.mirror import Folders, Keys, Mirror, host_name
+from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
 from ..run.observation import parse_observations
 from ..run.records import Failure, Introduction
 from ..run.rounds import Round
@@ -168,15 +167,15 @@ class RootState:
 
 
 _KEYS: Keys = {
-    keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair(),
-    keys.NEXT: lambda entry: Fields(entry.value, keys.NEXT).pair(),
+    keys.WATERMARK: pair_of_entry,
+    keys.NEXT: pair_of_entry,
     keys.PERSIST: lambda entry: entry.value,
     keys.PERSISTED: lambda entry: parse_published(entry.value),
     keys.HISTORY: lambda entry: parse_all(Failure, entry.value, "failures"),
     keys.REQUESTS: lambda entry: parse_all(Request, entry.value, "requests"),
 }
 _FOLDERS: Folders = {
-    keys.HOSTS: (host_name, lambda _, entry: Introduction.parse(entry.value)),
-    keys.HELD: (host_name, lambda _, entry: Holding.parse(entry.value)),
+    keys.HOSTS: (host_name, of(Introduction)),
+    keys.HELD: (host_name, of(Holding)),
     keys.OBSERVATIONS: (host_name, lambda _, entry: parse_observations(entry.value)),
 }

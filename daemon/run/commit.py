@@ -59,13 +59,13 @@ class Agreed(Record):
             return cls(committed=watermark, next=Pair(0, 0))
         # A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
         committed = watermark if watermark is not None and watermark[0] >= round_.generation else round_.restore
-        following = Pair(round_.generation, 1 if committed is None else committed.step + 1)
+        following = Pair(round_.generation, 1 if committed is None else committed[1] + 1)
         ours = next_ is not None and next_[0] == round_.generation
         return cls(committed=committed, next=max(next_, following) if next_ is not None and ours else following)
 
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
-        return max(self, other, key=lambda agreed: (agreed.next, agreed.committed or (0, 0)))
+        return max(self, other, key=lambda agreed: (agreed.next, agreed.committed or Pair(0, 0)))
 
     def may_overwrite(self, pair: Pair | None) -> bool:
         """Tell whether a slot that holds `pair` (None: nothing) may be given up.
@@ -85,7 +85,7 @@ class Missed(Record):
     next: Pair = limited(
         inline=True,
         read=lambda values, _: Pair(values.integer("generation"), values.integer("next")),
-        write=lambda pair: {"generation": pair.generation, "next": pair.step},
+        write=lambda pair: {"generation": pair[0], "next": pair[1]},
     )
     step: int
     late: bool

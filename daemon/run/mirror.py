@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 
+from ..base.codec import Record
 from ..base.fields import Fields
 from ..etcd.client import Entry
 from . import keys
@@ -116,12 +118,22 @@ def _store(_: int, entry: Entry) -> tuple[str, int]:
     return fields.text("addr"), fields.integer("port", low=1, high=65535)
 
 
+def of(kind: type[Record]) -> Callable[..., Any]:
+    """Return what makes a record of this kind of an entry, whose name it does not need."""
+    return lambda *named: kind.parse(named[-1].value)
+
+
+def pair_of_entry(entry: Entry | None) -> Pair | None:
+    """Return the generation and the step that an entry says, None where there is none."""
+    return None if entry is None else Fields(entry.value, "pair").pair()
+
+
 _DIGITS = 19
 _KEYS: Keys = {
-    keys.JOB: lambda entry: Agreement.parse(entry.value),
+    keys.JOB: of(Agreement),
     keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
-    keys.CLOSED: lambda entry: Closed.parse(entry.value),
+    keys.CLOSED: of(Closed),
     keys.DECISIONS: lambda entry: tuple(Fields(entry.value, keys.DECISIONS).objects("decisions")),
 }
 _FOLDERS: Folders = {
@@ -129,5 +141,5 @@ _FOLDERS: Folders = {
     keys.STORES: (_generation, _store),
     keys.FAILURES: (_generation, lambda number, entry: Failure.parse(entry.value, generation=number)),
     keys.DONE: (generation_and_host, lambda *_: True),
-    keys.QUARANTINES: (host_name, lambda _, entry: Quarantine.parse(entry.value)),
+    keys.QUARANTINES: (host_name, of(Quarantine)),
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.codec import Record, limited, parse_all
+from ..base.fields import printable
 
 KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow", "corruption")
 SEVERITIES = ("info", "warn", "fail")
@@ -13,6 +14,7 @@ SEVERITIES = ("info", "warn", "fail")
 MAX_OBSERVATIONS = 256
 """How many one host may report."""
 
+_MAX_LETTERS = 1000
 _MAX_NUMBER = 1e18
 
 
@@ -39,7 +41,7 @@ class Observation(Record):
     step: int | None = None
     value: float = limited(low=-_MAX_NUMBER, high=_MAX_NUMBER)
     limit: float = limited(low=-_MAX_NUMBER, high=_MAX_NUMBER)
-    message: str = limited(shown=True)
+    message: str = limited(write=lambda message: printable(message[:_MAX_LETTERS]))
     unix_s: float = limited(high=_MAX_NUMBER)
 
     @property

@@ -151,6 +151,10 @@ class Round(Record):
             )
         return self._holders[replicas]
 
+    def host_of(self, rank: int) -> str | None:
+        """Return the host that runs `rank`, None for an unknown rank."""
+        return self.hosts[bisect_right(self._ends, rank)] if 0 <= rank < self.world_size else None
+
     def holders(self, rank: int, replicas: int) -> tuple[str, ...]:
         """Return the hosts that must hold `rank`'s replicas, the one that runs it first; none for an unknown rank."""
         if not 0 <= rank < self.world_size:

@@ -136,7 +136,7 @@ class JobSlots:
     def newest(self, rank: int) -> SlotFile | None:
         """Return the file with the newest capture of `rank`."""
         complete = [file for file in self._files.get(rank, ()) if file.pair is not None]
-        return max(complete, key=lambda file: file.pair or (0, 0), default=None)
+        return max(complete, key=lambda file: file.pair or Pair(0, 0), default=None)
 
     def find(self, rank: int, pair: Pair) -> SlotFile | None:
         """Return the file that holds `pair` of `rank`."""
@@ -210,7 +210,7 @@ class JobSlots:
             fitting = self._fitting(rank, geometry, agreed)
             free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
             if free:
-                file = min(free, key=lambda file: file.pair or (0, 0))
+                file = min(free, key=lambda file: file.pair or Pair(0, 0))
             elif len(fitting) < SLOTS_PER_RANK:
                 file = await self._create(rank, geometry)
             else:

@@ -33,7 +33,7 @@ def write_import(
         TierError: The storage refuses; nothing is published.
     """
     _refuse_published(tier, run_id)
-    pair, checksums = (IMPORT_GENERATION, step), list[int]()
+    pair, checksums = Pair(IMPORT_GENERATION, step), list[int]()
 
     def checksummed() -> Iterator[bytes | memoryview]:
         for chunk in _chunks(payload):

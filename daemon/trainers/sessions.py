@@ -10,7 +10,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
-from resilient_run.ckpt.format.pair import pair_value
+from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.ckpt.format.wire import MAX_EAGER_BYTES
 
 from ..base.fields import Fields
@@ -304,14 +304,14 @@ class Sessions:
         self._refused.pop(trainer.rank, None)
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
-        self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
+        self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
 
     def _missed(self, trainer: Trainer, next_: int, step: int, *, late: bool) -> None:
         """Let the root hear that `trainer`, at `step`, will never have captured the first step from `next_` on."""
         log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
         self._missed_captures += 1
-        missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
+        missed, known = Missed(next=Pair(trainer.generation, next_), step=step, late=late), self._view.missed
         if known is None or (known.next, known.step) < (missed.next, missed.step):
             self._view.missed = missed
 

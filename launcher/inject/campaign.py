@@ -174,7 +174,7 @@ def _choice(entry: Any, where: str) -> Choice:
     if not isinstance(entry, Mapping):
         raise DaemonError(f"{where}: {entry!r} is no kind of a campaign: it has kind, weight and parameters")
     choice = Choice.parse(entry, f"{where}, kinds")
-    value = {"kind": choice.kind, "host": "any", "parameters": choice.parameters}
+    value: dict[str, Any] = {"kind": choice.kind, "host": "any", "parameters": choice.parameters}
     kind = KINDS.get(choice.kind)
     if kind is not None and kind.scope is Scope.RANK:
         value["rank"] = 0

@@ -100,9 +100,7 @@ class Sight:
 
     def host_of(self, rank: int) -> str | None:
         """Return the host that runs `rank` in the current generation."""
-        if self.round is None:
-            return None
-        return next((host for host in self.round.hosts if rank in self.round.ranks(host)), None)
+        return None if self.round is None else self.round.host_of(rank)
 
     def _see(self, name: list[str], value: dict[str, Any]) -> None:
         match name:

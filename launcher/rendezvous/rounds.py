@@ -10,7 +10,7 @@ from typing import Self
 from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.daemon.base.goodput import Recovery
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.mirror import Mirror, generation_and_host
+from resilient_run.daemon.run.mirror import Mirror, generation_and_host, of
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
@@ -114,7 +114,7 @@ class View:
 
 def rendezvous_mirror() -> Mirror:
     """Return a mirror for the keys below `RENDEZVOUS`."""
-    return Mirror(more_folders={keys.RECOVERED: (generation_and_host, lambda _, entry: Recovery.parse(entry.value))})
+    return Mirror(more_folders={keys.RECOVERED: (generation_and_host, of(Recovery))})
 
 
 def assign_ranks(before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int) -> tuple[Seat, ...]:
