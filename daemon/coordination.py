@@ -263,9 +263,9 @@ class Coordinator:
         return Said(
             term=(0, 0),
             number=0,
-            watermark=pair_of_entry(watermark),
+            watermark=pair_of_entry(watermark, keys.WATERMARK),
             watermark_revision=0 if watermark is None else watermark.revision,
-            next=pair_of_entry(said.get(keys.NEXT)),
+            next=pair_of_entry(said.get(keys.NEXT), keys.NEXT),
             persist=None if persist is None else persist.value,
         )
 

@@ -94,10 +94,6 @@ class Fields:
         """Return the boolean field `name`."""
         return self.of(name, bool, "true or false")
 
-    def optional_flag(self, name: str) -> bool:
-        """Return the boolean field `name`, False when it is null or missing."""
-        return False if self.values.get(name) is None else self.flag(name)
-
     def object(self, name: str) -> dict[str, Any]:
         """Return the field `name`, a JSON object."""
         return self.of(name, dict, "an object")

@@ -61,7 +61,7 @@ class Mirror:
 
     def ignore(self, key: str, error: Exception) -> None:
         """Note that `key` counts as nothing; log each cause once."""
-        self.ignored[key] = str(error)
+        self.ignored[key] = f"{key}: {error}"
         if self._told.get(key) != str(error):
             self._told[key] = str(error)
             log.error("%s counts as nothing: %s", key, error)
@@ -123,9 +123,9 @@ def of(kind: type[Record]) -> Callable[..., Any]:
     return lambda *named: kind.parse(named[-1].value)
 
 
-def pair_of_entry(entry: Entry | None) -> Pair | None:
+def pair_of_entry(entry: Entry | None, what: str = "pair") -> Pair | None:
     """Return the generation and the step that an entry says, None where there is none."""
-    return None if entry is None else Fields(entry.value, "pair").pair()
+    return None if entry is None else Fields(entry.value, what).pair()
 
 
 _DIGITS = 19

@@ -14,7 +14,6 @@ from resilient_run.ckpt.format.placement import replica_hosts
 from ..base.codec import Record, limited
 from ..base.fields import Fields
 from ..base.spec import MAX_NPROC
-from . import keys
 
 MAX_WORLD_SIZE = 1 << 17
 """A round with more ranks is nobody's, and would only keep daemons busy."""
@@ -74,7 +73,7 @@ class Round(Record):
     revision: int = limited(0, outside=True)
 
     @classmethod
-    def parse(cls, value: Mapping[str, Any], what: str = keys.ROUND, **given: Any) -> Self:
+    def parse(cls, value: Mapping[str, Any], what: str = "round", **given: Any) -> Self:
         """Return the round in the etcd value `value`; see `Record.parse`."""
         round_ = cls.of_fields(Fields(value, what), **given)
         hosts = round_.hosts
