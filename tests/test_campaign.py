@@ -85,7 +85,7 @@ def test_a_plan_becomes_orders_for_whoever_runs_the_rank() -> None:
     [
         ({"kinds": []}, "at least one kind"),
         ({"kinds": [{"kind": "kill"}]}, "no kind 'kill'"),
-        ({"kinds": [{"kind": "raise", "wait": 1}]}, "no setting 'wait'; there are: kind, weight, parameters"),
+        ({"kinds": [{"kind": "raise", "wait": 1}]}, "no setting 'wait'; did you mean 'weight'"),
         ({"kinds": [{"kind": "raise", "weight": 0}]}, "field 'weight' must be a number of at least"),
         ({"kinds": [{"kind": "raise", "parameters": {"a": 1}}]}, "raise: no setting 'a'"),
         ({"mtbf_s": 1}, "either mtbf_s or mtbf_steps"),

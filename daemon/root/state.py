@@ -13,7 +13,7 @@ from ..run.commit import Agreed, Holding
 from ..run.hang import ALIVE
 from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
 from ..run.observation import parse_observations
-from ..run.records import Failure, Introduction
+from ..run.records import Failure
 from ..run.rounds import Round
 from ..tier.persist_plan import parse_published
 from .requests import Request
@@ -124,7 +124,7 @@ class RootState:
                 nprocs={host: member.nproc for host, member in folders[keys.MEMBERS].items()},
                 gone=gone,
                 daemons=frozenset(folders[keys.HOSTS]),
-                alive=frozenset(host for host, value in folders[keys.HOSTS].items() if value.sign == ALIVE),
+                alive=frozenset(host for host, value in folders[keys.HOSTS].items() if value.get("sign") == ALIVE),
                 held={
                     host: held.ranks
                     for host, held in folders[keys.HELD].items()
@@ -175,7 +175,7 @@ _KEYS: Keys = {
     keys.REQUESTS: lambda entry: parse_all(Request, entry.value, "requests"),
 }
 _FOLDERS: Folders = {
-    keys.HOSTS: (host_name, of(Introduction)),
+    keys.HOSTS: (host_name, lambda _, entry: entry.value),
     keys.HELD: (host_name, of(Holding)),
     keys.OBSERVATIONS: (host_name, lambda _, entry: parse_observations(entry.value)),
 }
