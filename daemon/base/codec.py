@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -196,7 +197,7 @@ def _writer(kind: Any, limits: _Limits) -> Callable[[Any], Any] | None:
     if get_origin(kind) is tuple:
         return _written
     if isinstance(kind, type) and issubclass(kind, Record):
-        return kind.to_value
+        return methodcaller("to_value")
     return _WRITERS.get(kind)
 
 
