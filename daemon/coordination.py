@@ -21,7 +21,7 @@ from .root.election import Election
 from .root.operator import make_operator
 from .root.root import Root
 from .run import keys
-from .run.commit import Holding
+from .run.commit import HeldPair
 from .run.leased import LeasedKeys
 from .run.mirror import Mirror, host_name, of, pair_of_entry
 from .run.observation import Observation
@@ -283,11 +283,11 @@ class Coordinator:
         view = self._view
         await self._slots.adopt()
 
-        def held() -> Holding | None:
+        def held() -> HeldPair | None:
             restore = None if view.round is None else view.round.restore
-            return None if restore is None or view.committed != restore else Holding.of(self._slots.held(), restore)
+            return None if restore is None or view.committed != restore else HeldPair.of(self._slots.held(), restore)
 
-        said: Holding | None = None
+        said: HeldPair | None = None
         while True:
             await view.wait_for(lambda: held() not in (None, said))  # noqa: B023
             said = held()

@@ -43,7 +43,7 @@ from resilient_run.daemon.root.requests import Request
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.commit import Agreed, Holding, Missed
+from resilient_run.daemon.run.commit import Agreed, HeldPair, Missed
 from resilient_run.daemon.run.faults import Order
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.daemon.run.quarantine import Quarantine
@@ -130,7 +130,7 @@ def json_targets() -> list[Target]:
         etcd("failure", failure.to_value(), lambda value: Failure.parse(value, generation=1)),
         etcd("closed", {"reason": "over", "failed": False}, Closed.parse),
         etcd("quarantine", asdict(Quarantine(since_unix_s=1.0, until_unix_s=2.0, reason="r")), Quarantine.parse),
-        etcd("held", {**pair, "ranks": [0, 2]}, Holding.parse),
+        etcd("held", {**pair, "ranks": [0, 2]}, HeldPair.parse),
         etcd("report", report, Report.parse),
         etcd("said", said, Said.parse),
         etcd(

@@ -10,7 +10,7 @@ from seats import everywhere, seats
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.daemon.run.commit import Agreed, Holding, Lead, Missed, advance, is_dead
+from resilient_run.daemon.run.commit import Agreed, HeldPair, Lead, Missed, advance, is_dead
 from resilient_run.daemon.run.rounds import Round
 
 
@@ -158,13 +158,13 @@ def test_the_next_capture_is_as_far_ahead_as_ranks_need_to_hear_of_it() -> None:
 
 def test_what_is_held_survives_its_way_through_etcd() -> None:
     held = {0: frozenset({(1, 4), (1, 5)}), 7: frozenset({(1, 4)}), 12: frozenset({(1, 5)})}
-    report = Holding.of(held, Pair(1, 5)).to_value()
+    report = HeldPair.of(held, Pair(1, 5)).to_value()
     assert report == {"generation": 1, "step": 5, "ranks": [0, 12]}
-    assert Holding.parse(report) == Holding(pair=Pair(1, 5), ranks=frozenset({0, 12}))
+    assert HeldPair.parse(report) == HeldPair(pair=Pair(1, 5), ranks=frozenset({0, 12}))
     odd = [{**report, "ranks": [number]} for number in (float("inf"), 1.5, True, "7", -1, None)]
     for value in ({}, {**report, "ranks": {}}, {**report, "step": None}, *odd):
         with pytest.raises(DaemonError, match="field"):
-            Holding.parse(value)
+            HeldPair.parse(value)
 
 
 def test_what_may_be_given_up() -> None:

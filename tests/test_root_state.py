@@ -14,7 +14,7 @@ from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
-from resilient_run.daemon.run.commit import Holding
+from resilient_run.daemon.run.commit import HeldPair
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
@@ -168,8 +168,8 @@ def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many hosts there are, one report makes the root read one report."""
     parsed: list[Any] = []
 
-    parse = Holding.parse
-    monkeypatch.setattr(Holding, "parse", lambda value: parsed.append(value) or parse(value))
+    parse = HeldPair.parse
+    monkeypatch.setattr(HeldPair, "parse", lambda value: parsed.append(value) or parse(value))
     hosts = [f"host{index}" for index in range(100)]
     state = RootState("host0", REPLICAS)
     members = [{"host": host, "nproc": 1} for host in hosts]

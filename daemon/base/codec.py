@@ -33,7 +33,7 @@ class _Limits:
     write: Callable[[Any], Any] | None = None
 
 
-class _Item(NamedTuple):
+class _FieldPlan(NamedTuple):
     name: str
     key: str
     default: Any
@@ -125,7 +125,7 @@ def parse_all(
     return tuple(kind.parse(each, name) for each in found)
 
 
-class Settings(Record):
+class SettingsRecord(Record):
     """A record that people write: what it does not know is refused."""
 
     __slots__ = ()
@@ -142,7 +142,7 @@ class Settings(Record):
         return super().of_fields(values, **given)
 
 
-def _items_of(cls: type) -> tuple[_Item, ...]:
+def _items_of(cls: type) -> tuple[_FieldPlan, ...]:
     """Return how each field of a record is read and written."""
     hints, found = get_type_hints(cls), []
     for one in fields(cls):
@@ -151,7 +151,7 @@ def _items_of(cls: type) -> tuple[_Item, ...]:
             kinds = get_args(hints[one.name])
             kind = next(kind for kind in kinds if kind is not NoneType) if NoneType in kinds else hints[one.name]
             found.append(
-                _Item(
+                _FieldPlan(
                     name=one.name,
                     key=limits.key or one.name,
                     default=MISSING if limits.inline else _default(one),
@@ -163,7 +163,7 @@ def _items_of(cls: type) -> tuple[_Item, ...]:
     return tuple(found)
 
 
-_items: Callable[[type], tuple[_Item, ...]] = cache(_items_of)
+_items: Callable[[type], tuple[_FieldPlan, ...]] = cache(_items_of)
 
 
 def _default(one: Field[Any]) -> Any:

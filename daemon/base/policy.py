@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from resilient_run.ckpt.format.schedule import PACED
 
-from .codec import Settings, limited
+from .codec import SettingsRecord, limited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RootPolicy(Settings):
+class RootPolicy(SettingsRecord):
     """How failures are answered.
 
     Attributes:
@@ -43,7 +43,7 @@ class RootPolicy(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicationPolicy(Settings):
+class ReplicationPolicy(SettingsRecord):
     """How replicas travel to the placement peers (Gemini, Section 6.5).
 
     Attributes:
@@ -80,7 +80,7 @@ class ReplicationPolicy(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DetectPolicy(Settings):
+class DetectPolicy(SettingsRecord):
     """When something counts as wrong. A threshold of 0 is switched off.
 
     Attributes:
@@ -133,7 +133,7 @@ class DetectPolicy(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PersistPolicy(Settings):
+class PersistPolicy(SettingsRecord):
     """Which committed steps are also written to storage that outlives the hosts.
 
     Attributes:
@@ -154,7 +154,7 @@ class PersistPolicy(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy(Settings):
+class Policy(SettingsRecord):
     """A job's configuration, one attribute per section; every section and every field may be left out."""
 
     root: RootPolicy = field(default_factory=RootPolicy)

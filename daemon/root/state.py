@@ -9,7 +9,7 @@ from resilient_run.ckpt.format.pair import Pair
 from ..base.codec import parse_all
 from ..etcd.client import Entry
 from ..run import keys
-from ..run.commit import Agreed, Holding
+from ..run.commit import Agreed, HeldPair
 from ..run.hang import ALIVE
 from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
 from ..run.observation import parse_observations
@@ -176,6 +176,6 @@ _KEYS: Keys = {
 }
 _FOLDERS: Folders = {
     keys.HOSTS: (host_name, lambda _, entry: entry.value),
-    keys.HELD: (host_name, of(Holding)),
+    keys.HELD: (host_name, of(HeldPair)),
     keys.OBSERVATIONS: (host_name, lambda _, entry: parse_observations(entry.value)),
 }

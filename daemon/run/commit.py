@@ -18,7 +18,7 @@ Held = Mapping[int, AbstractSet[Pair]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding(Record):
+class HeldPair(Record):
     """The ranks of which a host holds a pair."""
 
     pair: Pair = limited(inline=True)

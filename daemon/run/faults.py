@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.codec import Record, Settings, limited
+from ..base.codec import Record, SettingsRecord, limited
 from ..base.fields import Fields
 
 _MAX_RANK = (1 << 24) - 1
@@ -26,19 +26,19 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nothing(Settings):
+class Nothing(SettingsRecord):
     """No parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Halt(Settings):
+class Halt(SettingsRecord):
     """How long a process stands still; 0: for good."""
 
     duration_s: float = limited(0.0, high=3600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Corruption(Settings):
+class Corruption(SettingsRecord):
     """What is wrong with the replica afterwards; with `kill`, its rank is killed at once, so that it is needed."""
 
     how: str = limited("bit-flip", choices=("bit-flip", "truncation", "stale"))
@@ -46,7 +46,7 @@ class Corruption(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BitFlip(Settings):
+class BitFlip(SettingsRecord):
     """Which bit: of the tensor `leaf` of a registered module or optimizer (any when empty), as `seed` draws it."""
 
     leaf: str = ""
@@ -54,7 +54,7 @@ class BitFlip(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Silence(Settings):
+class Silence(SettingsRecord):
     """Whose lease is not kept alive, and for how long."""
 
     of: str = limited("launcher", choices=("launcher", "daemon", "both"))
@@ -62,7 +62,7 @@ class Silence(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Filling(Settings):
+class Filling(SettingsRecord):
     """How much is taken, all but `leave_bytes` when `size_bytes` is 0, and for how long."""
 
     size_bytes: int = limited(0, high=1 << 50)
@@ -78,7 +78,7 @@ class DiskFilling(Filling):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut(Settings):
+class Cut(SettingsRecord):
     """Which interface, how long, and whether that may be the one with the default route."""
 
     interface: str = limited("eth0")
@@ -94,7 +94,7 @@ class Slowdown(Cut):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EtcdMember(Settings):
+class EtcdMember(SettingsRecord):
     """The process of an etcd member on the host: its pid, or else the absolute path of a file that holds it."""
 
     pid: int = limited(0, high=1 << 30)

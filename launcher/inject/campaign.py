@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.codec import Settings, limited
+from resilient_run.daemon.base.codec import SettingsRecord, limited
 from resilient_run.daemon.run.faults import KINDS, Order, Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice(Settings):
+class Choice(SettingsRecord):
     """One kind of fault in a campaign.
 
     Attributes:
@@ -28,7 +28,7 @@ class Choice(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits(Settings):
+class Limits(SettingsRecord):
     """The settings of a campaign beside its kinds.
 
     Attributes:
