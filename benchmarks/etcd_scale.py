@@ -179,7 +179,7 @@ async def lead(process: Process, config: EtcdConfig, group: asyncio.TaskGroup) -
 
 async def follow(process: Process, hosts: int, election: int, group: asyncio.TaskGroup) -> None:
     """Let all hosts of a process take their places in the tree, those that are nearer to the root first."""
-    round_, waiting = Round.parse(round_value(hosts), 1), list(process.hosts.values())
+    round_, waiting = Round.parse(round_value(hosts), revision=1), list(process.hosts.values())
     while waiting:
         starting, waiting = waiting[:STARTED_AT_ONCE], waiting[STARTED_AT_ONCE:]
         for host in starting:

@@ -325,7 +325,7 @@ class _RankCheckpointer(Checkpointer):
     def wait_committed(self, timeout_s: float) -> bool:
         if self._capturer is None or self._env is None or not self._capturer.wait_decided(timeout_s):
             return False
-        return self.watermark is not None and self.watermark >= (self._env.generation, self._step)
+        return self.watermark is not None and self.watermark >= Pair(self._env.generation, self._step)
 
     def _check_made(self, plan: Pair) -> None:
         if is_import(plan):

@@ -21,9 +21,9 @@ from .root.election import Election
 from .root.operator import make_operator
 from .root.root import Root
 from .run import keys
-from .run.commit import report_held
+from .run.commit import HeldPair
 from .run.leased import LeasedKeys
-from .run.mirror import Mirror, host_name
+from .run.mirror import Mirror, host_name, of, pair_of_entry
 from .run.observation import Observation
 from .run.records import Agreement, Introduction
 from .run.report import Said
@@ -102,8 +102,8 @@ class Coordinator:
         self._mirror = Mirror(
             {keys.LEADER: lambda entry: Fields(entry.value, keys.LEADER).text("host")},
             {
-                keys.HOSTS: (host_name, lambda _, entry: Introduction.parse(entry.value)),
-                keys.EQUAL: (str, lambda name, entry: EqualLeaves.parse(keys.EQUAL(name), entry.value)),
+                keys.HOSTS: (host_name, of(Introduction)),
+                keys.EQUAL: (str, lambda _, entry: EqualLeaves.parse(entry.value)),
                 keys.RECOVERED: (str, lambda name, entry: view.recoveries.see(keys.RECOVERED(name), entry.value)),
             },
         )
@@ -202,7 +202,7 @@ class Coordinator:
             for known in (addresses, every, signs):
                 known.pop(host, None)
             if (introduced := self._mirror.folders[keys.HOSTS].get(host)) is not None:
-                addresses[host] = introduced.address
+                addresses[host] = introduced.addr, introduced.port
                 every[host], signs[host] = introduced.every, introduced.sign
         view.addresses, view.every_elsewhere, view.signs = addresses, every, signs
 
@@ -259,13 +259,13 @@ class Coordinator:
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
         said = {key.removeprefix(self._prefix): entry for key, entry in found.items()}
-        watermark, following, persist = said.get(keys.WATERMARK), said.get(keys.NEXT), said.get(keys.PERSIST)
+        watermark, persist = said.get(keys.WATERMARK), said.get(keys.PERSIST)
         return Said(
             term=(0, 0),
             number=0,
-            watermark=None if watermark is None else Fields(watermark.value, keys.WATERMARK).pair(),
+            watermark=pair_of_entry(watermark, keys.WATERMARK),
             watermark_revision=0 if watermark is None else watermark.revision,
-            next=None if following is None else Fields(following.value, keys.NEXT).pair(),
+            next=pair_of_entry(said.get(keys.NEXT), keys.NEXT),
             persist=None if persist is None else persist.value,
         )
 
@@ -274,8 +274,8 @@ class Coordinator:
         view, (addr, port) = self._view, self._address
         while True:
             every, sign = view.every_here, view.sign_here
-            value = {"addr": addr, "port": port, "every": every, "sign": sign, "injection": view.injection}
-            self._leased.set(keys.HOSTS(view.host), value)
+            said = Introduction(addr=addr, port=port, every=every, sign=sign, injection=view.injection)
+            self._leased.set(keys.HOSTS(view.host), said.to_value())
             await view.wait_for(lambda: (view.every_here, view.sign_here) != (every, sign))  # noqa: B023
 
     async def _inventory(self) -> None:
@@ -283,15 +283,15 @@ class Coordinator:
         view = self._view
         await self._slots.adopt()
 
-        def held() -> dict[str, Any] | None:
+        def held() -> HeldPair | None:
             restore = None if view.round is None else view.round.restore
-            return None if restore is None or view.committed != restore else report_held(self._slots.held(), restore)
+            return None if restore is None or view.committed != restore else HeldPair.of(self._slots.held(), restore)
 
-        said: dict[str, Any] | None = None
+        said: HeldPair | None = None
         while True:
             await view.wait_for(lambda: held() not in (None, said))  # noqa: B023
             said = held()
-            self._leased.set(keys.HELD(view.host), said)
+            self._leased.set(keys.HELD(view.host), None if said is None else said.to_value())
 
     async def _lead(self, etcd: Etcd, requests: asyncio.TaskGroup) -> None:
         """Be the root whenever this host is elected; `requests` runs what outlives that."""

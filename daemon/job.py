@@ -386,7 +386,7 @@ class Job:
             await self.view.wait_for(lambda: self.view.agreed != pushed)  # noqa: B023
             self._commits += self.view.agreed.committed != pushed.committed
             pushed = self.view.agreed
-            self.sessions.notify({"op": "watermark", **pushed.message()})
+            self.sessions.notify({"op": "watermark", **pushed.to_value()})
             if pushed.committed is not None and pushed.committed[0] == self.view.generation:
                 self._tell_first_commit(pushed.committed)
                 self.slots.trim(self.view.kept_ranks, pushed)

@@ -1,7 +1,7 @@
 """What launchers, trainers and `resilientctl` may ask of the daemon through its unix socket."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -15,18 +15,14 @@ from .base.policy import Policy
 from .base.process import network_namespace
 from .base.spec import JobSpec
 from .base.supervise import Supervisor
-from .etcd.client import EtcdConfig
-from .etcd.config import is_unix
+from .etcd.config import EtcdConfig, is_unix
 from .job import Job
 from .jobs import Jobs
 from .peers.peers import PeerServer
-from .run.rounds import MAX_NPROC
 from .tier.tier import Tier
 from .trainers.link import Connection
 from .trainers.trainer import Trainer
-from .trust.secret import checked_key
 
-_MAX_REPLICAS = 64
 _MAX_SETTLE_S = 3600.0
 _OPEN_TIMEOUT_S = 10.0
 _VERSION: Final = metadata.version("resilient-run")  # now: an upgrade changes it below a running daemon
@@ -112,29 +108,11 @@ class DaemonService:
     async def _open_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
         _check_version(fields)
         _check_process(fields, connection)
-        run_id, addr = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.text("addr")
-        try:
-            etcd = EtcdConfig.from_dict(fields.object("etcd"))
-        except ValueError as error:
-            raise DaemonError(f"open_job: field 'etcd': {error}") from error
-        _check_network(fields, etcd)
-        policy = _policy(fields)
-        if policy.persist.target is not None:
-            Tier(policy.persist.target, run_id).check()
-        run_key = fields.secret("run_key")
-        address = await self._peers.listen(addr, _ports(fields))
-        spec = JobSpec(
-            run_id=run_id,
-            host=fields.text("host"),
-            replicas=fields.integer("replicas", low=1, high=_MAX_REPLICAS),
-            nproc=fields.integer("nproc", low=1, high=MAX_NPROC),
-            etcd=etcd,
-            address=address,
-            memory_limit_bytes=fields.optional_integer("memory_limit_bytes"),
-            policy=policy,
-            run_key=None if run_key is None else checked_key(run_key, "open_job"),
-            injection=fields.optional_flag("injection"),
-        )
+        spec = JobSpec.of_fields(fields, policy=_policy(fields))
+        _check_network(fields, spec.etcd)
+        if spec.policy.persist.target is not None:
+            Tier(spec.policy.persist.target, spec.run_id).check()
+        spec = replace(spec, address=await self._peers.listen(spec.addr, spec.ports))
         for other, job in list(self._launchers.items()):
             if job.spec.key == spec.key and other is not connection and other.pid == connection.pid:
                 # The same launcher has come back before its old connection was seen to break.
@@ -142,8 +120,8 @@ class DaemonService:
                 other.close()
         job = await self._jobs.open(spec, pid=connection.pid, notify=connection.notify)
         self._launchers[connection] = job
-        address_fields = {"peer_addr": address[0], "peer_port": address[1]}
-        return {"pid": os.getpid(), "shm_dir": str(self._shm_dir), **address_fields}
+        addr, port = spec.address
+        return {"pid": os.getpid(), "shm_dir": str(self._shm_dir), "peer_addr": addr, "peer_port": port}
 
     async def _close_job(self, connection: Connection, fields: Fields) -> dict[str, Any]:
         job, discard = self._launched(connection, fields), fields.flag("discard")
@@ -156,7 +134,7 @@ class DaemonService:
             raise DaemonError(f"pid {connection.pid} is attached already; a trainer attaches once per connection")
         _check_version(fields)
         _check_process(fields, connection)
-        run_id, host = fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES), fields.optional_text("host")
+        run_id, host = fields.text("run_id", high=MAX_RUN_ID_BYTES), fields.optional_text("host")
         # Workers and the daemon start at the same time; a worker may be here first.
         job = await self._jobs.find_opened(run_id, host, _OPEN_TIMEOUT_S)
         if job is None:
@@ -166,7 +144,7 @@ class DaemonService:
         return answer
 
     def _launched(self, connection: Connection, fields: Fields) -> Job:
-        job, run_id = self._launchers.get(connection), fields.text("run_id", max_bytes=MAX_RUN_ID_BYTES)
+        job, run_id = self._launchers.get(connection), fields.text("run_id", high=MAX_RUN_ID_BYTES)
         if job is None or job.spec.run_id != run_id:
             raise DaemonError(f"this connection holds no job {run_id!r} open; send open_job first")
         return job
@@ -193,7 +171,7 @@ def _policy(fields: Fields) -> Policy:
         DaemonError: This daemon refuses one, so the two are of different versions.
     """
     try:
-        return Policy.parse(fields.object("policy"))
+        return Policy.parse(fields.object("policy"), "configuration")
     except DaemonError as error:
         theirs = fields.optional_text("version") or "an older version that does not tell its number"
         raise DaemonError(
@@ -232,10 +210,3 @@ def _check_network(fields: Fields, etcd: EtcdConfig) -> None:
             "of reach: run launcher and daemon in one, or give this launcher a daemon of its own (--rr-run-dir and "
             "--rr-shm-dir)"
         )
-
-
-def _ports(fields: Fields) -> range | None:
-    """Return the ports that peers may be listened for on, None for any."""
-    if (first := fields.optional_integer("first_port", low=1, high=65535)) is None:
-        return None
-    return range(first, fields.integer("last_port", low=first, high=65535) + 1)

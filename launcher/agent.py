@@ -27,11 +27,12 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.ckpt.uncaught import told
+from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.run.records import Failure
 from resilient_run.daemon.trust.secret import host_key, key_proof
 
 from .config import RunConfig
-from .daemon_link import DaemonLink, JobRequest
+from .daemon_link import DaemonLink
 from .fingerprint import fingerprint
 from .rendezvous.rendezvous import EtcdRendezvous
 from .rendezvous.rounds import explained
@@ -130,15 +131,15 @@ class ResilientAgent(LocalElasticAgent):
         )
         self._link = DaemonLink(
             settings=run_config.settings,
-            job=JobRequest(
+            job=JobSpec(
                 run_id=self._rdzv.get_run_id(),
                 host=self._rdzv.host,
                 replicas=run_config.replicas,
                 nproc=spec.local_world_size,
-                etcd=self._rdzv.etcd_config.to_dict(),
+                etcd=self._rdzv.etcd_config,
                 addr=self._rdzv.addr,
                 memory_limit_bytes=run_config.memory_limit_bytes,
-                policy=run_config.policy.to_dict(),
+                policy=run_config.policy,
                 run_key=run_key,
                 first_port=None if run_config.ports is None else run_config.ports[0],
                 last_port=None if run_config.ports is None else run_config.ports[-1],
@@ -499,7 +500,7 @@ class ResilientAgent(LocalElasticAgent):
         if round_ is None or round_.hosts[0] != self._rdzv.host:
             return
         found = [self._rdzv.view.recovered.get((round_.generation, host)) for host in round_.hosts]
-        events = [event for event in found if event is not None and event.get("complete")]
+        events = [event for event in found if event is not None and event.complete]
         if len(events) == len(found):
             self._timeline.sum_up(round_.generation, events)
 

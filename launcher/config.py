@@ -6,14 +6,14 @@ import re
 import socket
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import click
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.policy import PersistPolicy, Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
 from resilient_run.daemon.base.spec import parse_ports, parse_size
 from resilient_run.daemon.run.rounds import MAX_WORLD_SIZE
@@ -320,7 +320,7 @@ def _read_policy(ctx: click.Context, param: click.Parameter, value: Path | None)
     if value is None:
         return Policy()
     try:
-        return Policy.parse(tomllib.loads(value.read_text()))
+        return Policy.parse(tomllib.loads(value.read_text()), "configuration")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DaemonError) as error:
         raise click.BadParameter(f"{value}: {error}", ctx, param) from error
 
@@ -331,9 +331,10 @@ def _with_persist_target(policy: Policy, target: str | None) -> Policy:
     if target is not None and "://" not in target and "::" not in target:
         target = str(Path(target).absolute())
     try:
-        return Policy.parse({**policy.to_dict(), "persist": {**policy.to_dict()["persist"], "target": target}})
+        persist = PersistPolicy.parse({**policy.persist.to_value(), "target": target}, "configuration, persist")
     except DaemonError as error:
         raise click.BadParameter(str(error), param_hint="--rr-persist") from error
+    return replace(policy, persist=persist)
 
 
 def _check_events(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:

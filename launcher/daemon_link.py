@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from resilient_run.ckpt.format.version import FORMATS
 from resilient_run.ckpt.link.client import DaemonClient
 from resilient_run.daemon.base.process import network_namespace
 from resilient_run.daemon.base.settings import Settings, server_pid
+from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.trust.private import open_directory, open_log
 
 log = logging.getLogger(__name__)
@@ -31,28 +32,6 @@ _IDLE_EXIT_S = 60
 _OF_THE_SERVICE = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobRequest:
-    """What a launcher tells the daemon about its job, in the fields of `open_job` (docs/internals/protocol.md)."""
-
-    run_id: str
-    host: str
-    replicas: int
-    nproc: int
-    etcd: dict[str, Any] = field(repr=False)
-    addr: str
-    memory_limit_bytes: int | None
-    policy: dict[str, Any]
-    injection: bool
-    run_key: str | None = field(default=None, repr=False)
-    first_port: int | None = None
-    last_port: int | None = None
-
-    def message(self) -> wire.Message:
-        """Return the fields of the `open_job` request."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
 class DaemonLink:
     """One job's life line to the host daemon; reopened by itself, for as long as it takes, to whatever daemon serves.
 
@@ -64,7 +43,7 @@ class DaemonLink:
         on_event: Called from the reader thread with each `event` notification of the daemon.
     """
 
-    def __init__(self, *, settings: Settings, job: JobRequest, on_event: Callable[[wire.Message], None]) -> None:
+    def __init__(self, *, settings: Settings, job: JobSpec, on_event: Callable[[wire.Message], None]) -> None:
         self._settings = settings
         self._job = job
         self._on_event = on_event
@@ -97,7 +76,7 @@ class DaemonLink:
                 "network": network_namespace(),
                 "version": __version__,
                 **FORMATS,
-                **self._job.message(),
+                **self._job.to_value(),
             },
             on_welcome=self._opened,
             on_message=self._hear,
@@ -152,8 +131,8 @@ class DaemonLink:
     def close(self, *, discard: bool) -> None:
         """End the job on this host once its last step is persisted; with `discard` its slots go at once instead."""
         self._closing = True
-        persist = self._job.policy["persist"]
-        grace_s = 0.0 if discard or persist["target"] is None else persist["grace_s"]
+        persist = self._job.policy.persist
+        grace_s = 0.0 if discard or persist.target is None else persist.grace_s
         try:
             if self._client.is_welcome:
                 self.request("close_job", answer_within_s=grace_s + _CLOSE_TIMEOUT_S, discard=discard)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.goodput import PHASES
+from resilient_run.daemon.base.goodput import PHASES, Recovery
 from resilient_run.daemon.base.logs import INFORMS
 from resilient_run.daemon.trust.private import open_to_append
 
@@ -185,7 +185,7 @@ class RecoveryTimeline:
                 self._report(recovery, complete=True)
                 self._recovery, self._ended_s = None, recovery.ends_s["first_step"]
 
-    def sum_up(self, generation: int, events: Sequence[Mapping[str, Any]]) -> None:
+    def sum_up(self, generation: int, events: Sequence[Recovery]) -> None:
         """Report once what the recovery took on all hosts, whose complete events of `generation` these are."""
         with self._lock:
             if generation <= self._summed_up:
@@ -242,28 +242,31 @@ class RecoveryTimeline:
         durations, previous_s = {}, recovery.start_s
         for phase in PHASES:
             if phase in recovery.ends_s:
-                durations[f"{phase}_s"] = round(recovery.ends_s[phase] - previous_s, 4)
+                durations[phase] = round(recovery.ends_s[phase] - previous_s, 4)
                 previous_s = recovery.ends_s[phase]
         steps_lost = None
         if recovery.restored_step is not None and recovery.last_step is not None:
             steps_lost = max(0, recovery.last_step - recovery.restored_step)
-        event = {
-            **self._about("recovery", recovery.generation),
-            "unix_s": round(time.time() - (time.monotonic() - previous_s), 3),
-            "kind": recovery.kind,
-            "cause": recovery.cause,
-            "complete": complete,
-            "restored_step": recovery.restored_step,
-            "sources": sorted(set(recovery.sources.values())),
-            "ranks": {str(rank): source for rank, source in sorted(recovery.sources.items())},
-            "steps_lost": steps_lost,
-            "resized": recovery.resized,
-            **durations,
-            "total_s": round(previous_s - recovery.start_s, 4),
-        }
-        self._write(event)
+        event = Recovery(
+            unix_s=round(time.time() - (time.monotonic() - previous_s), 3),
+            run_id=self._run_id,
+            host=self._host,
+            generation=recovery.generation,
+            kind=recovery.kind,
+            cause=recovery.cause,
+            complete=complete,
+            restored_step=recovery.restored_step,
+            sources=tuple(sorted(set(recovery.sources.values()))),
+            ranks={str(rank): source for rank, source in sorted(recovery.sources.items())},
+            steps_lost=steps_lost,
+            resized=recovery.resized,
+            phases_s=durations,
+            total_s=round(previous_s - recovery.start_s, 4),
+        )
+        value = event.to_value()
+        self._write(value)
         if recovery.generation:
-            self._publish(event)
+            self._publish(value)
         # At its end the run itself says why it is not recovered.
         level = logging.INFO if self._closed and not complete else logging.WARNING
         log.log(level, "%s", _line(event), extra=INFORMS if complete else None)
@@ -300,23 +303,25 @@ def protected_line(hosts: Sequence[str], replicas: int, every: int) -> str:
     return f"protected: {steps}, {replicas} replica{'' if replicas == 1 else 's'}{each} on hosts {names}"
 
 
-def whole(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def whole(events: Sequence[Recovery]) -> dict[str, Any]:
     """Return the event that tells a recovery on all hosts from the complete event of each: the slowest one decides."""
-    slowest = max(events, key=lambda event: event["total_s"])
-    sources = {rank: source for event in events for rank, source in event["ranks"].items()}
+    slowest = max(events, key=lambda event: event.total_s)
+    sources = {rank: source for event in events for rank, source in event.ranks.items()}
     # A host that is new knows of a worker's exit, and not that it was because of a host that was lost.
-    lost_host = next((event for event in events if event["kind"] == "host_lost"), slowest)
-    why = lost_host if slowest["kind"] == "worker_exit" else slowest
-    told = {name: slowest.get(name) for name in ("generation", "restored_step", "resized", "total_s")}
-    lost = [event["steps_lost"] for event in events if event["steps_lost"] is not None]
+    lost_host = next((event for event in events if event.kind == "host_lost"), slowest)
+    why = lost_host if slowest.kind == "worker_exit" else slowest
     return {
         "event": "recovered",
-        **told,
-        **{name: why[name] for name in ("kind", "cause")},
-        "slowest": slowest["host"],
-        "hosts": {event["host"]: event["total_s"] for event in events},
+        "generation": slowest.generation,
+        "restored_step": slowest.restored_step,
+        "resized": slowest.resized,
+        "total_s": slowest.total_s,
+        "kind": why.kind,
+        "cause": why.cause,
+        "slowest": slowest.host,
+        "hosts": {event.host: event.total_s for event in events},
         "ranks": dict(sorted(sources.items(), key=lambda item: int(item[0]))),
-        "steps_lost": max(lost, default=None),
+        "steps_lost": max((event.steps_lost for event in events if event.steps_lost is not None), default=None),
     }
 
 
@@ -358,16 +363,15 @@ _NAMED = 8
 _WHERE = {"local": "local memory", "peer": "peer memory", "persisted": "the persistent tier", "imported": "an import"}
 
 
-def _line(event: dict[str, Any]) -> str:
-    phases = " + ".join(
-        f"{phase.replace('_', ' ')} {event[f'{phase}_s']:.2f}" for phase in PHASES if f"{phase}_s" in event
-    )
-    if not event["complete"] and not event["generation"]:
-        return f"not recovered ({event['cause']}): no workers were started again"
-    if not event["complete"]:
-        return f"recovery interrupted after {event['total_s']:.2f} s ({event['cause']}): {phases}"
-    sources = " and ".join(_WHERE.get(name, name) for name in event["sources"])
-    return f"recovered in {event['total_s']:.2f} s ({event['cause']}): {_outcome(event, sources)}; {phases}"
+def _line(event: Recovery) -> str:
+    phases = " + ".join(f"{phase.replace('_', ' ')} {seconds:.2f}" for phase, seconds in event.phases_s.items())
+    if not event.complete and not event.generation:
+        return f"not recovered ({event.cause}): no workers were started again"
+    if not event.complete:
+        return f"recovery interrupted after {event.total_s:.2f} s ({event.cause}): {phases}"
+    sources = " and ".join(_WHERE.get(name, name) for name in event.sources)
+    outcome = _outcome(event.restored_step, event.steps_lost, event.resized, sources)
+    return f"recovered in {event.total_s:.2f} s ({event.cause}): {outcome}; {phases}"
 
 
 def _whole_line(event: Mapping[str, Any]) -> str:
@@ -380,14 +384,15 @@ def _whole_line(event: Mapping[str, Any]) -> str:
         for source, some in sorted(ranks.items())
     )
     slowest = f"{event['total_s']:.2f} s, the slowest is {event['slowest']}"
-    return f"all {len(event['hosts'])} host(s) recovered in {slowest}: {_outcome(event, sources)}"
+    outcome = _outcome(event["restored_step"], event["steps_lost"], event["resized"], sources)
+    return f"all {len(event['hosts'])} host(s) recovered in {slowest}: {outcome}"
 
 
-def _outcome(event: Mapping[str, Any], sources: str) -> str:
-    where = f"step {event['restored_step']} from {sources}"
-    if event["restored_step"] is None:
+def _outcome(restored_step: int | None, steps_lost: int | None, resized: Sequence[int] | None, sources: str) -> str:
+    where = f"step {restored_step} from {sources}"
+    if restored_step is None:
         where = "from the beginning"
-    elif not event["restored_step"]:
+    elif not restored_step:
         where = "step 0 (nothing was committed yet)"
-    where += "" if event["steps_lost"] is None else f", {event['steps_lost']} step(s) lost"
-    return where + ("" if not event.get("resized") else ", into {1} ranks in place of {0}".format(*event["resized"]))
+    where += "" if steps_lost is None else f", {steps_lost} step(s) lost"
+    return where + ("" if resized is None else ", into {1} ranks in place of {0}".format(*resized))

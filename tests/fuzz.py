@@ -32,7 +32,6 @@ from hosts import MANIFEST, publish
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import digests, manifest, wire
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
-from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.base.policy import Policy, RootPolicy
 from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.comparison.digests import EqualLeaves
@@ -44,7 +43,7 @@ from resilient_run.daemon.root.requests import Request
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.commit import Agreed, Missed, parse_held
+from resilient_run.daemon.run.commit import Agreed, HeldPair, Missed
 from resilient_run.daemon.run.faults import Order
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.daemon.run.quarantine import Quarantine
@@ -54,7 +53,6 @@ from resilient_run.daemon.run.records import (
     Failure,
     Fingerprint,
     Introduction,
-    parse_decisions,
 )
 from resilient_run.daemon.run.recoveries import Recoveries
 from resilient_run.daemon.run.report import Report, Said
@@ -127,23 +125,22 @@ def json_targets() -> list[Target]:
     outcome = {"ok": True, "what": "w", "host": "a", "kind": "kill-rank", "unix_s": 1.0, **pair}
     return [
         etcd("agreement", job.to_value(), Agreement.parse),
-        etcd("member", member.to_value(), lambda value: Member.parse("a", value, 1)),
-        etcd("round", round_.to_value(), lambda value: Round.parse(value, 1)),
-        etcd("failure", failure.to_value(), lambda value: Failure.parse(1, value)),
+        etcd("member", member.to_value(), lambda value: Member.parse(value, host="a", arrival=1)),
+        etcd("round", round_.to_value(), lambda value: Round.parse(value, revision=1)),
+        etcd("failure", failure.to_value(), lambda value: Failure.parse(value, generation=1)),
         etcd("closed", {"reason": "over", "failed": False}, Closed.parse),
         etcd("quarantine", asdict(Quarantine(since_unix_s=1.0, until_unix_s=2.0, reason="r")), Quarantine.parse),
-        etcd("held", {**pair, "ranks": [0, 2]}, parse_held),
+        etcd("held", {**pair, "ranks": [0, 2]}, HeldPair.parse),
         etcd("report", report, Report.parse),
         etcd("said", said, Said.parse),
         etcd(
             "equal",
             {"generation": 1, "count": 9, "leaves": base64.b64encode(b"\xff\x80").decode()},
-            partial(EqualLeaves.parse, "equal"),
+            EqualLeaves.parse,
         ),
         etcd(
             "introduction", {"addr": "a", "port": 1, "every": 1, "sign": "busy", "injection": True}, Introduction.parse
         ),
-        etcd("decisions", {"decisions": [{"kind": "overlook", "generation": 1}] * 2}, parse_decisions),
         etcd("missed", Missed(next=(1, 6), step=7, late=True).to_value(), Missed.parse),
         etcd("observation", observation, Observation.parse),
         etcd("observations", {"observations": [observation] * 2}, parse_observations),
@@ -152,9 +149,9 @@ def json_targets() -> list[Target]:
         etcd("published", {"pairs": [[1, 5], [1, 9]]}, parse_published),
         etcd("order", {"kind": "kill-rank", "host": "a", "rank": 0, "after_s": 1.0}, lambda v: Order.parse(v, "order")),
         etcd("outcome", outcome, Outcome.parse),
-        etcd("policy", Policy().to_dict(), Policy.parse),
-        etcd("agreed", agreed, lambda value: Agreed.parse(Fields(value, "message"))),
-        etcd("offer", offer, lambda value: Offer.parse(Fields(value, "offer"))),
+        etcd("policy", Policy().to_value(), Policy.parse),
+        etcd("agreed", agreed, Agreed.parse),
+        etcd("offer", offer, Offer.parse),
         Target(
             name="etcd configuration",
             honest=json.dumps(etcd_config.to_dict()).encode(),
@@ -200,7 +197,7 @@ def run_targets() -> list[Target]:
         keys.QUARANTINES: {"b": asdict(Quarantine(since_unix_s=1.0, until_unix_s=2e9, reason="r"))},
         keys.LEADER: {"host": "a"},
         keys.DECISIONS: {"decisions": [{"kind": "quarantine", "generation": 1, "host": "b"}, {"kind": "replace"}]},
-        keys.REQUESTS: {"requests": [request.to_item(), {**request.to_item(), "host": "", "answer": "d"}]},
+        keys.REQUESTS: {"requests": [request.to_value(), {**request.to_value(), "host": "", "answer": "d"}]},
         keys.HISTORY: {"failures": [failure.to_item()] * 3},
         keys.HOSTS: {"a": host, "b": {**host, "sign": ""}},
         keys.HELD: {"b": {"generation": 1, "step": 5, "ranks": [0, 2]}},

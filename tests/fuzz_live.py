@@ -237,7 +237,7 @@ def speakers(hosts: Hosts, other: Host) -> list[Speaker | Tamperer]:
     job |= {
         "addr": other.address,
         "memory_limit_bytes": _MEMORY_BYTES,
-        "policy": Policy().to_dict(),
+        "policy": Policy().to_value(),
         "injection": False,
         "pid": os.getpid(),
     }

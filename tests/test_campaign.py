@@ -85,9 +85,9 @@ def test_a_plan_becomes_orders_for_whoever_runs_the_rank() -> None:
     [
         ({"kinds": []}, "at least one kind"),
         ({"kinds": [{"kind": "kill"}]}, "no kind 'kill'"),
-        ({"kinds": [{"kind": "raise", "wait": 1}]}, "it has kind, weight and parameters"),
-        ({"kinds": [{"kind": "raise", "weight": 0}]}, "weight is 0"),
-        ({"kinds": [{"kind": "raise", "parameters": {"a": 1}}]}, "no setting raise.a"),
+        ({"kinds": [{"kind": "raise", "wait": 1}]}, "no setting 'wait'; did you mean 'weight'"),
+        ({"kinds": [{"kind": "raise", "weight": 0}]}, "field 'weight' must be a number of at least"),
+        ({"kinds": [{"kind": "raise", "parameters": {"a": 1}}]}, "raise: no setting 'a'"),
         ({"mtbf_s": 1}, "either mtbf_s or mtbf_steps"),
         ({"faults": 0}, "how many faults"),
         ({"sed": 1}, "did you mean 'seed'"),

@@ -10,8 +10,7 @@ from seats import everywhere, seats
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.daemon.base.fields import Fields
-from resilient_run.daemon.run.commit import Agreed, Lead, Missed, advance, is_dead, parse_held, report_held
+from resilient_run.daemon.run.commit import Agreed, HeldPair, Lead, Missed, advance, is_dead
 from resilient_run.daemon.run.rounds import Round
 
 
@@ -37,7 +36,7 @@ def test_round_spreads_replicas_over_labels() -> None:
         members = [
             seat if label is None else {**seat, "label": label} for seat, label in zip(seats, labels, strict=True)
         ]
-        return Round.parse({"generation": 1, "members": members, "restore": None}, 1)
+        return Round.parse({"generation": 1, "members": members, "restore": None}, revision=1)
 
     racks = parsed("x", "x", "y", "y")
     assert [racks.holders(rank, 2) for rank in (0, 2, 4, 7)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
@@ -45,7 +44,7 @@ def test_round_spreads_replicas_over_labels() -> None:
     assert parsed(None, None, None, None) == parsed("", "", "", "")
     assert parsed("", "", "", "").holders(0, 2) == ("a", "b")
     with pytest.raises(DaemonError, match="'label'"):
-        Round.parse({"generation": 1, "members": [{"host": "a", "nproc": 1, "label": 5}]}, 1)
+        Round.parse({"generation": 1, "members": [{"host": "a", "nproc": 1, "label": 5}]}, revision=1)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_round_spreads_replicas_over_labels() -> None:
 )
 def test_malformed_rounds_name_the_field(value: dict[str, Any], message: str) -> None:
     with pytest.raises(DaemonError, match=message):
-        Round.parse(value, 1)
+        Round.parse(value, revision=1)
 
 
 def test_watermark_needs_every_replica_of_every_rank() -> None:
@@ -123,9 +122,9 @@ def test_what_is_agreed_in_a_generation() -> None:
     assert Agreed.of(later, (2, 9), (2, 19)) == agreed((2, 7), (3, 8))
     assert Agreed.of(later, (3, 9), (3, 12)) == agreed((3, 9), (3, 12))
     for one in (agreed(None, (1, 1)), agreed((1, 4), (1, 6))):
-        assert Agreed.parse(Fields(one.message(), "offer")) == one
+        assert Agreed.parse(one.to_value()) == one
     with pytest.raises(DaemonError, match="'next'"):
-        Agreed.parse(Fields({"watermark": None, "next": None}, "offer"))
+        Agreed.parse({"watermark": None, "next": None}, "offer")
     assert agreed(None, (1, 1)).or_later(agreed((1, 4), (1, 6))) == agreed((1, 4), (1, 6))
 
 
@@ -159,13 +158,13 @@ def test_the_next_capture_is_as_far_ahead_as_ranks_need_to_hear_of_it() -> None:
 
 def test_what_is_held_survives_its_way_through_etcd() -> None:
     held = {0: frozenset({(1, 4), (1, 5)}), 7: frozenset({(1, 4)}), 12: frozenset({(1, 5)})}
-    report = report_held(held, (1, 5))
+    report = HeldPair.of(held, Pair(1, 5)).to_value()
     assert report == {"generation": 1, "step": 5, "ranks": [0, 12]}
-    assert parse_held(report) == ((1, 5), {0, 12})
+    assert HeldPair.parse(report) == HeldPair(pair=Pair(1, 5), ranks=frozenset({0, 12}))
     odd = [{**report, "ranks": [number]} for number in (float("inf"), 1.5, True, "7", -1, None)]
     for value in ({}, {**report, "ranks": {}}, {**report, "step": None}, *odd):
         with pytest.raises(DaemonError, match="field"):
-            parse_held(value)
+            HeldPair.parse(value)
 
 
 def test_what_may_be_given_up() -> None:

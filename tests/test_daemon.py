@@ -8,7 +8,9 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cleaner import needs_cleaner, remove_all_old
@@ -19,9 +21,11 @@ from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_byt
 from resilient_run import __version__
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
 from resilient_run.ckpt.format.slot import Slot
+from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings
+from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.launcher.daemon_link import DaemonLink, JobRequest
+from resilient_run.launcher.daemon_link import DaemonLink
 
 pytestmark = pytest.mark.jobs
 
@@ -151,7 +155,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"world_size": 2}, "does not fit generation 1"),
     ({"run_id": "other"}, "field 'run_id' names no job"),
     ({"rank": "0"}, "field 'rank' must be an integer"),
-    ({"generation": 0}, "field 'generation' must be an integer from 1"),
+    ({"generation": 0}, "field 'generation' must be an integer of at least 1"),
     ({"estimate_bytes": -1}, "field 'estimate_bytes'"),
     ({"topology": 2**64}, "field 'topology'"),
 ]
@@ -366,15 +370,15 @@ def test_daemon_in_another_network_namespace_takes_no_job_of_an_etcd_that_it_may
     hosts.create_job()
     hosts["a"].prefix = ("unshare", "--net")
     hosts["a"].start()
-    job = JobRequest(
+    job = JobSpec(
         run_id=hosts.run_id,
         host="a",
         replicas=1,
         nproc=1,
-        etcd={**hosts.config.to_dict(), "endpoints": ["127.0.0.1:2379"]},
+        etcd=replace(hosts.config, endpoints=("127.0.0.1:2379",)),
         addr="127.0.0.1",
         memory_limit_bytes=None,
-        policy={"persist": {"target": None}},
+        policy=Policy(),
         injection=False,
     )
     settings = Settings(run_dir=hosts["a"].run_dir, shm_dir=hosts["a"].shm_dir)
@@ -418,23 +422,29 @@ def test_setting_of_another_version_is_refused_with_both_versions_and_the_remedy
     request |= {} if version is None else {"version": version}
     with pytest.raises(DaemonError) as refused:
         hosts["a"].client().request("open_job", run_id=f"{hosts.run_id}-newer", **request)
-    for words in ("no setting root.of_tomorrow", f"its resilient-run is {told}", f"was {__version__} when it started"):
+    for words in ("no setting 'of_tomorrow'", f"its resilient-run is {told}", f"was {__version__} when it started"):
         assert words in str(refused.value)
     assert "systemctl restart resilientd@USER" in str(refused.value)
     hosts.commit([trainer], [1])
 
 
+@dataclass(frozen=True)
+class PolicyOfTomorrow(Policy):
+    def to_value(self) -> dict[str, Any]:
+        return {**super().to_value(), "root": {"of_tomorrow": 1}}
+
+
 def test_launcher_that_a_daemon_does_not_understand_tells_both_versions(hosts: Hosts) -> None:
     hosts.run("a")
-    job = JobRequest(
+    job = JobSpec(
         run_id=f"{hosts.run_id}-newer",
         host="a",
         replicas=1,
         nproc=1,
-        etcd=hosts.config.to_dict(),
+        etcd=hosts.config,
         addr="127.0.0.1",
         memory_limit_bytes=None,
-        policy={"root": {"of_tomorrow": 1}, "persist": {"target": None}},
+        policy=PolicyOfTomorrow(),
         injection=False,
     )
     settings = Settings(run_dir=hosts["a"].run_dir, shm_dir=hosts["a"].shm_dir)
@@ -442,7 +452,7 @@ def test_launcher_that_a_daemon_does_not_understand_tells_both_versions(hosts: H
     link.start()
     try:
         both = rf"its resilient-run is {re.escape(__version__)}, this daemon's \(pid \d+\) was {re.escape(__version__)}"
-        with pytest.raises(DaemonError, match=rf"no setting root\.of_tomorrow.* {both}"):
+        with pytest.raises(DaemonError, match=rf"no setting 'of_tomorrow'.* {both}"):
             link.wait_open()
     finally:
         link.close(discard=True)

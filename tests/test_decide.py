@@ -352,7 +352,7 @@ def test_hang_at_the_step_of_an_earlier_one_is_noted_once() -> None:
 def test_failure_of_a_hang_says_at_which_step() -> None:
     view = whole(observations=seen("hang", "b", generation=4, rank=1, step=12))
     _, puts = transaction(view, decide(view, POLICY, NOW_S), NOW_S)
-    assert Failure.parse(4, puts["rdzv/failure/4"]).step == 12
+    assert Failure.parse(puts["rdzv/failure/4"], generation=4).step == 12
 
 
 def test_hang_breaks_the_generation() -> None:
@@ -462,7 +462,7 @@ def test_standby_too_many_is_given_back(view: RootView, host: str, kept: int | N
     assert action.host == host
     assert action.reason == f"3 standby(s) are ready and 2 wanted: host {host} is given back"
     guards, puts = transaction(view, Decision(actions=(action,), reason=""), NOW_S)
-    left = [] if kept is None else [view.requests[kept].to_item()]
+    left = [] if kept is None else [view.requests[kept].to_value()]
     assert puts["root/requests"] == {"requests": left}
     assert {"root/requests", f"rdzv/quarantine/{host}"} <= guards.keys()
     quarantine = Quarantine.parse(puts[f"rdzv/quarantine/{host}"])
@@ -637,7 +637,7 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
         }
     values["root/requests"] = {
         "requests": [
-            request(draw(st.sampled_from(["", "a", "d"])), 3, answer=answer).to_item()
+            request(draw(st.sampled_from(["", "a", "d"])), 3, answer=answer).to_value()
             for answer in draw(st.lists(st.sampled_from(["", "a", "d"]), max_size=3))
         ]
     }

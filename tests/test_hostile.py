@@ -190,7 +190,7 @@ def test_reports_are_read_or_refused(value: Any) -> None:
     with contextlib.suppress(DaemonError):
         report = Report.parse(value)
         assert all(type(number) is int for pair in report.complete for number in pair)
-        assert Report.parse(report.message()) == report
+        assert Report.parse(report.to_value()) == report
 
 
 @FUZZED
@@ -205,7 +205,7 @@ def test_reports_are_read_or_refused(value: Any) -> None:
 )
 def test_rounds_are_read_or_refused(value: Any) -> None:
     with contextlib.suppress(DaemonError):
-        round_ = Round.parse(value, 1)
+        round_ = Round.parse(value, revision=1)
         assert [round_.holders(rank, 2)[0] for rank in range(min(8, round_.world_size))]
 
 

@@ -74,10 +74,10 @@ def test_every_kind_has_one_way_to_be_carried_out() -> None:
         ({"kind": "kill-daemon", "host": ["a"]}, "field 'host' must be printable text"),
         ({"kind": "kill-daemon", "host": "a", "at_step": -1}, "field 'at_step'"),
         ({"kind": "kill-daemon", "host": "a", "after_s": 1e9}, "field 'after_s'"),
-        ({"kind": "fill-disk", "host": "a", "parameters": []}, "not a table"),
+        ({"kind": "fill-disk", "host": "a", "parameters": []}, "field 'parameters' must be an object"),
         ({"kind": "fill-disk", "host": "a", "parameters": {"duration": 1}}, "did you mean 'duration_s'"),
-        ({"kind": "fill-disk", "host": "a", "parameters": {"duration_s": -1}}, "it must be a number from"),
-        ({"kind": "fill-disk", "host": "a", "parameters": {"directory": "a\0b"}}, "it must be a text"),
+        ({"kind": "fill-disk", "host": "a", "parameters": {"duration_s": -1}}, "must be a number from"),
+        ({"kind": "fill-disk", "host": "a", "parameters": {"directory": "a\0b"}}, "must be printable text"),
         ({"kind": "corrupt-replica", "host": "a", "parameters": {"how": "nicely"}}, "one of bit-flip"),
     ],
 )

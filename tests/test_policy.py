@@ -12,21 +12,24 @@ from resilient_run.launcher.config import RunConfig
 
 
 def test_nothing_said_is_the_default_and_what_is_said_comes_back() -> None:
-    assert Policy.parse({}) == Policy() == Policy.parse(Policy().to_dict())
+    assert Policy.parse({}) == Policy() == Policy.parse(Policy().to_value())
     changed = Policy.parse({"root": {"stalled_recoveries": 2}})
     assert changed.root.stalled_recoveries == 2
-    assert Policy.parse(changed.to_dict()) == changed
+    assert Policy.parse(changed.to_value()) == changed
 
 
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"rot": {}}, "no section 'rot'; did you mean 'root'"),
-        ({"root": 3}, "'root' is 3, not a table"),
-        ({"root": {"stalled_recovery": 1}}, "no setting root.stalled_recovery; did you mean 'stalled_recoveries'"),
-        ({"root": {"stalled_recoveries": "5"}}, "root.stalled_recoveries is '5'; it must be an integer of at least 1"),
-        ({"root": {"stalled_recoveries": 0}}, "is 0; it must be an integer of at least 1"),
-        ({"root": {"stalled_recoveries": True}}, "is True; it must be an integer"),
+        ({"rot": {}}, "no setting 'rot'; did you mean 'root'"),
+        ({"root": 3}, "field 'root' must be an object, got 3"),
+        ({"root": {"stalled_recovery": 1}}, "root: no setting 'stalled_recovery'; did you mean 'stalled_recoveries'"),
+        (
+            {"root": {"stalled_recoveries": "5"}},
+            "root: field 'stalled_recoveries' must be an integer of at least 1",
+        ),
+        ({"root": {"stalled_recoveries": 0}}, "must be an integer of at least 1, got 0"),
+        ({"root": {"stalled_recoveries": True}}, "must be an integer of at least 1, got True"),
     ],
 )
 def test_wrong_settings_are_named(tables: dict[str, Any], message: str) -> None:

@@ -221,7 +221,7 @@ def test_labels_reach_the_round(launchers: Launchers, monkeypatch: pytest.Monkey
     launchers.joined("abcd")
     keys = launchers.keys()
     assert keys["rdzv/members/c"].value["label"] == "y"
-    formed = Round.parse(keys["rdzv/round"].value, keys["rdzv/round"].revision)
+    formed = Round.parse(keys["rdzv/round"].value, revision=keys["rdzv/round"].revision)
     assert tuple(seat.label for seat in formed.seats) == ("x", "x", "y", "y")
     assert [formed.holders(rank, 2) for rank in range(4)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
 
@@ -517,7 +517,7 @@ def test_round_restores_the_watermark(launchers: Launchers) -> None:
     launchers.joined("a")
     assert handler.round.restore == (1, 41)
     entry = launchers.keys()["rdzv/round"]
-    assert Round.parse(entry.value, entry.revision) == handler.round
+    assert Round.parse(entry.value, revision=entry.revision) == handler.round
 
 
 def test_damaged_watermark_is_named(launchers: Launchers) -> None:

@@ -19,7 +19,7 @@ SAID = Said(term=TERM, number=1, watermark=(1, 1), watermark_revision=3, next=(1
 
 
 def round_of(hosts: int) -> Round:
-    return Round.parse(round_value(hosts), 1)
+    return Round.parse(round_value(hosts), revision=1)
 
 
 @given(hosts=st.integers(1, 400), root=st.integers(0, 399))
@@ -64,7 +64,7 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
             break
         if host not in silent:
             over = next((other for other in tree.above(host) if other not in cut), tree.root)
-            heard[over][host] = Report.parse(report.message())
+            heard[over][host] = Report.parse(report.to_value())
     common = frozenset.intersection(*(frozenset(one.complete) for one in own.values()))
     if silent:
         assert set(report.absent) >= silent

@@ -12,10 +12,9 @@ from seats import member_value
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
-from resilient_run.daemon.root import state as root_state
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
-from resilient_run.daemon.run.commit import parse_held
+from resilient_run.daemon.run.commit import HeldPair
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
@@ -168,7 +167,9 @@ def test_who_is_gone_is_settled_when_the_next_round_is_formed() -> None:
 def test_every_value_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many hosts there are, one report makes the root read one report."""
     parsed: list[Any] = []
-    monkeypatch.setattr(root_state, "parse_held", lambda value: parsed.append(value) or parse_held(value))
+
+    parse = HeldPair.parse
+    monkeypatch.setattr(HeldPair, "parse", lambda value: parsed.append(value) or parse(value))
     hosts = [f"host{index}" for index in range(100)]
     state = RootState("host0", REPLICAS)
     members = [{"host": host, "nproc": 1} for host in hosts]

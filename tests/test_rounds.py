@@ -74,7 +74,7 @@ def test_a_round_of_absurd_size_is_refused_before_it_costs_anything(hosts: int, 
     """Fifteen kilobytes in etcd kept a daemon, which serves all runs of its user, busy for minutes."""
     value = {"generation": 2, "members": [{"host": f"x#{n}", "nproc": nproc} for n in range(hosts)], "restore": None}
     with pytest.raises(DaemonError, match=r"field 'nproc'|ranks, a run has at most 131072"):
-        Round.parse(value, 1)
+        Round.parse(value, revision=1)
 
 
 def test_first_round_closes_at_once_when_it_is_full() -> None:
@@ -549,7 +549,7 @@ def test_damaged_keys_are_ignored_and_named(key: str, value: dict[str, Any]) -> 
 def test_what_a_person_is_told_is_read_whatever_it_says(text: str) -> None:
     """Nobody ignores that a generation broke, or that the run ended, because of the words."""
     failure = Failure(generation=3, host="a", kind="worker_exit", message=text)
-    assert Failure.parse(3, json.loads(json.dumps(failure.to_value()))).message[:3] in ("a?b", "üüü")
-    assert Failure.parse(3, json.loads(json.dumps(failure.to_item()))).message[:3] in ("a?b", "üüü")
+    assert Failure.parse(json.loads(json.dumps(failure.to_value())), generation=3).message[:3] in ("a?b", "üüü")
+    assert Failure.parse(json.loads(json.dumps(failure.to_item()))).message[:3] in ("a?b", "üüü")
     closed = Closed(reason=text, failed=True)
     assert Closed.parse(json.loads(json.dumps(closed.to_value()))).reason[:3] in ("a?b", "üüü")

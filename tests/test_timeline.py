@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import recovery_phases
 
-from resilient_run.daemon.base.goodput import PHASES, read_ledger
+from resilient_run.daemon.base.goodput import PHASES, Recovery, read_ledger
 from resilient_run.daemon.base.logs import log_formatter
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.launcher.rendezvous.rounds import View, rendezvous_mirror
@@ -454,13 +455,25 @@ def test_phases_of_the_benchmark_add_up_to_what_it_measures_from_outside(timelin
     assert sum(phases.values()) == pytest.approx(written["unix_s"] + 0.5 - (known_s - 1.25), abs=1e-3)
 
 
+RECOVERY = Recovery(
+    unix_s=1.0,
+    run_id="run",
+    host="a",
+    generation=3,
+    kind="worker_exit",
+    complete=True,
+    restored_step=7,
+    phases_s={},
+    total_s=1.0,
+)
+
+
 def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
-    about = {"generation": 3, "restored_step": 7, "steps_lost": None, "ranks": {}}
-    survivor = {**about, "host": "a", "kind": "host_lost", "cause": "host b is lost", "total_s": 2.0}
-    newcomer = {**about, "host": "b", "kind": "worker_exit", "cause": "rank 0 exited", "total_s": 3.0}
+    survivor = replace(RECOVERY, host="a", kind="host_lost", cause="host b is lost", total_s=2.0)
+    newcomer = replace(RECOVERY, host="b", kind="worker_exit", cause="rank 0 exited", total_s=3.0)
     told = whole([survivor, newcomer])
     assert (told["kind"], told["cause"], told["slowest"]) == ("host_lost", "host b is lost", "b")
-    assert whole([newcomer, {**survivor, "kind": "worker_exit"}])["cause"] == "rank 0 exited"
+    assert whole([newcomer, replace(survivor, kind="worker_exit")])["cause"] == "rank 0 exited"
 
 
 def test_a_host_that_is_recovering_joins_nothing(timeline: Told) -> None:
@@ -472,10 +485,10 @@ def test_a_host_that_is_recovering_joins_nothing(timeline: Told) -> None:
 
 
 def test_all_hosts_together_are_as_slow_as_the_slowest(timeline: Told, caplog: pytest.LogCaptureFixture) -> None:
-    about = {"kind": "host_lost", "cause": "host b is lost", "generation": 3, "restored_step": 7, "complete": True}
+    about = replace(RECOVERY, kind="host_lost", cause="host b is lost")
     events = [
-        {**about, "host": "a", "total_s": 2.0, "ranks": {"0": "local", "10": "local"}, "steps_lost": 1},
-        {**about, "host": "d", "total_s": 3.5, "ranks": {"2": "peer"}, "steps_lost": None},
+        replace(about, host="a", total_s=2.0, ranks={"0": "local", "10": "local"}, steps_lost=1),
+        replace(about, host="d", total_s=3.5, ranks={"2": "peer"}),
     ]
     with caplog.at_level(logging.WARNING):
         timeline.sum_up(3, events)

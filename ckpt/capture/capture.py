@@ -510,7 +510,7 @@ class Capturer:
             manifest=manifest,
             checksums=checksums,
         )
-        target.held = (self._env.generation, capture.step)
+        target.held = Pair(self._env.generation, capture.step)
         self._announce(target)
         self.stats.captures += 1
         self.stats.bytes += plan.layout.payload_bytes

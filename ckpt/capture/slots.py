@@ -207,7 +207,7 @@ class TwoSlots:
         """Tell whether what the slot holds is committed, or may be."""
         if mapped.held is None:
             return False
-        return mapped.held == self.watermark or mapped.held >= (self._env.generation, self.next)
+        return mapped.held == self.watermark or mapped.held >= Pair(self._env.generation, self.next)
 
 
 def _held(slot: Slot, env: TrainerEnv) -> Pair | None:

@@ -1,10 +1,18 @@
 """What names a checkpoint of a run: the generation that made it, and the step."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-Pair = tuple[int, int]
-"""(generation, step) of a capture. Pairs of one run are ordered: a later generation starts behind what it restored."""
+
+class Pair(NamedTuple):
+    """A capture. Pairs of one run are ordered: a later generation starts behind what it restored."""
+
+    generation: int
+    step: int
+
+    def __repr__(self) -> str:
+        return f"({self.generation}, {self.step})"
+
 
 IMPORT_GENERATION: Final = 0
 """Generation of an import: before everything that the run makes itself."""
@@ -22,10 +30,10 @@ def pair_value(pair: Pair | None) -> Any:
 
 def read_pair(value: Mapping[str, Any] | None) -> Pair | None:
     """Return the pair in a message of the own daemon; see `pair_value`."""
-    return None if value is None else (value["generation"], value["step"])
+    return None if value is None else Pair(value["generation"], value["step"])
 
 
-def pair_of(numbers: Iterable[Any]) -> Pair:
+def pair_of(numbers: Sequence[Any]) -> Pair:
     """Return the pair of a generation and a step that somebody else wrote.
 
     Raises:
@@ -33,15 +41,6 @@ def pair_of(numbers: Iterable[Any]) -> Pair:
         ValueError: They are not two numbers of 0 or more.
     """
     generation, step = numbers
-    return natural(generation), natural(step)
-
-
-def natural(value: Any) -> int:
-    """Return `value`, the number of a rank, generation or step.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:80]!r} is not a number of a rank, generation or step")
-    return value
+    if type(generation) is int and type(step) is int and generation >= 0 <= step:
+        return Pair(generation, step)
+    raise ValueError(f"{str(numbers)[:80]} is not a generation and a step")

@@ -76,7 +76,7 @@ class SlotHeader:
     @property
     def pair(self) -> Pair:
         """Generation and step."""
-        return self.generation, self.step
+        return Pair(self.generation, self.step)
 
     @property
     def used_bytes(self) -> int:

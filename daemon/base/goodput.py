@@ -11,9 +11,69 @@ from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
-from .fields import Fields
+from .codec import UNIX_S, Record, limited
+from .fields import Fields, printable
+
+MAX_CAUSE_BYTES = 1 << 16
+"""A cause may quote the message of a failure."""
 
 PHASES = ("detect", "decide", "stop", "rendezvous", "spawn", "restore", "first_step")
+
+
+def _ranks(values: Fields, name: str) -> dict[str, str]:
+    ranks = values.object(name)
+    if not all(rank.isdecimal() and isinstance(source, str) for rank, source in ranks.items()):
+        raise values.wrong(name, "sources by rank")
+    return ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery(Record):
+    """The event of one host's recovery from one failure.
+
+    Attributes:
+        unix_s: When it ended.
+        run_id: The run.
+        host: The host.
+        generation: The generation that recovered it, 0 when none was formed.
+        kind: As in `rdzv/failure`.
+        cause: The sentence a person wants.
+        complete: Training went on afterwards, before another failure.
+        restored_step: What its ranks restored, None for the beginning.
+        sources: Where they had it from.
+        ranks: Rank → where it had that from.
+        steps_lost: Completed steps that were trained again, None when nobody knows.
+        resized: How many ranks captured what they restored, and how many there are now, if that is not the same.
+        phases_s: Phase → seconds, of those that it went through.
+        total_s: Seconds without training, all phases together.
+    """
+
+    event: str = limited("recovery", choices=("recovery",))
+    unix_s: float = limited(high=UNIX_S)
+    run_id: str
+    host: str
+    generation: int
+    kind: str
+    cause: str = limited(
+        "",
+        high=MAX_CAUSE_BYTES,
+        shown=True,
+        read=lambda values, name: printable(str(values.values[name]), MAX_CAUSE_BYTES),
+    )
+    complete: bool
+    restored_step: int | None = None
+    sources: tuple[str, ...] = ()
+    ranks: Mapping[str, str] = limited(factory=dict, read=_ranks)
+    steps_lost: int | None = None
+    resized: tuple[int, ...] | None = None
+    phases_s: Mapping[str, float] = limited(
+        inline=True,
+        read=lambda values, _: {
+            phase: values.number(f"{phase}_s") for phase in PHASES if f"{phase}_s" in values.values
+        },
+        write=lambda phases_s: {f"{phase}_s": seconds for phase, seconds in phases_s.items()},
+    )
+    total_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,22 +105,21 @@ class FailureCost:
     hosts: tuple[str, ...]
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]]) -> Self:
+    def of(cls, events: Iterable[Recovery]) -> Self:
         """Return the failure that these events of its hosts describe, at least one."""
         events = list(events)
-        slowest = max(events, key=lambda event: event["total_s"])
-        lost = [event["steps_lost"] for event in events if event["steps_lost"] is not None]
+        slowest = max(events, key=lambda event: event.total_s)
         return cls(
-            run_id=slowest["run_id"],
-            generation=slowest["generation"],
-            kind=slowest["kind"],
-            cause=slowest["cause"],
-            start_unix_s=slowest["unix_s"] - slowest["total_s"],
-            complete=all(event["complete"] for event in events),
-            phases_s=slowest["phases_s"],
-            down_s=slowest["total_s"],
-            steps_lost=max(lost, default=None),
-            hosts=tuple(sorted(event["host"] for event in events)),
+            run_id=slowest.run_id,
+            generation=slowest.generation,
+            kind=slowest.kind,
+            cause=slowest.cause,
+            start_unix_s=slowest.unix_s - slowest.total_s,
+            complete=all(event.complete for event in events),
+            phases_s=slowest.phases_s,
+            down_s=slowest.total_s,
+            steps_lost=max((event.steps_lost for event in events if event.steps_lost is not None), default=None),
+            hosts=tuple(sorted(event.host for event in events)),
         )
 
 
@@ -139,14 +198,15 @@ def read_ledger(paths: Iterable[Path], *, step_s: float | None = None, period_s:
     Raises:
         DaemonError: A file cannot be read, or a line of it is not an event; names file and line.
     """
-    together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    together: dict[tuple[Any, ...], list[Recovery]] = {}
     for path in paths:
         for where, line in _lines(path):
-            event = recovery_event(where, _value(where, line))
-            if event is None:
+            value = _value(where, line)
+            if Fields(value, where).text("event") != "recovery":
                 continue
+            event = Recovery.parse(value, where)
             # Before a generation is formed its number is not known: such a failure stays the host's own.
-            key = (event["run_id"], event["generation"]) if event["generation"] else (where,)
+            key = (event.run_id, event.generation) if event.generation else (where,)
             together.setdefault(key, []).append(event)
     failures = sorted(map(FailureCost.of, together.values()), key=lambda failure: failure.start_unix_s)
     return Ledger(failures=tuple(failures), step_s=step_s, period_s=period_s)
@@ -168,24 +228,3 @@ def _value(where: str, line: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DaemonError(f"{where}: a JSON {type(value).__name__} and not an object; is it a file of --rr-events?")
     return value
-
-
-def recovery_event(where: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what `FailureCost.of` takes of a recovery event, None for another event.
-
-    Raises:
-        DaemonError: The event lacks something; names `where` it is from.
-    """
-    fields = Fields(value, where)
-    if fields.text("event") != "recovery":
-        return None
-    return {
-        **{name: fields.text(name) for name in ("run_id", "host", "kind")},
-        "cause": str(value.get("cause", "")),
-        "generation": fields.integer("generation"),
-        "complete": fields.flag("complete"),
-        "steps_lost": fields.optional_integer("steps_lost"),
-        "unix_s": fields.number("unix_s", high=1e12),
-        "total_s": fields.number("total_s"),
-        "phases_s": {phase: fields.number(f"{phase}_s") for phase in PHASES if f"{phase}_s" in value},
-    }

@@ -4,22 +4,15 @@ Each section is a flat dataclass. A field's default is the product's default; it
 A launcher reads the file (TOML, one table per section), checks it here, and sends it to the daemon with `open_job`.
 """
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
 
-from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.schedule import PACED
 
-
-def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """Return a dataclass field with its default and the values it may have."""
-    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+from .codec import SettingsRecord, limited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RootPolicy:
+class RootPolicy(SettingsRecord):
     """How failures are answered.
 
     Attributes:
@@ -36,21 +29,21 @@ class RootPolicy:
         standby_timeout_s: How long a host may take to come before the operator is asked for another one, seconds.
     """
 
-    stalled_recoveries: int = setting(5, low=1)
-    crash_loop_failures: int = setting(5, low=2)
-    quarantine_failures: int = setting(3, low=1)
-    quarantine_window_s: float = setting(1800.0, low=1)
-    quarantine_cooldown_s: float = setting(1800.0, low=1)
-    operator_command: str = setting("")
-    release_command: str = setting("")
-    slurm_script: str = setting("")
-    operator_timeout_s: float = setting(600.0, low=1)
-    standbys: int = setting(0, low=0, high=1000)
-    standby_timeout_s: float = setting(1800.0, low=1)
+    stalled_recoveries: int = limited(5, low=1)
+    crash_loop_failures: int = limited(5, low=2)
+    quarantine_failures: int = limited(3, low=1)
+    quarantine_window_s: float = limited(1800.0, low=1)
+    quarantine_cooldown_s: float = limited(1800.0, low=1)
+    operator_command: str = ""
+    release_command: str = ""
+    slurm_script: str = ""
+    operator_timeout_s: float = limited(600.0, low=1)
+    standbys: int = limited(0, high=1000)
+    standby_timeout_s: float = limited(1800.0, low=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicationPolicy:
+class ReplicationPolicy(SettingsRecord):
     """How replicas travel to the placement peers (Gemini, Section 6.5).
 
     Attributes:
@@ -66,14 +59,14 @@ class ReplicationPolicy:
         bandwidth_mbit_s: What a host can send, 0 to measure it.
     """
 
-    transport: str = setting("daemon", choices=("daemon", "trainer"))
-    scheme: str = setting("interleaved", choices=(*PACED, "unpaced", "blocking", "none"))
-    profile_steps: int = setting(6, low=3, high=1000)
-    sub_buffers: int = setting(4, low=1, high=64)
-    sub_buffer_bytes: int = setting(32 << 20, low=4096, high=1 << 30)
-    variance: float = setting(0.9, low=0.1, high=1)
-    max_every: int = setting(1, low=1, high=64)
-    bandwidth_mbit_s: float = setting(0.0, low=0)
+    transport: str = limited("daemon", choices=("daemon", "trainer"))
+    scheme: str = limited("interleaved", choices=(*PACED, "unpaced", "blocking", "none"))
+    profile_steps: int = limited(6, low=3, high=1000)
+    sub_buffers: int = limited(4, low=1, high=64)
+    sub_buffer_bytes: int = limited(32 << 20, low=4096, high=1 << 30)
+    variance: float = limited(0.9, low=0.1, high=1)
+    max_every: int = limited(1, low=1, high=64)
+    bandwidth_mbit_s: float = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -87,7 +80,7 @@ class ReplicationPolicy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DetectPolicy:
+class DetectPolicy(SettingsRecord):
     """When something counts as wrong. A threshold of 0 is switched off.
 
     Attributes:
@@ -112,35 +105,35 @@ class DetectPolicy:
             run, or the way back to the newest step on which all agreed.
     """
 
-    hang_action: str = setting("restart", choices=("restart", "log"))
-    hang_floor_s: float = setting(300.0, low=0.1)
-    hang_factor: float = setting(3.0, low=1.0)
-    hang_min_steps: int = setting(10, low=1)
-    hang_busy_factor: float = setting(6.0, low=1.0)
-    hang_start_s: float = setting(1800.0, low=0.1)
-    sample_s: float = setting(5.0, low=0.1)
-    memory_warn_percent: float = setting(5.0, low=0, high=100)
-    memory_fail_percent: float = setting(0.0, low=0, high=100)
-    swap_warn_percent: float = setting(50.0, low=0, high=100)
-    swap_fail_percent: float = setting(0.0, low=0, high=100)
-    disk_warn_percent: float = setting(5.0, low=0, high=100)
-    disk_fail_percent: float = setting(0.0, low=0, high=100)
-    tmpfs_warn_percent: float = setting(5.0, low=0, high=100)
-    tmpfs_fail_percent: float = setting(0.0, low=0, high=100)
-    load_warn: float = setting(8.0, low=0)
-    load_fail: float = setting(0.0, low=0)
-    gpu_broken: str = setting("fail", choices=("fail", "warn"))
-    gpu_warn_celsius: float = setting(90.0, low=0)
-    gpu_fail_celsius: float = setting(0.0, low=0)
-    gpu_nvlink_warn_errors: int = setting(100, low=0)
-    gpu_nvlink_fail_errors: int = setting(0, low=0)
-    peer_unreachable_s: float = setting(15.0, low=0)
-    replication_lag_steps: int = setting(50, low=0)
-    corruption: str = setting("warn", choices=("warn", "stop", "rollback"))
+    hang_action: str = limited("restart", choices=("restart", "log"))
+    hang_floor_s: float = limited(300.0, low=0.1)
+    hang_factor: float = limited(3.0, low=1.0)
+    hang_min_steps: int = limited(10, low=1)
+    hang_busy_factor: float = limited(6.0, low=1.0)
+    hang_start_s: float = limited(1800.0, low=0.1)
+    sample_s: float = limited(5.0, low=0.1)
+    memory_warn_percent: float = limited(5.0, high=100)
+    memory_fail_percent: float = limited(0.0, high=100)
+    swap_warn_percent: float = limited(50.0, high=100)
+    swap_fail_percent: float = limited(0.0, high=100)
+    disk_warn_percent: float = limited(5.0, high=100)
+    disk_fail_percent: float = limited(0.0, high=100)
+    tmpfs_warn_percent: float = limited(5.0, high=100)
+    tmpfs_fail_percent: float = limited(0.0, high=100)
+    load_warn: float = 8.0
+    load_fail: float = 0.0
+    gpu_broken: str = limited("fail", choices=("fail", "warn"))
+    gpu_warn_celsius: float = 90.0
+    gpu_fail_celsius: float = 0.0
+    gpu_nvlink_warn_errors: int = 100
+    gpu_nvlink_fail_errors: int = 0
+    peer_unreachable_s: float = 15.0
+    replication_lag_steps: int = 50
+    corruption: str = limited("warn", choices=("warn", "stop", "rollback"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PersistPolicy:
+class PersistPolicy(SettingsRecord):
     """Which committed steps are also written to storage that outlives the hosts.
 
     Attributes:
@@ -152,89 +145,19 @@ class PersistPolicy:
         grace_s: Seconds that a daemon which is told to end takes to write the newest committed step, 0 for not at all.
     """
 
-    target: str | None = setting(None)
-    every_steps: int = setting(0, low=0)
-    every_s: float = setting(600.0, low=0)
-    keep: int = setting(3, low=1)
-    level: int = setting(1, low=1, high=19)
-    grace_s: float = setting(20.0, low=0)
+    target: str | None = None
+    every_steps: int = 0
+    every_s: float = 600.0
+    keep: int = limited(3, low=1)
+    level: int = limited(1, low=1, high=19)
+    grace_s: float = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class Policy(SettingsRecord):
     """A job's configuration, one attribute per section; every section and every field may be left out."""
 
     root: RootPolicy = field(default_factory=RootPolicy)
     replication: ReplicationPolicy = field(default_factory=ReplicationPolicy)
     detect: DetectPolicy = field(default_factory=DetectPolicy)
     persist: PersistPolicy = field(default_factory=PersistPolicy)
-
-    @classmethod
-    def parse(cls, tables: Mapping[str, Any]) -> Self:
-        """Return the policy that `tables` (section → field → value) describes.
-
-        Raises:
-            DaemonError: A section or field is unknown, or a value is not of its type or range.
-        """
-        known = {section.name: section for section in fields(cls)}
-        for name in tables:
-            if name not in known:
-                raise DaemonError(f"configuration: no section {name!r}{_did_you_mean(name, known)}")
-        sections: dict[str, Any] = {
-            name: parse_settings(section.type, name, tables.get(name, {}), where="configuration")
-            for name, section in known.items()
-        }
-        return cls(**sections)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
-        return asdict(self)
-
-
-def parse_settings(kind: Any, section: str, table: Any, *, where: str) -> Any:
-    """Return the dataclass `kind`, whose fields are made by `setting`, with the values of `table`.
-
-    Args:
-        kind: The dataclass.
-        section: Name of the table.
-        table: Field → value; what it does not say has its default.
-        where: What the table is part of, for the error text.
-
-    Raises:
-        DaemonError: A field is unknown, or a value is not of its type or range.
-    """
-    if not isinstance(table, Mapping):
-        raise DaemonError(f"{where}: {section!r} is {table!r}, not a table of settings")
-    known = {item.name: item for item in fields(kind)}
-    for name in table:
-        if name not in known:
-            raise DaemonError(f"{where}: no setting {section}.{name}{_did_you_mean(name, known)}")
-    return kind(**{name: _check(f"{where}: {section}.{name}", known[name], value) for name, value in table.items()})
-
-
-def _check(where: str, item: Field[Any], value: Any) -> Any:
-    """Return `value` if the setting may have it; its default says the type, None stands for "not set"."""
-    if value == item.default and type(value) is type(item.default):
-        return value
-    low, high, choices = item.metadata["low"], item.metadata["high"], item.metadata["choices"]
-    number = low is not None or high is not None
-    if choices:
-        good, wanted = value in choices, f"one of {', '.join(choices)}"
-    elif isinstance(item.default, bool):
-        good, wanted = isinstance(value, bool), "true or false"
-    elif number:
-        whole = isinstance(item.default, int)
-        good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        good = good and (low is None or value >= low) and (high is None or value <= high)
-        bounds = f"of at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-        wanted = f"{'an integer' if whole else 'a number'} {bounds}"
-    else:
-        good, wanted = isinstance(value, str) and value.isprintable() and 0 < len(value) <= 4096, "a text"
-    if not good:
-        raise DaemonError(f"{where} is {value!r}; it must be {wanted}")
-    return float(value) if number and isinstance(item.default, float) else value
-
-
-def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(known) or 'none'}"

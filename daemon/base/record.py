@@ -1,7 +1,7 @@
 """What is written down beside a job's slots, so that the next daemon can adopt them."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -10,7 +10,7 @@ import psutil
 from resilient_run.ckpt.errors import DaemonError
 
 from ..trust.private import open_new, read_file
-from .fields import Fields
+from .codec import Record, limited
 from .process import started_ticks
 
 RECORD_NAME = "job.json"
@@ -21,7 +21,7 @@ JobKey = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobRecord:
+class JobRecord(Record):
     """What `job.json` beside the slots says, enough to adopt them; no secrets.
 
     Attributes:
@@ -38,10 +38,10 @@ class JobRecord:
 
     run_id: str
     host: str
-    incarnation: str | None
-    replicas: int
+    incarnation: str | None = None
+    replicas: int = limited(low=1)
     attached: bool
-    launcher_pid: int | None
+    launcher_pid: int | None = None
     launcher_ticks: int | None = None
     generation: int = 0
     round_revision: int = 0
@@ -76,22 +76,11 @@ class JobRecord:
             raise DaemonError(f"cannot read {path}: {error}") from error
         if not isinstance(values, dict):
             raise DaemonError(f"{path} is not a JSON object")
-        fields = Fields(values, str(path))
-        return cls(
-            run_id=fields.text("run_id"),
-            host=fields.text("host"),
-            incarnation=None if values.get("incarnation") is None else fields.text("incarnation"),
-            replicas=fields.integer("replicas", low=1),
-            attached=fields.flag("attached"),
-            launcher_pid=fields.optional_integer("launcher_pid"),
-            launcher_ticks=fields.optional_integer("launcher_ticks"),
-            generation=fields.optional_integer("generation") or 0,
-            round_revision=fields.optional_integer("round_revision") or 0,
-        )
+        return cls.parse(values, str(path))
 
     def save(self, directory: Path) -> None:
         """Write the record into `directory`, all or nothing."""
         path = directory / f"{RECORD_NAME}.new"
         with open(open_new(path, 0o600), "w") as file:
-            file.write(json.dumps(asdict(self)))
+            file.write(json.dumps(self.to_value()))
         path.rename(directory / RECORD_NAME)

@@ -1,20 +1,42 @@
 """What a launcher says about its job when it opens it, and how it reads sizes and ports from its command line."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import click
 
-from ..etcd.client import EtcdConfig
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.slot import MAX_RUN_ID_BYTES
+
+from ..etcd.config import EtcdConfig
+from ..trust.secret import checked_key
+from .codec import Record, limited
+from .fields import Fields
 from .policy import Policy
 from .record import JobKey
 
 _UNIT_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+MAX_NPROC = 1 << 10
+_MAX_REPLICAS = 64
+
+
+def _read_etcd(values: Fields, name: str) -> EtcdConfig:
+    try:
+        return EtcdConfig.from_dict(values.object(name))
+    except ValueError as error:
+        raise DaemonError(f"{values.what}: field '{name}': {error}") from error
+
+
+def _read_key(values: Fields, name: str) -> str | None:
+    key = values.secret(name)
+    return None if key is None else checked_key(key, values.what)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobSpec:
-    """What the launcher says about its job when it opens it; equal specs continue, a different one starts the job anew.
+class JobSpec(Record):
+    """What a launcher says about its job when it opens it; equal specs continue, a different one starts the job anew.
 
     Attributes:
         run_id: Name of the run in etcd.
@@ -22,28 +44,39 @@ class JobSpec:
         replicas: Copies of each checkpoint, m.
         nproc: Ranks on this host.
         etcd: How to reach etcd.
-        address: Where peers reach this daemon.
+        addr: Of this host, at which the daemon is to listen for peers.
         memory_limit_bytes: What the job's slots may take on this host, None for the daemon's limit.
         policy: The job's configuration.
-        run_key: The secret of the run's hosts, None where the one in etcd has to do; it is written down nowhere.
         injection: Whether faults may be ordered here: this word of the launcher is the only one that counts.
+        run_key: The secret of the run's hosts, None where the one in etcd has to do; it is written down nowhere.
+        first_port: The first port at which the daemon may listen, None for any.
+        last_port: The last one.
+        address: Where peers reach this daemon, as it says itself.
     """
 
-    run_id: str
+    run_id: str = limited(high=MAX_RUN_ID_BYTES)
     host: str
-    replicas: int
-    nproc: int
-    etcd: EtcdConfig
-    address: tuple[str, int]
-    memory_limit_bytes: int | None
+    replicas: int = limited(low=1, high=_MAX_REPLICAS)
+    nproc: int = limited(low=1, high=MAX_NPROC)
+    etcd: EtcdConfig = limited(repr=False, read=_read_etcd, write=EtcdConfig.to_dict)
+    addr: str = limited(compare=False)
+    memory_limit_bytes: int | None = None
     policy: Policy
-    run_key: str | None = field(default=None, repr=False)
     injection: bool = False
+    run_key: str | None = limited(None, repr=False, read=_read_key)
+    first_port: int | None = limited(None, low=1, high=65535, compare=False)
+    last_port: int | None = limited(None, low=1, high=65535, compare=False)
+    address: tuple[str, int] = limited(("", 0), outside=True)
 
     @property
     def key(self) -> JobKey:
         """Which job this is."""
         return self.run_id, self.host
+
+    @property
+    def ports(self) -> range | None:
+        """The ports at which the daemon may listen for peers, None for any."""
+        return None if self.first_port is None else range(self.first_port, (self.last_port or self.first_port) + 1)
 
 
 def parse_ports(context: click.Context, param: click.Parameter, text: str | None) -> range | None:

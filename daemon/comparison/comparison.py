@@ -101,8 +101,8 @@ class Comparer:
         self._severity = "warn" if action == "warn" else "fail"
         self._observe = observe
         self._news = asyncio.Event()
-        self._complete: Pair = (0, 0)
-        self._passed: Pair = (0, 0)  # committed, or about to be
+        self._complete = Pair(0, 0)
+        self._passed = Pair(0, 0)  # committed, or about to be
         self._found: dict[tuple[str, int], Observation] = {}  # by structure and step
         self._lessons: dict[str, Lesson] = {}
         self._reported: dict[tuple[str, int], set[int]] = {}  # by structure and step: the leaves
@@ -257,7 +257,7 @@ class Comparer:
         if difference is not None:
             before = self._reported.setdefault((structure, pair[1]), set())
             excuse = ""
-            if pair <= max(self._passed, self._view.watermark or (0, 0)):
+            if pair <= max(self._passed, self._view.watermark or Pair(0, 0)):
                 # There is nothing to go back to.
                 excuse = "the step was committed before that was known"
             elif before.issuperset(difference.leaves):

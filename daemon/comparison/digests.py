@@ -16,6 +16,7 @@ from resilient_run.ckpt.format.pair import Pair
 
 from ..base.fields import Fields
 from ..peers.fetch import Peer, PeerError
+from ..run import keys
 from ..run.report import Claims, DigestClaim, Runs, joined
 from ..run.view import JobView
 from ..slots.slots import JobSlots
@@ -49,13 +50,13 @@ class EqualLeaves:
         return cls(generation=generation, mask=mask, name=name)
 
     @classmethod
-    def parse(cls, key: str, value: Mapping[str, Any]) -> Self:
+    def parse(cls, value: Mapping[str, Any]) -> Self:
         """Return what `to_value` wrote.
 
         Raises:
             DaemonError: The value is none.
         """
-        fields = Fields(value, key)
+        fields = Fields(value, keys.EQUAL)
         count = fields.integer("count", high=MAX_DIGESTS)
         bits = np.unpackbits(np.frombuffer(fields.binary("leaves") if count else b"", dtype=np.uint8), count=count)
         return cls.of(fields.integer("generation"), bits.astype(np.bool_))
@@ -150,7 +151,7 @@ class HostDigests:
             PeerError: The host that runs the rank cannot be asked.
         """
         round_ = self._view.round
-        host = None if round_ is None else next((host for host in round_.hosts if rank in round_.ranks(host)), None)
+        host = None if round_ is None else round_.host_of(rank)
         if host is None:
             return None
         if host == self._view.host:

@@ -8,10 +8,9 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import Fields
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
-from ..run.mirror import Mirror
+from ..run.mirror import Mirror, pair_of_entry
 from ..run.quarantine import Quarantine
 from ..run.records import Agreement, Failure
 from ..run.rounds import Round, allowed
@@ -69,7 +68,7 @@ async def _drain(config: EtcdConfig, run_id: str, host: str, avoided_s: float, t
     """
     etcd = await Etcd.connect(config)
     prefix = keys.prefix(run_id)
-    mirror = Mirror({keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair()})
+    mirror = Mirror({keys.WATERMARK: pair_of_entry})
     ordered = False
     try:
         async with asyncio.timeout(timeout_s), aclosing(etcd.changes(prefix)) as states:

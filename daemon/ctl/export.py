@@ -89,7 +89,7 @@ def _from_memory(job: dict[str, Any], step: int | None) -> Captures:
     held: dict[Pair, dict[int, Path]] = {}
     for slot in job["slots"]:
         if slot["step"] is not None:
-            pair = (slot["generation"], slot["step"])
+            pair = Pair(slot["generation"], slot["step"])
             held.setdefault(pair, {})[slot["rank"]] = Path(job["directory"]) / slot["file"]
     fitting = sorted((pair for pair in held if step is None or pair[1] == step), reverse=True)
     if not fitting:

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
@@ -85,7 +85,7 @@ def _kill_rank(scene: Scene, order: Order) -> tuple[str, Blow]:
 def _tell_rank(scene: Scene, order: Order) -> tuple[str, Blow]:
     rank = _rank(order)
     trainer = scene.trainer(rank)
-    message = {"op": "inject", "kind": order.kind, **asdict(order.parameters)}
+    message = {"op": "inject", "kind": order.kind, **order.parameters.to_value()}
     return f"rank {rank} (pid {trainer.pid}) is told to {order.kind}", lambda: trainer.notify(message)
 
 
@@ -140,12 +140,12 @@ def _delay_heartbeats(scene: Scene, order: Order) -> dict[str, Any]:
 
 
 def _lose_host(scene: Scene, order: Order) -> dict[str, Any]:
-    launcher, daemon = asdict(scene.launcher()), asdict(scene.daemon())
+    launcher, daemon = scene.launcher().to_value(), scene.daemon().to_value()
     return {"do": "lose", "launcher": launcher, "daemon": daemon, "directory": str(scene.slots.directory)}
 
 
 def _fill_memory(scene: Scene, order: Order) -> dict[str, Any]:
-    return {"do": "fill", "directory": str(scene.slots.directory.parent), **asdict(order.parameters)}
+    return {"do": "fill", "directory": str(scene.slots.directory.parent), **order.parameters.to_value()}
 
 
 DETACHED: Mapping[str, Callable[[Scene, Order], dict[str, Any]]] = {
@@ -153,16 +153,16 @@ DETACHED: Mapping[str, Callable[[Scene, Order], dict[str, Any]]] = {
     "delay-heartbeats": _delay_heartbeats,
     "lose-host": _lose_host,
     "fill-memory": _fill_memory,
-    "fill-disk": lambda scene, order: {"do": "fill", **asdict(order.parameters)},
-    "cut-network": lambda scene, order: {"do": "cut", **asdict(order.parameters)},
-    "slow-network": lambda scene, order: {"do": "slow", **asdict(order.parameters)},
-    "kill-etcd": lambda scene, order: {"do": "kill-etcd", **asdict(order.parameters)},
+    "fill-disk": lambda scene, order: {"do": "fill", **order.parameters.to_value()},
+    "cut-network": lambda scene, order: {"do": "cut", **order.parameters.to_value()},
+    "slow-network": lambda scene, order: {"do": "slow", **order.parameters.to_value()},
+    "kill-etcd": lambda scene, order: {"do": "kill-etcd", **order.parameters.to_value()},
 }
 """By kind, the task of a process of its own (`helper`) now; DaemonError when there is nothing to strike."""
 
 
 def _stop(victims: list[Victim], order: Order) -> dict[str, Any]:
-    processes = [asdict(victim) for victim in victims]
+    processes = [victim.to_value() for victim in victims]
     return {"do": "stop", "victims": processes, "duration_s": order.parameters.duration_s}
 
 

@@ -16,12 +16,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol
 
 import psutil
 
 from resilient_run.ckpt.errors import DaemonError
 
+from ..base.codec import Record, limited
 from ..base.fields import Fields
 from .network import CutInterface, SlowInterface
 from .victim import Victim, kill_all
@@ -48,23 +49,13 @@ class Task(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class LoseHost:
+class LoseHost(Record):
     """A host's launcher, workers and daemon are killed and its slots removed."""
 
     launcher: Victim
     daemon: Victim
     directory: Path
-    duration_s: float = 0.0
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the task in a message."""
-        launcher, daemon = (Fields(fields.object(name), name) for name in ("launcher", "daemon"))
-        return cls(
-            launcher=Victim.parse(launcher),
-            daemon=Victim.parse(daemon),
-            directory=Path(fields.text("directory")),
-        )
+    duration_s: float = limited(0.0, outside=True)
 
     def what(self) -> str:
         """Return what will happen."""
@@ -84,17 +75,11 @@ class LoseHost:
 
 
 @dataclass(kw_only=True, slots=True)
-class Standstill:
+class Standstill(Record):
     """Processes are stopped, and go on after a while."""
 
     victims: tuple[Victim, ...]
     duration_s: float
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the task in a message."""
-        victims = tuple(Victim.parse(Fields(item, "victims")) for item in fields.objects("victims"))
-        return cls(victims=victims, duration_s=fields.number("duration_s"))
 
     def what(self) -> str:
         """Return what will happen."""
@@ -113,26 +98,14 @@ class Standstill:
 
 
 @dataclass(kw_only=True, slots=True)
-class FillRoom:
+class FillRoom(Record):
     """A file takes the room of a file system for a while."""
 
     directory: Path
     size_bytes: int
     leave_bytes: int
     duration_s: float
-    path: Path
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the task in a message."""
-        directory = Path(fields.text("directory"))
-        return cls(
-            directory=directory,
-            size_bytes=fields.integer("size_bytes"),
-            leave_bytes=fields.integer("leave_bytes"),
-            duration_s=fields.number("duration_s"),
-            path=directory / f"resilient-inject-{secrets.token_hex(8)}",
-        )
+    path: Path = limited(factory=lambda: Path(f"resilient-inject-{secrets.token_hex(8)}"), outside=True)
 
     def what(self) -> str:
         """Return what will happen."""
@@ -142,7 +115,7 @@ class FillRoom:
 
     def strike(self) -> None:
         """Take the room."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.directory / self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, max(1, self._needed_bytes()))
         finally:
@@ -150,7 +123,7 @@ class FillRoom:
 
     def undo(self) -> None:
         """Give it back."""
-        self.path.unlink(missing_ok=True)
+        (self.directory / self.path).unlink(missing_ok=True)
 
     def _needed_bytes(self) -> int:
         room = os.statvfs(self.directory)
@@ -159,18 +132,13 @@ class FillRoom:
 
 
 @dataclass(kw_only=True, slots=True)
-class EtcdDeath:
+class EtcdDeath(Record):
     """A member of an etcd cluster is killed."""
 
-    pid: int
+    pid: int = limited(high=1 << 30)
     pid_file: str
-    duration_s: float = 0.0
-    victim: Victim | None = None
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the task in a message."""
-        return cls(pid=fields.integer("pid", high=1 << 30), pid_file=fields.text("pid_file"))
+    duration_s: float = limited(0.0, outside=True)
+    victim: Victim | None = limited(None, outside=True)
 
     def what(self) -> str:
         """Return what will happen."""
@@ -240,7 +208,7 @@ def _parse(value: Any) -> Task:
     kind = _TASKS.get(fields.text("do"))
     if kind is None:
         raise DaemonError(f"no task {fields.text('do')!r}; there are: {', '.join(_TASKS)}")
-    task: Task = kind.parse(fields)
+    task: Task = kind.of_fields(fields)
     return task
 
 

@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import Fields
+from ..base.codec import Record, limited
 from ..base.process import has_capability
 
 _CAP_NET_ADMIN = 12
@@ -18,22 +18,13 @@ _LATENCY_MS = 400
 
 
 @dataclass(kw_only=True, slots=True)
-class CutInterface:
+class CutInterface(Record):
     """The interface is down for a while; routes through it, which the kernel forgets meanwhile, are put back."""
 
-    interface: str
+    interface: str = limited(high=15)
     duration_s: float
     force: bool
-    _routes: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the task in a message."""
-        return cls(
-            interface=fields.text("interface", max_bytes=15),
-            duration_s=fields.number("duration_s"),
-            force=fields.flag("force"),
-        )
+    _routes: list[dict[str, Any]] = limited(factory=list, outside=True)
 
     def what(self) -> str:
         """Return what will happen.
@@ -58,24 +49,14 @@ class CutInterface:
 
 
 @dataclass(kw_only=True, slots=True)
-class SlowInterface:
+class SlowInterface(Record):
     """What the interface sends is shaped to a rate for a while (token bucket)."""
 
-    interface: str
+    interface: str = limited(high=15)
     duration_s: float
     force: bool
-    rate_mbit: float
-    _before: dict[str, Any] | None = None
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the task in a message."""
-        return cls(
-            interface=fields.text("interface", max_bytes=15),
-            duration_s=fields.number("duration_s"),
-            force=fields.flag("force"),
-            rate_mbit=fields.number("rate_mbit", low=0.001),
-        )
+    rate_mbit: float = limited(low=0.001)
+    _before: dict[str, Any] | None = limited(None, outside=True)
 
     def what(self) -> str:
         """Return what will happen.

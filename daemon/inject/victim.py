@@ -10,11 +10,11 @@ import psutil
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import Fields
+from ..base.codec import UNIX_S, Record, limited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Victim:
+class Victim(Record):
     """One process.
 
     Attributes:
@@ -22,8 +22,8 @@ class Victim:
         created_s: When it started, as psutil says it.
     """
 
-    pid: int
-    created_s: float
+    pid: int = limited(low=2, high=1 << 30)
+    created_s: float = limited(high=UNIX_S)
 
     @classmethod
     def find(cls, pid: int) -> Self:
@@ -36,15 +36,6 @@ class Victim:
             return cls(pid=pid, created_s=psutil.Process(pid).create_time())
         except (psutil.Error, OverflowError) as error:
             raise DaemonError(f"there is no process {pid}") from error
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the process of a message with the fields of this class.
-
-        Raises:
-            DaemonError: It is no such message.
-        """
-        return cls(pid=fields.integer("pid", low=2, high=1 << 30), created_s=fields.number("created_s", high=1e12))
 
     def signal(self, number: signal.Signals) -> bool:
         """Send the signal if the process still lives, and tell whether it was sent.

@@ -5,13 +5,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError
-from resilient_run.ckpt.format.pair import Pair, pair_value
+from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import SlotHeader
 
-from ..base.fields import Fields
+from ..base.codec import Record, limited
 from ..run.commit import Agreed
 from ..run.observation import Observation
 from ..run.view import JobView
@@ -27,7 +27,7 @@ _MAX_PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class Offer(Record):
     """A capture that a peer is to hold.
 
     Attributes:
@@ -39,10 +39,10 @@ class Offer:
     """
 
     rank: int
-    pair: Pair
-    geometry: Geometry
-    agreed: Agreed
-    patience_s: float
+    pair: Pair = limited(inline=True)
+    geometry: Geometry = limited(inline=True)
+    agreed: Agreed = limited(inline=True)
+    patience_s: float = limited(high=_MAX_PATIENCE_S)
 
     @classmethod
     def of(cls, header: SlotHeader, *, agreed: Agreed, patience_s: float) -> Self:
@@ -54,32 +54,6 @@ class Offer:
             agreed=agreed,
             patience_s=min(patience_s, _MAX_PATIENCE_S),
         )
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return the offer in a peer's message.
-
-        Raises:
-            DaemonError: It is none.
-        """
-        return cls(
-            rank=fields.integer("rank"),
-            pair=fields.pair(),
-            geometry=Geometry.parse(fields, "used_bytes"),
-            agreed=Agreed.parse(fields),
-            patience_s=fields.number("patience_s", high=_MAX_PATIENCE_S),
-        )
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the fields of the message."""
-        return {
-            "rank": self.rank,
-            **pair_value(self.pair),
-            "used_bytes": self.geometry.capacity_bytes,
-            "payload_offset": self.geometry.payload_offset,
-            **self.agreed.message(),
-            "patience_s": self.patience_s,
-        }
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -149,7 +123,7 @@ class DaemonTransport:
             if peer is None or file.pair is None:
                 return
             offer = Offer.of(file.slot.header(), agreed=self.view.agreed, patience_s=self.pacer.patience_s)
-            await peer.offer(offer.to_message())
+            await peer.offer(offer.to_value())
         except (PeerError, SlotError) as error:
             log.info("offer of rank %d to host %s failed, it will be repeated: %s", rank, host, error)
         finally:

@@ -69,7 +69,7 @@ class Peer:
     async def ask(self) -> None:
         """Return once the peer has answered something, however busy the other connections are."""
         async with self._questions.use() as sock:
-            await _send(sock, _request("have", 0, (1, 0)))
+            await _send(sock, _request("have", 0, Pair(1, 0)))
             await _receive_answer(sock)
 
     async def have(self, rank: int, pair: Pair) -> Geometry | None:
@@ -79,7 +79,7 @@ class Peer:
             answer = await _receive_answer(sock)
             if not answer["ok"]:
                 return None
-            return Geometry.parse(Fields(answer, "answer to have"), "used_bytes")
+            return Geometry.parse(answer, "answer to have")
 
     async def fetch(self, rank: int, pair: Pair, download: PartQueue, pace: OfferPace | None = None) -> None:
         """Fetch parts of `download` until it is complete, whoever delivers the last one.

@@ -203,7 +203,7 @@ class PeerServer:
             return
         rank, pair = fields.integer("rank"), fields.pair()
         if op == "offer":
-            job.offered(host, Offer.parse(fields))
+            job.offered(host, Offer.of_fields(fields))
             return
         request_id = fields.integer("id")
         if op == "digests":

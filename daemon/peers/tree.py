@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.pair import Pair
 
 from ..base.supervise import first
 from ..run.report import MAX_REPORT_BYTES, Claims, Report, Said, Term, Tree, added, complete
@@ -52,7 +53,7 @@ class ReportTree:
         *,
         view: JobView,
         slots: JobSlots,
-        claims: Callable[[Iterable[tuple[int, int]]], Claims],
+        claims: Callable[[Iterable[Pair]], Claims],
         dial: Callable[[str], Awaitable[SecureSocket]],
     ) -> None:
         self.beside: frozenset[str] = frozenset()
@@ -169,7 +170,7 @@ class ReportTree:
             if self._closed or self._links.get(host) is not link:
                 return
             told = self.said
-            await sock.send_message({} if told is None else told.message())
+            await sock.send_message({} if told is None else told.to_value())
 
     async def _report_on(self, host: str, sock: SecureSocket) -> _Link | None:
         """Report to `host` for as long as it is the one to tell, and return the link to a nearer one once there is."""
@@ -205,7 +206,7 @@ class ReportTree:
             told = self.report()
             if told is None or is_over():
                 return
-            await sock.send_all(wire.encode(told.message(), MAX_REPORT_BYTES))
+            await sock.send_all(wire.encode(told.to_value(), MAX_REPORT_BYTES))
 
     async def _nearer(self, host: str) -> _Link:
         """Return a link to a host above that is nearer than `host`, as soon as one can be reached."""

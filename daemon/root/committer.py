@@ -95,7 +95,7 @@ class Committer:
                 if self._also is not None:
                     puts |= self._also(move.pair)
             following = self._lead.after(move.done, every=self._view.every)
-            puts[keys.NEXT] = pair_value((move.generation, following))
+            puts[keys.NEXT] = pair_value(Pair(move.generation, following))
             log.debug("%s is committed, step %d is captured next", move.pair, following)
             try:
                 await self._etcd.commit(

@@ -328,7 +328,7 @@ def _corruption(view: RootView) -> Break | None:
     assert view.round is not None
     for _, item in view.observed():
         if (item.kind, item.severity, item.generation) == ("corruption", "fail", view.generation):
-            host = next((host for host in view.round.hosts if item.rank in view.round.ranks(host)), "")
+            host = "" if item.rank is None else view.round.host_of(item.rank) or ""
             return Break(kind="corruption", host=host, rank=item.rank, reason=f"corruption: {item.message}")
     return None
 

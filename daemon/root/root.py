@@ -13,6 +13,7 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
+from ..base.fields import Fields
 from ..base.policy import RootPolicy
 from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
@@ -21,7 +22,7 @@ from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..peers.tree import ReportTree
 from ..run import keys
 from ..run.observation import Observation
-from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
+from ..run.records import CLOSED_TTL_S, Closed, Failure
 from ..run.report import Claims, Said
 from ..run.view import JobView
 from .committer import Committer
@@ -301,7 +302,7 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
         kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
         puts[keys.HISTORY] = {"failures": [failure.to_item() for failure in kept]}
     if (requests := remembered(seen, decision.actions, now_unix_s)) != seen.requests:
-        puts[keys.REQUESTS] = {"requests": [request.to_item() for request in requests]}
+        puts[keys.REQUESTS] = {"requests": [request.to_value() for request in requests]}
     guards = {key: seen.revisions.get(key, 0) for key in (keys.ROUND, keys.DECISIONS, *puts)}
     about = {"unix_s": now_unix_s, "root": seen.host, "generation": seen.generation}
     puts[keys.DECISIONS] = _kept(seen.decisions, *({**about, **_entry(action)} for action in decision.actions))
@@ -354,7 +355,7 @@ def _named(host: str) -> list[str]:
 def _decided(found: Entry) -> tuple[dict[str, Any], ...]:
     """Return the decisions that are written down, none if somebody has damaged them."""
     try:
-        return parse_decisions(found.value)
+        return tuple(Fields(found.value, keys.DECISIONS).objects("decisions"))
     except DaemonError:
         return ()
 

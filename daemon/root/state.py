@@ -6,17 +6,17 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
 
-from ..base.fields import Fields
+from ..base.codec import parse_all
 from ..etcd.client import Entry
 from ..run import keys
-from ..run.commit import Agreed, parse_held
+from ..run.commit import Agreed, HeldPair
 from ..run.hang import ALIVE
-from ..run.mirror import Folders, Keys, Mirror, host_name
+from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
 from ..run.observation import parse_observations
 from ..run.records import Failure
 from ..run.rounds import Round
 from ..tier.persist_plan import parse_published
-from .requests import parse_requests
+from .requests import Request
 from .view import RootView
 
 
@@ -126,9 +126,9 @@ class RootState:
                 daemons=frozenset(folders[keys.HOSTS]),
                 alive=frozenset(host for host, value in folders[keys.HOSTS].items() if value.get("sign") == ALIVE),
                 held={
-                    host: ranks
-                    for host, (pair, ranks) in folders[keys.HELD].items()
-                    if round_ and pair == round_.restore
+                    host: held.ranks
+                    for host, held in folders[keys.HELD].items()
+                    if round_ and held.pair == round_.restore
                 },
                 replicas=self._replicas,
                 watermark=self.watermark,
@@ -166,21 +166,16 @@ class RootState:
         self.spares = frozenset(spares) - self.left_out
 
 
-def _history(entry: Entry) -> tuple[Failure, ...]:
-    items = Fields(entry.value, keys.HISTORY).objects("failures")
-    return tuple(Failure.parse(Fields(item, keys.HISTORY).integer("generation"), item) for item in items)
-
-
 _KEYS: Keys = {
-    keys.WATERMARK: lambda entry: Fields(entry.value, keys.WATERMARK).pair(),
-    keys.NEXT: lambda entry: Fields(entry.value, keys.NEXT).pair(),
+    keys.WATERMARK: pair_of_entry,
+    keys.NEXT: pair_of_entry,
     keys.PERSIST: lambda entry: entry.value,
     keys.PERSISTED: lambda entry: parse_published(entry.value),
-    keys.HISTORY: _history,
-    keys.REQUESTS: lambda entry: parse_requests(entry.value),
+    keys.HISTORY: lambda entry: parse_all(Failure, entry.value, "failures"),
+    keys.REQUESTS: lambda entry: parse_all(Request, entry.value, "requests"),
 }
 _FOLDERS: Folders = {
     keys.HOSTS: (host_name, lambda _, entry: entry.value),
-    keys.HELD: (host_name, lambda _, entry: parse_held(entry.value)),
+    keys.HELD: (host_name, of(HeldPair)),
     keys.OBSERVATIONS: (host_name, lambda _, entry: parse_observations(entry.value)),
 }

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, pair_value
+from resilient_run.ckpt.format.pair import Pair
 
-from ..base.fields import Fields
-from . import keys
+from ..base.codec import Record, limited
 from .rounds import Round
 
 _FIRST_PATIENCE = 4
@@ -19,23 +17,21 @@ Held = Mapping[int, AbstractSet[Pair]]
 """Rank → pairs of which one host has complete, verified replicas."""
 
 
-def parse_held(value: Mapping[str, Any]) -> tuple[Pair, frozenset[int]]:
-    """Return what a host says that it holds: a pair, and of which ranks.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPair(Record):
+    """The ranks of which a host holds a pair."""
 
-    Raises:
-        DaemonError: The value is not of that form.
-    """
-    fields = Fields(value, keys.HELD)
-    return fields.pair(), frozenset(fields.integers("ranks"))
+    pair: Pair = limited(inline=True)
+    ranks: frozenset[int]
 
-
-def report_held(held: Held, pair: Pair) -> dict[str, Any]:
-    """Return the etcd value that `parse_held` reads."""
-    return {"generation": pair[0], "step": pair[1], "ranks": sorted(rank for rank in held if pair in held[rank])}
+    @classmethod
+    def of(cls, held: Held, pair: Pair) -> Self:
+        """Return the part of `held` that is of `pair`."""
+        return cls(pair=pair, ranks=frozenset(rank for rank in held if pair in held[rank]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreed:
+class Agreed(Record):
     """What the root has said to everybody, at one moment.
 
     Every rank captures the first step that it makes from `next` on, and no other until it hears of another `next`. The
@@ -46,7 +42,7 @@ class Agreed:
         next: Generation and step of the next capture.
     """
 
-    committed: Pair | None
+    committed: Pair | None = limited(None, key="watermark")
     next: Pair
 
     @classmethod
@@ -60,32 +56,16 @@ class Agreed:
                 captured first.
         """
         if round_ is None:
-            return cls(committed=watermark, next=(0, 0))
+            return cls(committed=watermark, next=Pair(0, 0))
         # A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
         committed = watermark if watermark is not None and watermark[0] >= round_.generation else round_.restore
-        following = (round_.generation, 1 if committed is None else committed[1] + 1)
+        following = Pair(round_.generation, 1 if committed is None else committed[1] + 1)
         ours = next_ is not None and next_[0] == round_.generation
         return cls(committed=committed, next=max(next_, following) if next_ is not None and ours else following)
 
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return what a peer says is agreed.
-
-        Raises:
-            DaemonError: It says nothing of that form.
-        """
-        next_ = fields.optional_pair("next")
-        if next_ is None:
-            raise DaemonError("field 'next' must be a generation and a step")
-        return cls(committed=fields.optional_pair("watermark"), next=next_)
-
-    def message(self) -> dict[str, Any]:
-        """Return the fields of a message that says so."""
-        return {"watermark": pair_value(self.committed), "next": pair_value(self.next)}
-
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
-        return max(self, other, key=lambda agreed: (agreed.next, agreed.committed or (0, 0)))
+        return max(self, other, key=lambda agreed: (agreed.next, agreed.committed or Pair(0, 0)))
 
     def may_overwrite(self, pair: Pair | None) -> bool:
         """Tell whether a slot that holds `pair` (None: nothing) may be given up.
@@ -96,30 +76,19 @@ class Agreed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Missed:
+class Missed(Record):
     """A rank will never have captured the first step from `next` on: `step` has passed without that.
 
     It heard of it too `late`, or the capture failed.
     """
 
-    next: Pair
+    next: Pair = limited(
+        inline=True,
+        read=lambda values, _: Pair(values.integer("generation"), values.integer("next")),
+        write=lambda pair: {"generation": pair[0], "next": pair[1]},
+    )
     step: int
     late: bool
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return what a host reports to have missed.
-
-        Raises:
-            DaemonError: The value is no such report.
-        """
-        fields = Fields(value, "missed")
-        next_ = fields.integer("generation"), fields.integer("next")
-        return cls(next=next_, step=fields.integer("step"), late=fields.flag("late"))
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the fields of a message."""
-        return {"generation": self.next[0], "next": self.next[1], "step": self.step, "late": self.late}
 
 
 class Lead:

@@ -4,14 +4,14 @@ Each kind's parameters are a flat dataclass like a section of the configuration 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 
-from ..base.fields import MAX_INTEGER, Fields
-from ..base.policy import parse_settings, setting
+from ..base.codec import Record, SettingsRecord, limited
+from ..base.fields import Fields
 
 _MAX_RANK = (1 << 24) - 1
 
@@ -26,79 +26,79 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nothing:
+class Nothing(SettingsRecord):
     """No parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Halt:
+class Halt(SettingsRecord):
     """How long a process stands still; 0: for good."""
 
-    duration_s: float = setting(0.0, low=0, high=3600)
+    duration_s: float = limited(0.0, high=3600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Corruption:
+class Corruption(SettingsRecord):
     """What is wrong with the replica afterwards; with `kill`, its rank is killed at once, so that it is needed."""
 
-    how: str = setting("bit-flip", choices=("bit-flip", "truncation", "stale"))
-    kill: bool = setting(False)
+    how: str = limited("bit-flip", choices=("bit-flip", "truncation", "stale"))
+    kill: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BitFlip:
+class BitFlip(SettingsRecord):
     """Which bit: of the tensor `leaf` of a registered module or optimizer (any when empty), as `seed` draws it."""
 
-    leaf: str = setting("")
-    seed: int = setting(0, low=0, high=MAX_INTEGER)
+    leaf: str = ""
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Silence:
+class Silence(SettingsRecord):
     """Whose lease is not kept alive, and for how long."""
 
-    of: str = setting("launcher", choices=("launcher", "daemon", "both"))
-    duration_s: float = setting(8.0, low=0.1, high=3600)
+    of: str = limited("launcher", choices=("launcher", "daemon", "both"))
+    duration_s: float = limited(8.0, low=0.1, high=3600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Filling:
+class Filling(SettingsRecord):
     """How much is taken, all but `leave_bytes` when `size_bytes` is 0, and for how long."""
 
-    size_bytes: int = setting(0, low=0, high=1 << 50)
-    leave_bytes: int = setting(0, low=0, high=1 << 50)
-    duration_s: float = setting(5.0, low=0.1, high=3600)
+    size_bytes: int = limited(0, high=1 << 50)
+    leave_bytes: int = limited(0, high=1 << 50)
+    duration_s: float = limited(5.0, low=0.1, high=3600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskFilling(Filling):
     """As `Filling`, on the file system of `directory`."""
 
-    directory: str = setting("/tmp")
+    directory: str = "/tmp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class Cut(SettingsRecord):
     """Which interface, how long, and whether that may be the one with the default route."""
 
-    interface: str = setting("eth0")
-    duration_s: float = setting(5.0, low=0.1, high=3600)
-    force: bool = setting(False)
+    interface: str = limited("eth0")
+    duration_s: float = limited(5.0, low=0.1, high=3600)
+    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown(Cut):
     """As `Cut`, but so many Mbit/s are left in the sending direction."""
 
-    rate_mbit: float = setting(10.0, low=0.1, high=1e6)
+    rate_mbit: float = limited(10.0, low=0.1, high=1e6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EtcdMember:
+class EtcdMember(SettingsRecord):
     """The process of an etcd member on the host: its pid, or else the absolute path of a file that holds it."""
 
-    pid: int = setting(0, low=0, high=1 << 30)
-    pid_file: str = setting("-")
+    pid: int = limited(0, high=1 << 30)
+    pid_file: str = "-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +116,7 @@ class Kind:
     name: str
     scope: Scope
     what: str
-    parameters: type = Nothing
+    parameters: type[Record] = Nothing
     costs_a_host: bool = False
 
 
@@ -171,7 +171,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class Order(Record):
     """One fault for one host.
 
     It strikes when the host has reached `at_step` (at once without one), and `after_s` seconds later.
@@ -187,37 +187,26 @@ class Order:
 
     kind: str
     host: str
-    rank: int | None = None
+    rank: int | None = limited(None, high=_MAX_RANK)
     at_step: int | None = None
-    after_s: float = 0.0
-    parameters: Any = field(default_factory=Nothing)
+    after_s: float = limited(0.0, high=86400)
+    parameters: Any = limited(factory=Nothing, write=Record.to_value)
 
     @classmethod
-    def parse(cls, value: Mapping[str, Any], what: str) -> Self:
+    def parse(cls, value: Mapping[str, Any], what: str = "order", **given: Any) -> Self:
         """Return the order in an etcd value or a campaign; `what` names it in errors.
 
         Raises:
             DaemonError: It is no order, or for an unknown kind, or has parameters that its kind does not take.
         """
-        fields = Fields(value, what)
-        name = fields.text("kind", max_bytes=64)
+        name = Fields(value, what).text("kind", high=64)
         kind = KINDS.get(name)
         if kind is None:
             raise DaemonError(f"{what}: no kind {name!r}; there are: {', '.join(KINDS)}")
-        rank = fields.optional_integer("rank", high=_MAX_RANK)
-        if kind.scope is Scope.RANK and rank is None:
+        parameters = Fields({"parameters": {}, **value}, what).object("parameters")
+        order = cls.of_fields(Fields(value, what), parameters=kind.parameters.parse(parameters, f"{what}, {name}"))
+        if kind.scope is Scope.RANK and order.rank is None:
             raise DaemonError(f"{what}: {name} strikes a rank: say which (--rank)")
-        if kind.scope in (Scope.HOST, Scope.LAB) and rank is not None:
-            raise DaemonError(f"{what}: {name} strikes a host, not rank {rank}")
-        return cls(
-            kind=name,
-            host=fields.text("host"),
-            rank=rank,
-            at_step=fields.optional_integer("at_step", high=MAX_INTEGER),
-            after_s=fields.number("after_s", high=86400) if "after_s" in value else 0.0,
-            parameters=parse_settings(kind.parameters, name, value.get("parameters", {}), where=what),
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
-        return asdict(self)
+        if kind.scope in (Scope.HOST, Scope.LAB) and order.rank is not None:
+            raise DaemonError(f"{what}: {name} strikes a host, not rank {order.rank}")
+        return order

@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.ckpt.format.pair import Pair
 
+from ..base.codec import Record
 from ..base.fields import Fields
 from ..etcd.client import Entry
 from . import keys
 from .quarantine import Quarantine
-from .records import Agreement, Closed, Failure, parse_decisions
+from .records import Agreement, Closed, Failure
 from .rounds import Member, Round
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Mirror:
 
     def ignore(self, key: str, error: Exception) -> None:
         """Note that `key` counts as nothing; log each cause once."""
-        self.ignored[key] = str(error)
+        self.ignored[key] = f"{key}: {error}"
         if self._told.get(key) != str(error):
             self._told[key] = str(error)
             log.error("%s counts as nothing: %s", key, error)
@@ -116,18 +118,28 @@ def _store(_: int, entry: Entry) -> tuple[str, int]:
     return fields.text("addr"), fields.integer("port", low=1, high=65535)
 
 
+def of(kind: type[Record]) -> Callable[..., Any]:
+    """Return what makes a record of this kind of an entry, whose name it does not need."""
+    return lambda *named: kind.parse(named[-1].value)
+
+
+def pair_of_entry(entry: Entry | None, what: str = "pair") -> Pair | None:
+    """Return the generation and the step that an entry says, None where there is none."""
+    return None if entry is None else Fields(entry.value, what).pair()
+
+
 _DIGITS = 19
 _KEYS: Keys = {
-    keys.JOB: lambda entry: Agreement.parse(entry.value),
-    keys.ROUND: lambda entry: Round.parse(entry.value, entry.revision),
+    keys.JOB: of(Agreement),
+    keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
-    keys.CLOSED: lambda entry: Closed.parse(entry.value),
-    keys.DECISIONS: lambda entry: parse_decisions(entry.value),
+    keys.CLOSED: of(Closed),
+    keys.DECISIONS: lambda entry: tuple(Fields(entry.value, keys.DECISIONS).objects("decisions")),
 }
 _FOLDERS: Folders = {
-    keys.MEMBERS: (host_name, lambda name, entry: Member.parse(name, entry.value, entry.created)),
+    keys.MEMBERS: (host_name, lambda name, entry: Member.parse(entry.value, host=name, arrival=entry.created)),
     keys.STORES: (_generation, _store),
-    keys.FAILURES: (_generation, lambda number, entry: Failure.parse(number, entry.value)),
+    keys.FAILURES: (_generation, lambda number, entry: Failure.parse(entry.value, generation=number)),
     keys.DONE: (generation_and_host, lambda *_: True),
-    keys.QUARANTINES: (host_name, lambda _, entry: Quarantine.parse(entry.value)),
+    keys.QUARANTINES: (host_name, of(Quarantine)),
 }

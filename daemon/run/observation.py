@@ -1,13 +1,11 @@
 """Observations: what is wrong on a host now, in the words that etcd, the log and `resilientctl` share."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-from resilient_run.ckpt.errors import DaemonError
-
-from ..base.fields import Fields, printable
-from . import keys
+from ..base.codec import Record, limited, parse_all
+from ..base.fields import printable
 
 KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow", "corruption")
 SEVERITIES = ("info", "warn", "fail")
@@ -21,7 +19,7 @@ _MAX_NUMBER = 1e18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class Observation(Record):
     """One thing that is wrong.
 
     Attributes:
@@ -36,43 +34,15 @@ class Observation:
         unix_s: Since when it is so.
     """
 
-    kind: str
-    severity: str
+    kind: str = limited(choices=KINDS)
+    severity: str = limited(choices=SEVERITIES)
     rank: int | None = None
     generation: int | None = None
     step: int | None = None
-    value: float
-    limit: float
-    message: str
-    unix_s: float
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the observation in one element of a `state/observations/<host>` value.
-
-        Raises:
-            DaemonError: It is none.
-        """
-        fields = Fields(value, "observation")
-        kind, severity = fields.text("kind"), fields.text("severity")
-        for name, given, known in (("kind", kind, KINDS), ("severity", severity, SEVERITIES)):
-            if given not in known:
-                raise DaemonError(f"observation: field '{name}' must be one of {', '.join(known)}, got {given[:80]!r}")
-        return cls(
-            kind=kind,
-            severity=severity,
-            rank=fields.optional_integer("rank"),
-            generation=fields.optional_integer("generation"),
-            step=fields.optional_integer("step"),
-            value=fields.number("value", low=-_MAX_NUMBER, high=_MAX_NUMBER),
-            limit=fields.number("limit", low=-_MAX_NUMBER, high=_MAX_NUMBER),
-            message=fields.text("message"),
-            unix_s=fields.number("unix_s", high=_MAX_NUMBER),
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return what `parse` reads; a path in the message may hold what no text of ours may."""
-        return {**asdict(self), "message": printable(self.message[:_MAX_LETTERS])}
+    value: float = limited(low=-_MAX_NUMBER, high=_MAX_NUMBER)
+    limit: float = limited(low=-_MAX_NUMBER, high=_MAX_NUMBER)
+    message: str = limited(write=lambda message: printable(message[:_MAX_LETTERS]))
+    unix_s: float = limited(high=_MAX_NUMBER)
 
     @property
     def identity(self) -> tuple[str, str, int | None, int | None]:
@@ -86,10 +56,7 @@ def parse_observations(value: Mapping[str, Any]) -> tuple[Observation, ...]:
     Raises:
         DaemonError: The value is not such a report.
     """
-    found = Fields(value, keys.OBSERVATIONS).objects("observations")
-    if len(found) > MAX_OBSERVATIONS:
-        raise DaemonError(f"{keys.OBSERVATIONS}: {len(found)} observations, a host reports at most {MAX_OBSERVATIONS}")
-    return tuple(Observation.parse(item) for item in found)
+    return parse_all(Observation, value, "observations", most=MAX_OBSERVATIONS)
 
 
 def report_observations(observations: Iterable[Observation]) -> dict[str, Any] | None:

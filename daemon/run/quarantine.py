@@ -1,17 +1,14 @@
 """Hosts that a run avoids for a while, as the root says; launchers and the root read it."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
-from ..base.fields import Fields
-from . import keys
+from ..base.codec import UNIX_S, Record, limited
 
 _MAX_REASON_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quarantine:
+class Quarantine(Record):
     """A host is only used where a round could not reach its minimum size without it.
 
     Attributes:
@@ -20,27 +17,9 @@ class Quarantine:
         reason: What a person wants to know.
     """
 
-    since_unix_s: float
-    until_unix_s: float
-    reason: str
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the quarantine in an etcd value.
-
-        Raises:
-            DaemonError: The value is not one.
-        """
-        fields = Fields(value, keys.QUARANTINES)
-        return cls(
-            since_unix_s=fields.number("since_unix_s", high=1e12),
-            until_unix_s=fields.number("until_unix_s", high=1e12),
-            reason=fields.text("reason", max_bytes=_MAX_REASON_BYTES),
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
-        return asdict(self)
+    since_unix_s: float = limited(high=UNIX_S)
+    until_unix_s: float = limited(high=UNIX_S)
+    reason: str = limited(high=_MAX_REASON_BYTES)
 
     def left_s(self, now_unix_s: float) -> float:
         """Return the seconds until it ends, 0 when it has."""

@@ -1,11 +1,10 @@
 """What launchers and the root write of a run beside its rounds: what it is, why a generation broke, how it ended."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ..base.fields import Fields, printable
-from . import keys
+from ..base.codec import UNIX_S, Record, limited
 
 CLOSED_TTL_S = 10
 """How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
@@ -17,7 +16,7 @@ _MAX_MESSAGE_BYTES = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
+class Fingerprint(Record):
     """What a launcher starts, and with what; "" stands for what a launcher does not know, as plain torchrun's.
 
     Attributes:
@@ -36,19 +35,9 @@ class Fingerprint:
     torch: str = ""
     formats: str = ""
 
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the fingerprint in an agreement.
-
-        Raises:
-            DaemonError: The value is none.
-        """
-        fields = Fields(value, "fingerprint")
-        return cls(**{item: fields.optional_text(item) for item in cls.__slots__})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
+class Agreement(Record):
     """What all launchers of a run must agree on, and the secret by which its daemons know each other.
 
     Attributes:
@@ -76,56 +65,17 @@ class Agreement:
     elastic_s: float | None = None
     sizes: tuple[int, ...] = ()
 
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the job in an etcd value.
-
-        Raises:
-            DaemonError: The value is none.
-        """
-        fields = Fields(value, keys.JOB)
-        return cls(
-            incarnation=fields.text("incarnation"),
-            min_nodes=fields.integer("min_nodes"),
-            max_nodes=fields.integer("max_nodes"),
-            token=fields.text("token"),
-            key_proof=fields.optional_text("key_proof"),
-            after_generation=fields.optional_integer("after_generation") or 0,
-            ended_generation=fields.optional_integer("ended_generation") or 0,
-            fingerprint=Fingerprint.parse(fields.object("fingerprint") if "fingerprint" in value else {}),
-            elastic_s=fields.optional_number("elastic_s"),
-            sizes=tuple(fields.integers("sizes")) if "sizes" in value else (),
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the etcd value."""
-        return {**asdict(self), "sizes": list(self.sizes)}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Closed:
+class Closed(Record):
     """The end of a run."""
 
-    reason: str
+    reason: str = limited(high=MAX_REASON_BYTES, shown=True)
     failed: bool
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the end that an etcd value announces.
-
-        Raises:
-            DaemonError: The value is none.
-        """
-        fields = Fields(value, keys.CLOSED)
-        return cls(reason=fields.text("reason", max_bytes=MAX_REASON_BYTES), failed=fields.flag("failed"))
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the etcd value."""
-        return {"reason": printable(self.reason, MAX_REASON_BYTES), "failed": self.failed}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class Failure(Record):
     """Why a generation is broken, and in the history what the root knows beyond that.
 
     Attributes:
@@ -133,11 +83,11 @@ class Failure:
         host: Where it happened, "" when no single host is to blame.
         kind: As in docs/internals/protocol.md.
         rank: The worker, None when it is none.
-        pid: Of that worker.
         exitcode: Of that worker, None when it did not exit.
         step: Of a hang, where training stood still, as in `Observation`; of a worker that exited, its last one.
         raised: Digests of type and text of the exception that ended a worker, with a point between them, "" where that
             is not known.
+        pid: Of that worker.
         began_step: The step that the generation started from, None when the writer does not know it. The root may see
             the failure after the next generation has begun.
         unix_s: When it was written or noted.
@@ -145,38 +95,16 @@ class Failure:
     """
 
     generation: int
-    host: str
+    host: str = limited("", high=_MAX_MESSAGE_BYTES)
     kind: str
     rank: int | None = None
-    pid: int | None = None
-    exitcode: int | None = None
+    exitcode: int | None = limited(None, low=-(1 << 31))
     step: int | None = None
     began_step: int | None = None
-    unix_s: float = 0.0
-    message: str
+    unix_s: float = limited(0.0, high=UNIX_S)
+    message: str = limited("", high=_MAX_MESSAGE_BYTES, shown=True)
     raised: str = ""
-
-    @classmethod
-    def parse(cls, generation: int, value: Mapping[str, Any]) -> Self:
-        """Return the failure in the etcd value of `generation`, or in an item of the history.
-
-        Raises:
-            DaemonError: The value is neither.
-        """
-        fields = Fields(value, f"failure of generation {generation}")
-        return cls(
-            generation=generation,
-            host=fields.optional_text("host", max_bytes=_MAX_MESSAGE_BYTES),
-            kind=fields.text("kind"),
-            rank=fields.optional_integer("rank"),
-            pid=fields.optional_integer("pid"),
-            exitcode=fields.optional_integer("exitcode", low=-(1 << 31)),
-            step=fields.optional_integer("step"),
-            began_step=fields.optional_integer("began_step"),
-            unix_s=fields.number("unix_s", high=1e12),
-            message=fields.optional_text("message", max_bytes=_MAX_MESSAGE_BYTES),
-            raised=fields.optional_text("raised"),
-        )
+    pid: int | None = None
 
     @property
     def way(self) -> tuple[int | None, int | None, str]:
@@ -190,15 +118,15 @@ class Failure:
 
     def to_value(self) -> dict[str, Any]:
         """Return the etcd value; not every failure has a `step`."""
-        value = self.to_item()
+        value = Record.to_value(self)
         del value["generation"]
         if self.step is None:
             del value["step"]
-        return {**value, "pid": self.pid}
+        return value
 
     def to_item(self) -> dict[str, Any]:
         """Return the item of the history."""
-        value = {**asdict(self), "message": printable(self.message, _MAX_MESSAGE_BYTES)}
+        value = Record.to_value(self)
         del value["pid"]
         return value
 
@@ -216,35 +144,19 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Introduction:
+class Introduction(Record):
     """What a daemon tells the other hosts of itself.
 
     Attributes:
-        address: Where it listens for them: host name or address, and port.
+        addr: Where it listens for them: host name or address.
+        port: The port there.
         every: Of how many steps it can send one checkpoint.
         sign: Of life, of its ranks; "" is none.
+        injection: Whether its launcher allows faults on purpose.
     """
 
-    address: tuple[str, int]
-    every: int
-    sign: str
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return what `ckpt/hosts/HOST` says.
-
-        Raises:
-            DaemonError: The value is no introduction.
-        """
-        fields = Fields(value, "introduction of a host")
-        address = fields.text("addr"), fields.integer("port", low=1, high=65535)
-        return cls(address=address, every=fields.integer("every", low=1), sign=fields.optional_text("sign"))
-
-
-def parse_decisions(value: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return what roots decided, oldest first, as `root/decisions` has it.
-
-    Raises:
-        DaemonError: The value is no list of decisions.
-    """
-    return tuple(Fields(value, keys.DECISIONS).objects("decisions"))
+    addr: str
+    port: int = limited(low=1, high=65535)
+    every: int = limited(low=1)
+    sign: str = ""
+    injection: bool = False

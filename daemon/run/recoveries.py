@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..base.goodput import PHASES, FailureCost, Ledger, recovery_event
+from ..base.goodput import PHASES, FailureCost, Ledger, Recovery
 
 _KEPT: Final = 10_000
 _SHOWN: Final = 32
@@ -18,7 +18,7 @@ class Recoveries:
 
     def __init__(self) -> None:
         self._since_s = time.time()
-        self._events: dict[int, dict[str, dict[str, Any]]] = {}
+        self._events: dict[int, dict[str, Recovery]] = {}
 
     def see(self, key: str, value: Mapping[str, Any]) -> None:
         """Take the event of a host.
@@ -26,11 +26,9 @@ class Recoveries:
         Raises:
             DaemonError: The value is none.
         """
-        event = recovery_event(key, value)
-        if event is not None:
-            if event["generation"] not in self._events and event["unix_s"] - event["total_s"] < self._since_s:
-                return
-            self._events.setdefault(event["generation"], {})[event["host"]] = event
+        event = Recovery.parse(value, key)
+        if event.generation in self._events or event.unix_s - event.total_s >= self._since_s:
+            self._events.setdefault(event.generation, {})[event.host] = event
             while len(self._events) > _KEPT:
                 del self._events[min(self._events)]
 
@@ -44,7 +42,7 @@ class Recoveries:
         # Of each phase the host that took longest: a host that tells later lets no sum fall.
         phases_s = {
             phase: sum(
-                max(each["phases_s"].get(phase, 0.0) for each in events.values()) for events in self._events.values()
+                max(each.phases_s.get(phase, 0.0) for each in events.values()) for events in self._events.values()
             )
             for phase in PHASES
         }

@@ -4,14 +4,14 @@ The hosts of a round are a tree with the root on top. Each tells the one above i
 a step costs every host the same, however many there are. A report is a state: it may be repeated, or lost.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, natural, pair_of, pair_value
+from resilient_run.ckpt.format.pair import Pair, pair_of
 
+from ..base.codec import Record, limited
 from ..base.fields import Fields
 from .commit import Held, Missed, is_dead
 from .rounds import MAX_WORLD_SIZE, Round
@@ -25,8 +25,7 @@ Term = tuple[int, int]
 """Generation, and etcd revision of the election of its root: what is of another term counts for nothing."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DigestClaim:
+class DigestClaim(NamedTuple):
     """What is reported of one structure in one capture of one rank.
 
     Attributes:
@@ -77,8 +76,45 @@ class Tree:
         return self.root if place == 0 else self.round.hosts[0] if place == first else self.round.hosts[place]
 
 
+def _read_term(values: Fields, _: str) -> Term:
+    return values.integer("term"), values.integer("election")
+
+
+def _term_value(term: Term) -> dict[str, int]:
+    return {"term": term[0], "election": term[1]}
+
+
+def _read_complete(values: Fields, name: str) -> AbstractSet[Pair]:
+    return values.made(name, "pairs", lambda pairs: frozenset(map(pair_of, pairs)))
+
+
+def _run(ranks: Sequence[Any]) -> tuple[int, int]:
+    first, last = ranks
+    if type(first) is int and type(last) is int and 0 <= first <= last < MAX_WORLD_SIZE:
+        return first, last
+    raise ValueError(f"the ranks {str(ranks)[:80]}")
+
+
+def _claims_of(rows: Any) -> Claims:
+    found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
+    for generation, step, structure, mask, digest, runs in rows:
+        claim = DigestClaim(mask=str(mask), digest=str(digest))
+        ranks = joined(*map(_run, runs))
+        found.setdefault(pair_of((generation, step)), {}).setdefault(str(structure), {})[claim] = ranks
+    return found
+
+
+def _claim_rows(claims: Claims) -> list[list[Any]]:
+    return [
+        [*pair, structure, claim.mask, claim.digest, runs]
+        for pair, structures in claims.items()
+        for structure, made in structures.items()
+        for claim, runs in made.items()
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class Report(Record):
     """What holds for a host and all below it.
 
     Attributes:
@@ -89,45 +125,13 @@ class Report:
         absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
     """
 
-    term: Term
-    complete: AbstractSet[Pair] = frozenset()
+    term: Term = limited(inline=True, read=_read_term, write=_term_value)
+    complete: AbstractSet[Pair] = limited(
+        frozenset(), read=_read_complete, write=lambda pairs: sorted(map(list, pairs))
+    )
     missed: Missed | None = None
-    claims: Claims
-    absent: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return what `message` made.
-
-        Raises:
-            DaemonError: The value is no report.
-        """
-        fields = Fields(value, "report")
-        try:
-            complete = frozenset(map(pair_of, value["complete"]))
-            claims = _parse_claims(value["claims"])
-            absent = tuple(Fields({"host": host}, "report, absent").text("host") for host in value["absent"])
-            if len(absent) > _MOST_ABSENT:
-                raise ValueError(f"{len(absent)} hosts are absent")
-        except (KeyError, TypeError, ValueError) as error:
-            raise DaemonError(f"report: {str(value)[:200]} is none: {error!r}") from error
-        missed = None if value.get("missed") is None else Missed.parse(fields.object("missed"))
-        return cls(term=_term(fields), complete=complete, missed=missed, claims=claims, absent=absent)
-
-    def message(self) -> dict[str, Any]:
-        """Return the fields of a message that says so."""
-        return {
-            **_term_value(self.term),
-            "complete": sorted(map(list, self.complete)),
-            "missed": None if self.missed is None else self.missed.to_value(),
-            "claims": [
-                [*pair, structure, claim.mask, claim.digest, runs]
-                for pair, structures in self.claims.items()
-                for structure, claims in structures.items()
-                for claim, runs in claims.items()
-            ],
-            "absent": list(self.absent),
-        }
+    claims: Claims = limited(read=lambda values, name: values.made(name, "claims", _claims_of), write=_claim_rows)
+    absent: tuple[str, ...] = limited((), high=_MOST_ABSENT)
 
     def says_more_than(self, before: Self | None) -> bool:
         """Tell whether the one above must hear of this at once, after `before`."""
@@ -211,19 +215,8 @@ def joined(*runs: tuple[int, int]) -> Runs:
     return tuple(found)
 
 
-def _parse_claims(rows: Any) -> dict[Pair, dict[str, dict[DigestClaim, Runs]]]:
-    found: dict[Pair, dict[str, dict[DigestClaim, Runs]]] = {}
-    for generation, step, structure, mask, digest, runs in rows:
-        claim = DigestClaim(mask=str(mask), digest=str(digest))
-        ranks = joined(*((natural(first), natural(last)) for first, last in runs))
-        if any(last < first or last >= MAX_WORLD_SIZE for first, last in ranks):
-            raise ValueError(f"the ranks {str(runs)[:80]}")
-        found.setdefault(pair_of((generation, step)), {}).setdefault(str(structure), {})[claim] = ranks
-    return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class Said(Record):
     """What the root says to all hosts, as it stands in etcd.
 
     Attributes:
@@ -235,45 +228,9 @@ class Said:
         persist: The value of `keys.PERSIST`, None while there is none.
     """
 
-    term: Term
+    term: Term = limited(inline=True, read=_read_term, write=_term_value)
     number: int
-    watermark: Pair | None
-    watermark_revision: int
-    next: Pair | None
-    persist: Mapping[str, Any] | None
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return what `message` made.
-
-        Raises:
-            DaemonError: The value is nothing of that form.
-        """
-        fields = Fields(value, "said")
-        return cls(
-            term=_term(fields),
-            number=fields.integer("number"),
-            watermark=fields.optional_pair("watermark"),
-            watermark_revision=fields.integer("watermark_revision"),
-            next=fields.optional_pair("next"),
-            persist=None if value.get("persist") is None else fields.object("persist"),
-        )
-
-    def message(self) -> dict[str, Any]:
-        """Return the fields of a message that says so."""
-        return {
-            **_term_value(self.term),
-            "number": self.number,
-            "watermark": pair_value(self.watermark),
-            "watermark_revision": self.watermark_revision,
-            "next": pair_value(self.next),
-            "persist": self.persist,
-        }
-
-
-def _term(fields: Fields) -> Term:
-    return fields.integer("term"), fields.integer("election")
-
-
-def _term_value(term: Term) -> dict[str, int]:
-    return {"term": term[0], "election": term[1]}
+    watermark: Pair | None = None
+    watermark_revision: int = 0
+    next: Pair | None = None
+    persist: Mapping[str, Any] | None = None

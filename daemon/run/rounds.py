@@ -2,19 +2,19 @@
 
 from bisect import bisect_right
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
+from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.ckpt.format.placement import replica_hosts
 
+from ..base.codec import Record, limited
 from ..base.fields import Fields
-from . import keys
+from ..base.spec import MAX_NPROC
 
-MAX_NPROC = 1 << 10
 MAX_WORLD_SIZE = 1 << 17
 """A round with more ranks is nobody's, and would only keep daemons busy."""
 
@@ -25,12 +25,12 @@ def machine_of(host: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class Seat(Record):
     """One host's place in a round; `session` is its launcher, "" for an unknown one, `label` its failure domain."""
 
     host: str
     session: str = ""
-    nproc: int
+    nproc: int = limited(low=1, high=MAX_NPROC)
     role: str = ""
     label: str = ""
 
@@ -42,27 +42,11 @@ class Member(Seat):
     `ready` is the generation that it could join next, 0 while it runs one.
     """
 
+    host: str = limited(outside=True)
     addr: str
     pid: int
     ready: int
-    arrival: int = 0
-
-    @classmethod
-    def parse(cls, host: str, value: Mapping[str, Any], arrival: int) -> Self:
-        """Return the member in the key of `host`, which was created in the revision `arrival`.
-
-        Raises:
-            DaemonError: The value is none.
-        """
-        fields = Fields(value, keys.MEMBERS(host))
-        addr, pid, ready = fields.text("addr"), fields.integer("pid"), fields.integer("ready")
-        return cls(host=host, **_place(fields), addr=addr, pid=pid, ready=ready, arrival=arrival)
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the key's value."""
-        value = asdict(self)
-        del value["host"], value["arrival"]
-        return value
+    arrival: int = limited(0, outside=True)
 
     @property
     def seat(self) -> Seat:
@@ -71,7 +55,7 @@ class Member(Seat):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class Round(Record):
     """One generation of the worker group.
 
     Attributes:
@@ -82,44 +66,22 @@ class Round:
         revision: etcd revision of the round, which guards commits; 0 before it is written.
     """
 
-    generation: int
-    seats: tuple[Seat, ...]
-    restore: Pair | None
-    made_by: int | None = None
-    revision: int = 0
+    generation: int = limited(low=1)
+    seats: tuple[Seat, ...] = limited(key="members")
+    restore: Pair | None = None
+    made_by: int | None = limited(None, low=1, high=MAX_WORLD_SIZE)
+    revision: int = limited(0, outside=True)
 
     @classmethod
-    def parse(cls, value: Mapping[str, Any], revision: int) -> Self:
-        """Return the round in the etcd value `value`.
-
-        Raises:
-            DaemonError: The value is not a round.
-        """
-        fields = Fields(value, keys.ROUND)
-        members = [Fields(member, f"{keys.ROUND}, members") for member in fields.objects("members")]
-        seats = tuple(Seat(host=member.text("host"), **_place(member)) for member in members)
-        hosts = tuple(seat.host for seat in seats)
+    def parse(cls, value: Mapping[str, Any], what: str = "round", **given: Any) -> Self:
+        """Return the round in the etcd value `value`; see `Record.parse`."""
+        round_ = cls.of_fields(Fields(value, what), **given)
+        hosts = round_.hosts
         if not hosts or len(set(hosts)) != len(hosts):
-            raise DaemonError(f"{keys.ROUND}: field 'members' must name at least one host and each once, got {hosts}")
-        if (ranks := sum(seat.nproc for seat in seats)) > MAX_WORLD_SIZE:
-            raise DaemonError(f"{keys.ROUND}: {ranks} ranks, a run has at most {MAX_WORLD_SIZE}")
-        return cls(
-            generation=fields.integer("generation", low=1),
-            seats=seats,
-            restore=fields.optional_pair("restore"),
-            made_by=fields.optional_integer("made_by", low=1, high=MAX_WORLD_SIZE),
-            revision=revision,
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the key's value."""
-        members = [asdict(seat) for seat in self.seats]
-        return {
-            "generation": self.generation,
-            "members": members,
-            "restore": pair_value(self.restore),
-            "made_by": self.made_by,
-        }
+            raise DaemonError(f"{what}: field 'members' must name at least one host and each once, got {hosts}")
+        if round_.world_size > MAX_WORLD_SIZE:
+            raise DaemonError(f"{what}: {round_.world_size} ranks, a run has at most {MAX_WORLD_SIZE}")
+        return round_
 
     def gone(self, members: Mapping[str, Member], after: Self | None = None) -> tuple[str, ...]:
         """Return the hosts whose launcher is neither in the round `after` this one nor, by host, in `members`."""
@@ -192,6 +154,10 @@ class Round:
                 tuple(self.hosts[holder] for holder in holders[index]) for index in range(len(self.hosts))
             )
         return self._holders[replicas]
+
+    def host_of(self, rank: int) -> str | None:
+        """Return the host that runs `rank`, None for an unknown rank."""
+        return self.hosts[bisect_right(self._ends, rank)] if 0 <= rank < self.world_size else None
 
     def holders(self, rank: int, replicas: int) -> tuple[str, ...]:
         """Return the hosts that must hold `rank`'s replicas, the one that runs it first; none for an unknown rank."""
@@ -280,13 +246,3 @@ def allowed(
         if sum(member.nproc for member in found.values()) == size:
             return found
     return {}
-
-
-def _place(fields: Fields) -> dict[str, Any]:
-    """Return what a seat and a member say alike of the place of their host."""
-    return {
-        "session": fields.optional_text("session"),
-        "nproc": fields.integer("nproc", low=1, high=MAX_NPROC),
-        "role": fields.optional_text("role"),
-        "label": fields.optional_text("label"),
-    }

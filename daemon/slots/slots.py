@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, SlotError, SlotSizeError
+from resilient_run.ckpt.errors import MemoryBudgetError, SlotError, SlotSizeError
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
 
+from ..base.codec import Record, limited
 from ..base.fields import Fields
 from ..base.record import RECORD_NAME, JobRecord
 from ..run.commit import Agreed, is_dead
@@ -35,27 +36,20 @@ _T = TypeVar("_T")
 _SLOT_NAME = re.compile(r"rank(\d+)\.\d+\.slot")
 
 
+def read_size(values: Fields, name: str) -> int:
+    """Return the field `name`, the size of a slot whose payload begins at `payload_offset`; both are checked."""
+    payload_offset = values.integer("payload_offset", low=2 * HEADER_BYTES, high=MAX_SLOT_BYTES)
+    if payload_offset % HEADER_BYTES:
+        raise values.wrong("payload_offset", f"a multiple of {HEADER_BYTES}")
+    return values.integer(name, low=payload_offset, high=MAX_SLOT_BYTES)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
+class Geometry(Record):
     """Size of a slot file, and where in it the payload begins."""
 
-    capacity_bytes: int
+    capacity_bytes: int = limited(key="used_bytes", read=read_size)
     payload_offset: int
-
-    @classmethod
-    def parse(cls, fields: Fields, size_field: str) -> Self:
-        """Return the geometry that a message asks for or announces.
-
-        Raises:
-            DaemonError: No slot can have it.
-        """
-        payload_offset = fields.integer("payload_offset", low=2 * HEADER_BYTES, high=MAX_SLOT_BYTES)
-        if payload_offset % HEADER_BYTES:
-            raise DaemonError(f"field 'payload_offset' must be a multiple of {HEADER_BYTES}, got {payload_offset}")
-        return cls(
-            capacity_bytes=fields.integer(size_field, low=payload_offset, high=MAX_SLOT_BYTES),
-            payload_offset=payload_offset,
-        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -142,7 +136,7 @@ class JobSlots:
     def newest(self, rank: int) -> SlotFile | None:
         """Return the file with the newest capture of `rank`."""
         complete = [file for file in self._files.get(rank, ()) if file.pair is not None]
-        return max(complete, key=lambda file: file.pair or (0, 0), default=None)
+        return max(complete, key=lambda file: file.pair or Pair(0, 0), default=None)
 
     def find(self, rank: int, pair: Pair) -> SlotFile | None:
         """Return the file that holds `pair` of `rank`."""
@@ -216,7 +210,7 @@ class JobSlots:
             fitting = self._fitting(rank, geometry, agreed)
             free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
             if free:
-                file = min(free, key=lambda file: file.pair or (0, 0))
+                file = min(free, key=lambda file: file.pair or Pair(0, 0))
             elif len(fitting) < SLOTS_PER_RANK:
                 file = await self._create(rank, geometry)
             else:

@@ -32,7 +32,7 @@ def write_import(
         TierError: The storage refuses; nothing is published.
     """
     _refuse_published(tier, run_id)
-    pair, payload_bytes, checksums = (IMPORT_GENERATION, step), 0, list[int]()
+    pair, payload_bytes, checksums = Pair(IMPORT_GENERATION, step), 0, list[int]()
     for chunk in _cut(payload(), CHUNK_BYTES):
         payload_bytes += len(chunk)
         checksums.append(xxhash.xxh3_64_intdigest(chunk))

@@ -2,47 +2,51 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
-from resilient_run.ckpt.format.pair import Pair, pair_value
+from resilient_run.ckpt.format.pair import Pair
 
+from ..base.codec import Record, limited
 from ..base.fields import Fields
 from ..run.rounds import MAX_WORLD_SIZE
-from ..slots.slots import MAX_SLOT_BYTES, Geometry
+from ..slots.slots import MAX_SLOT_BYTES, Geometry, read_size
+
+_RANK_DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankFile:
+class RankFile(Record):
     """One rank's slot in the tier: the geometry that it has once it is read, and its stored size."""
 
-    used_bytes: int
+    used_bytes: int = limited(read=read_size)
     payload_offset: int
-    stored_bytes: int
+    stored_bytes: int = limited(high=2 * MAX_SLOT_BYTES)
 
     @property
     def geometry(self) -> Geometry:
         """Size of a slot that has room for it, and where the payload begins."""
         return Geometry(capacity_bytes=self.used_bytes, payload_offset=self.payload_offset)
 
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Return what an answer or a manifest says of one rank.
 
-        Raises:
-            DaemonError: No slot can have this size.
-        """
-        geometry = Geometry.parse(fields, "used_bytes")
-        return cls(
-            used_bytes=geometry.capacity_bytes,
-            payload_offset=geometry.payload_offset,
-            stored_bytes=fields.integer("stored_bytes", high=2 * MAX_SLOT_BYTES),
-        )
+def read_files(values: Fields, name: str) -> dict[int, RankFile]:
+    """Return the object `name`, by rank its file; what is not the number of a rank is left out."""
+    files = Fields(values.object(name), f"{values.what}, {name}")
+    return {
+        int(rank): RankFile.parse(files.object(rank), f"{files.what}, rank {rank}")
+        for rank in files.values
+        if rank.isdecimal() and len(rank) <= _RANK_DIGITS and rank == str(int(rank))
+    }
+
+
+def files_value(ranks: Mapping[int, RankFile]) -> dict[str, Any]:
+    """Return what `read_files` reads."""
+    return {str(rank): file.to_value() for rank, file in sorted(ranks.items())}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Persisted:
+class Persisted(Record):
     """What the manifest of a published pair says.
 
     Attributes:
@@ -52,16 +56,15 @@ class Persisted:
         ranks: By rank, its file.
     """
 
+    version: int = 1
     run_id: str
-    pair: Pair
-    world_size: int
-    ranks: Mapping[int, RankFile]
+    pair: Pair = limited(inline=True)
+    world_size: int = limited(low=1, high=MAX_WORLD_SIZE)
+    ranks: Mapping[int, RankFile] = limited(read=read_files, write=files_value)
 
     def dump(self) -> bytes:
         """Return the manifest file."""
-        files = {str(rank): asdict(file) for rank, file in sorted(self.ranks.items())}
-        value = {"version": 1, "run_id": self.run_id, **pair_value(self.pair)}
-        return json.dumps({**value, "world_size": self.world_size, "ranks": files}, indent=1).encode()
+        return json.dumps(self.to_value(), indent=1).encode()
 
     @classmethod
     def load(cls, data: bytes, *, run_id: str, pair: Pair) -> Self:
@@ -79,13 +82,13 @@ class Persisted:
         if "files" in value:
             raise SlotError("it is an import that an earlier release made: delete it, and import again")
         try:
-            fields = Fields(value, "manifest")
-            world_size, files = fields.integer("world_size", low=1, high=MAX_WORLD_SIZE), fields.object("ranks")
-            found = (fields.text("run_id"), fields.pair())
-            if found != (run_id, pair) or files.keys() != {str(rank) for rank in range(world_size)}:
-                raise SlotError(f"it is of {found} with {len(files)} of {world_size} ranks, not of {(run_id, pair)}")
-            per_rank = Fields(files, "manifest, ranks")
-            ranks = {rank: RankFile.parse(Fields(per_rank.object(str(rank)), "rank")) for rank in range(world_size)}
+            found = cls.parse(value, "manifest")
         except DaemonError as error:
             raise SlotError(str(error)) from error
-        return cls(run_id=run_id, pair=pair, world_size=world_size, ranks=ranks)
+        size = found.world_size
+        if (found.run_id, found.pair) != (run_id, pair) or value["ranks"].keys() != set(map(str, range(size))):
+            raise SlotError(
+                f"it is of {(found.run_id, found.pair)} with {len(value['ranks'])} of {size} ranks, not of "
+                f"{(run_id, pair)}"
+            )
+        return found

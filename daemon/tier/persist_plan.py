@@ -1,76 +1,36 @@
 """The pure part of persisting: which pair is asked for when, what hosts answer, and what may be published."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, pair_of, pair_value
+from resilient_run.ckpt.format.pair import Pair, pair_of
 
+from ..base.codec import UNIX_S, Record, limited
 from ..base.fields import Fields
 from ..base.policy import PersistPolicy
 from ..run import keys
-from .manifest import Persisted, RankFile
+from .manifest import Persisted, RankFile, files_value, read_files
 
 _PATIENCE_S = 600.0
-_RANK_DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PersistRequest:
+class PersistRequest(Record):
     """The pair that every host was asked for last, and when."""
 
-    pair: Pair
-    unix_s: float
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the request in the etcd value.
-
-        Raises:
-            DaemonError: The value is none.
-        """
-        fields = Fields(value, keys.PERSIST)
-        return cls(pair=fields.pair(), unix_s=fields.number("unix_s", high=1e12))
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the etcd value."""
-        return {**pair_value(self.pair), "unix_s": self.unix_s}
+    pair: Pair = limited(inline=True)
+    unix_s: float = limited(high=UNIX_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PersistAnswer:
+class PersistAnswer(Record):
     """What one host wrote of a pair, or why it could not."""
 
-    pair: Pair
+    pair: Pair = limited(inline=True)
     world_size: int
-    ranks: Mapping[int, RankFile]
-    error: str | None
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the answer in the etcd value.
-
-        Raises:
-            DaemonError: The value is none.
-        """
-        fields = Fields(value, keys.ANSWERS)
-        files = Fields(fields.object("files"), f"{keys.ANSWERS}, files")
-        return cls(
-            pair=fields.pair(),
-            world_size=fields.integer("world_size"),
-            ranks={
-                int(rank): RankFile.parse(Fields(files.object(rank), f"{keys.ANSWERS}, rank {rank}"))
-                for rank in fields.object("files")
-                if rank.isdecimal() and len(rank) <= _RANK_DIGITS
-            },
-            error=None if value.get("error") is None else fields.text("error"),
-        )
-
-    def to_value(self) -> dict[str, Any]:
-        """Return the etcd value."""
-        files = {str(rank): asdict(file) for rank, file in self.ranks.items()}
-        return {**pair_value(self.pair), "world_size": self.world_size, "files": files, "error": self.error}
+    ranks: Mapping[int, RankFile] = limited(key="files", read=read_files, write=files_value)
+    error: str | None = limited(None, shown=True)
 
 
 def is_due(
@@ -124,7 +84,4 @@ def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
     Raises:
         DaemonError: The value is malformed.
     """
-    try:
-        return tuple(map(pair_of, value["pairs"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DaemonError(f"{keys.PERSISTED}: {str(value)[:200]} does not list pairs: {error!r}") from error
+    return Fields(value, keys.PERSISTED).made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))

@@ -348,7 +348,7 @@ class Tier:
         with self._storage("list"):
             self._refuse_planted()
             matches = filter(None, map(_PAIR_NAME.fullmatch, names_in(self._fs, self._root)))
-            pairs = [(int(match[1]), int(match[2])) for match in matches]
+            pairs = [Pair(int(match[1]), int(match[2])) for match in matches]
             return {pair: names_in(self._fs, self._directory(pair)) for pair in pairs}
 
     def _refuse_planted(self, pair: Pair | None = None) -> None:

@@ -155,7 +155,7 @@ async def _answer(connection: Connection, message: wire.Message, service: Servic
         CheckpointError: It is no message of this protocol, or a notification that is wrong.
     """
     fields = Fields(message, "message")
-    op, request_id = fields.text("op", max_bytes=64), fields.optional_integer("id")
+    op, request_id = fields.text("op", high=64), fields.optional_integer("id")
     fields = Fields(message, op)
     if request_id is None:
         await service.handle(connection, op, fields)

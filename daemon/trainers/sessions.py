@@ -10,7 +10,7 @@ from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.idle import MAX_SPANS, IdleProfile
-from resilient_run.ckpt.format.pair import pair_value
+from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.ckpt.format.wire import MAX_EAGER_BYTES
 
 from ..base.fields import Fields
@@ -159,7 +159,7 @@ class Sessions:
             "restore": pair_value(round_.restore),
             "made_by": round_.made_by,
             "reshapes": round_.reshapes and self._view.elastic,
-            **self._view.agreed.message(),
+            **self._view.agreed.to_value(),
             "eager": sorted(self._eager),
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
             "replication": {
@@ -196,7 +196,9 @@ class Sessions:
         """
         match op:
             case "allocate":
-                return await trainer.allocate(Geometry.parse(fields, "capacity_bytes"))
+                return await trainer.allocate(
+                    Geometry.parse({**fields.values, "used_bytes": fields.integer("capacity_bytes")}, op)
+                )
             case "restore":
                 return await trainer.restore()
             case "read":
@@ -216,7 +218,7 @@ class Sessions:
             case "complete":
                 trainer.complete(fields.text("path"), *fields.pair())
             case "eager":
-                name = fields.text("name", max_bytes=MAX_EAGER_BYTES)
+                name = fields.text("name", high=MAX_EAGER_BYTES)
                 if len(self._eager) < _MAX_EAGER:
                     self._eager.add(name)
             case "missed":
@@ -228,7 +230,7 @@ class Sessions:
                 self._progress(trainer, fields.integer("step"))
             case "refused":
                 # It fails in a way that no restart cures.
-                self._refused[trainer.rank] = trainer.generation, fields.text("message", max_bytes=_MAX_TEXT_BYTES)
+                self._refused[trainer.rank] = trainer.generation, fields.text("message", high=_MAX_TEXT_BYTES)
             case "raised":
                 self._raised[trainer.rank] = trainer.generation, fields.text("digest"), fields.integer("step")
             case _:
@@ -302,14 +304,14 @@ class Sessions:
         self._refused.pop(trainer.rank, None)
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
-        self._view.done = max((trainer.generation, step), self._view.done or (0, 0))
+        self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
 
     def _missed(self, trainer: Trainer, next_: int, step: int, *, late: bool) -> None:
         """Let the root hear that `trainer`, at `step`, will never have captured the first step from `next_` on."""
         log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
         self._missed_captures += 1
-        missed, known = Missed(next=(trainer.generation, next_), step=step, late=late), self._view.missed
+        missed, known = Missed(next=Pair(trainer.generation, next_), step=step, late=late), self._view.missed
         if known is None or (known.next, known.step) < (missed.next, missed.step):
             self._view.missed = missed
 

@@ -141,7 +141,7 @@ class Trainer:
         except SlotError as error:
             log.warning("rank %d: %s with step %d is not held: %s", self.rank, path, step, error)
             return
-        file.pair = (generation, step)
+        file.pair = header.pair
         self._pace(header)
         self.view.notify()
         self.replicator.bring(self.rank)

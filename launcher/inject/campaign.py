@@ -3,17 +3,17 @@
 import random
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.policy import parse_settings, setting
+from resilient_run.daemon.base.codec import SettingsRecord, limited
 from resilient_run.daemon.run.faults import KINDS, Order, Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(SettingsRecord):
     """One kind of fault in a campaign.
 
     Attributes:
@@ -23,12 +23,12 @@ class Choice:
     """
 
     kind: str
-    weight: float
-    parameters: Mapping[str, Any]
+    weight: float = limited(1.0, low=1e-6)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class Limits(SettingsRecord):
     """The settings of a campaign beside its kinds.
 
     Attributes:
@@ -45,17 +45,17 @@ class Limits:
         every_kind: Whether each kind comes at least once, if there are enough faults.
     """
 
-    seed: int = setting(0, low=0)
-    faults: int = setting(0, low=0, high=100_000)
-    duration_s: float = setting(0.0, low=0)
-    mtbf_s: float = setting(0.0, low=0)
-    mtbf_steps: float = setting(0.0, low=0)
-    first_step: int = setting(2, low=0)
-    min_distance_steps: int = setting(3, low=0)
-    wait_for_recovery: bool = setting(True)
-    lost_hosts_at_once: int = setting(1, low=1)
-    recovery_timeout_s: float = setting(180.0, low=1)
-    every_kind: bool = setting(False)
+    seed: int = 0
+    faults: int = limited(0, high=100_000)
+    duration_s: float = 0.0
+    mtbf_s: float = 0.0
+    mtbf_steps: float = 0.0
+    first_step: int = 2
+    min_distance_steps: int = 3
+    wait_for_recovery: bool = True
+    lost_hosts_at_once: int = limited(1, low=1)
+    recovery_timeout_s: float = limited(180.0, low=1)
+    every_kind: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class Campaign:
             DaemonError: They say something that is not possible.
         """
         settings = {name: value for name, value in tables.items() if name != "kinds"}
-        limits: Limits = parse_settings(Limits, "campaign", settings, where=where)
+        limits = Limits.parse(settings, where)
         if bool(limits.mtbf_s) == bool(limits.mtbf_steps):
             raise DaemonError(f"{where}: say either mtbf_s or mtbf_steps")
         if not limits.faults and not (limits.duration_s and limits.mtbf_s):
@@ -171,14 +171,11 @@ def _draw_kinds(campaign: Campaign, count: int, draw: random.Random) -> list[Cho
 
 
 def _choice(entry: Any, where: str) -> Choice:
-    if not isinstance(entry, Mapping) or set(entry) - {"kind", "weight", "parameters"} or "kind" not in entry:
+    if not isinstance(entry, Mapping):
         raise DaemonError(f"{where}: {entry!r} is no kind of a campaign: it has kind, weight and parameters")
-    weight = entry.get("weight", 1.0)
-    if not isinstance(weight, int | float) or isinstance(weight, bool) or weight <= 0:
-        raise DaemonError(f"{where}: {entry['kind']}: weight is {weight!r}; it must be a number above 0")
-    value = {"kind": entry["kind"], "host": "any", "parameters": entry.get("parameters", {})}
-    kind = KINDS.get(entry["kind"]) if isinstance(entry["kind"], str) else None
+    choice = Choice.parse(entry, f"{where}, kinds")
+    value: dict[str, Any] = {"kind": choice.kind, "host": "any", "parameters": choice.parameters}
+    kind = KINDS.get(choice.kind)
     if kind is not None and kind.scope is Scope.RANK:
         value["rank"] = 0
-    order = Order.parse(value, where)
-    return Choice(kind=order.kind, weight=float(weight), parameters=asdict(order.parameters))
+    return replace(choice, parameters=Order.parse(value, where).parameters.to_value())

@@ -4,7 +4,7 @@ import asyncio
 import json
 import tomllib
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ def list_kinds(as_json: bool) -> None:
         kind.name: {
             "scope": kind.scope.value,
             "what": kind.what,
-            "parameters": {item.name: item.default for item in fields(kind.parameters)},
+            "parameters": kind.parameters().to_value(),
         }
         for kind in KINDS.values()
     }

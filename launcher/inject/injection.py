@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
+from resilient_run.daemon.base.codec import UNIX_S, Record, limited
 from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run import keys
@@ -23,7 +24,7 @@ class InjectionError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Outcome(Record):
     """What became of an order.
 
     Attributes:
@@ -38,26 +39,9 @@ class Outcome:
     ok: bool
     what: str
     host: str
-    unix_s: float
+    unix_s: float = limited(high=UNIX_S)
     generation: int
     step: int
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> Self:
-        """Return the outcome in an etcd value.
-
-        Raises:
-            DaemonError: It is none.
-        """
-        fields = Fields(value, "outcome")
-        return cls(
-            ok=fields.flag("ok"),
-            what=fields.text("what"),
-            host=fields.text("host"),
-            unix_s=fields.number("unix_s", high=1e12),
-            generation=fields.integer("generation"),
-            step=fields.integer("step"),
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +74,7 @@ class Sight:
         self.ended = keys.JOB not in known or keys.CLOSED in known
         try:
             if (found := known.get(keys.ROUND)) is not None:
-                self.round = Round.parse(found.value, found.revision)
+                self.round = Round.parse(found.value, revision=found.revision)
         except DaemonError:
             self.round = None
         self.refusing.clear()
@@ -116,9 +100,7 @@ class Sight:
 
     def host_of(self, rank: int) -> str | None:
         """Return the host that runs `rank` in the current generation."""
-        if self.round is None:
-            return None
-        return next((host for host in self.round.hosts if rank in self.round.ranks(host)), None)
+        return None if self.round is None else self.round.host_of(rank)
 
     def _see(self, name: list[str], value: dict[str, Any]) -> None:
         match name:

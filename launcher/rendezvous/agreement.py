@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import is_import, pair_value
+from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 from resilient_run.daemon.etcd.client import Entry, Etcd
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.records import Agreement, Fingerprint
@@ -101,7 +101,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> En
 async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
     """Make the job of a run that etcd does not know, unless another launcher was first or is in it, and tell."""
     pairs, world_size = await asyncio.to_thread(terms.persisted)
-    generation, step = pairs[-1] if pairs else (0, 0)
+    newest = Pair(*pairs[-1]) if pairs else Pair(0, 0)
     job = Agreement(
         incarnation=uuid.uuid4().hex,
         min_nodes=terms.min_nodes,
@@ -111,18 +111,18 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
         fingerprint=terms.fingerprint,
         elastic_s=terms.elastic_s,
         sizes=terms.sizes,
-        after_generation=generation,
+        after_generation=newest.generation,
     )
     puts = {keys.JOB: job.to_value()}
     if pairs:
-        puts[keys.WATERMARK] = pair_value((generation, step))
+        puts[keys.WATERMARK] = pair_value(newest)
         puts[keys.PERSISTED] = {"pairs": pairs}
         puts[keys.COMMITTED] = {"world_size": world_size}
     guards = {prefix + keys.JOB: 0, prefix + keys.MEMBERS(): 0}
     begun = await etcd.commit(guards, {prefix + key: value for key, value in puts.items()}) > 0
     if begun and pairs:
-        what = "imported" if is_import((generation, step)) else "persisted"
-        log.warning("run %r begins with the %s step %d", run_id, what, step)
+        what = "imported" if is_import(newest) else "persisted"
+        log.warning("run %r begins with the %s step %d", run_id, what, newest.step)
     return begun
 
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import is_import
-from resilient_run.daemon.base.fields import Fields, printable
+from resilient_run.daemon.base.fields import printable
 from resilient_run.daemon.etcd.client import (
     Entry,
     Etcd,
@@ -30,6 +30,7 @@ from resilient_run.daemon.etcd.client import (
     Lease,
 )
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.mirror import pair_of_entry
 from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
@@ -190,7 +191,7 @@ class Membership:
         watermark = await self._etcd.get(watermark_key)
         before = view.generation
         try:
-            restore = None if watermark is None else Fields(watermark.value, keys.WATERMARK).pair()
+            restore = pair_of_entry(watermark)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
         elastic = view.elastic_s is not None
@@ -350,7 +351,7 @@ class Membership:
         async with self._writing:
             entry = await self._etcd.get(self._key)
             if entry is not None:
-                self._refuse_rival(Member.parse(self._member.host, entry.value, entry.created))
+                self._refuse_rival(Member.parse(entry.value, host=self._member.host, arrival=entry.created))
             if self._lease is None:
                 self._lease = await self._etcd.lease(self._lease_ttl_s)
             elif self._lease.lost.is_set():

@@ -5,16 +5,14 @@ Group ranks are stable: a host that stays keeps its rank, a newcomer fills the h
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
-from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import
-from resilient_run.daemon.base.fields import Fields
-from resilient_run.daemon.etcd.client import Entry
+from resilient_run.daemon.base.goodput import Recovery
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.mirror import Mirror, generation_and_host
+from resilient_run.daemon.run.mirror import Mirror, generation_and_host, of
 from resilient_run.daemon.run.quarantine import Quarantine
-from resilient_run.daemon.run.records import MAX_REASON_BYTES, Agreement, Closed, Failure
+from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
 
 
@@ -34,7 +32,7 @@ class View:
     closed: Closed | None = None
     committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
-    recovered: Mapping[tuple[int, str], Mapping[str, Any]] = field(default_factory=dict)
+    recovered: Mapping[tuple[int, str], Recovery] = field(default_factory=dict)
 
     @property
     def generation(self) -> int:
@@ -116,7 +114,7 @@ class View:
 
 def rendezvous_mirror() -> Mirror:
     """Return a mirror for the keys below `RENDEZVOUS`."""
-    return Mirror(more_folders={keys.RECOVERED: (generation_and_host, _recovery)})
+    return Mirror(more_folders={keys.RECOVERED: (generation_and_host, of(Recovery))})
 
 
 def assign_ranks(before: tuple[Seat, ...], ready: Mapping[str, Member], max_nodes: int) -> tuple[Seat, ...]:
@@ -195,15 +193,3 @@ def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
 
 def _lost(generation: int, host: str, message: str) -> Failure:
     return Failure(generation=generation, host=host, kind="host_lost", message=message)
-
-
-def _recovery(_: tuple[int, str], entry: Entry) -> Mapping[str, Any]:
-    """Return a host's recovery event; DaemonError when it lacks what the one for all hosts is made of."""
-    event, fields = entry.value, Fields(entry.value, keys.RECOVERED)
-    fields.text("host"), fields.text("kind"), fields.text("cause", max_bytes=MAX_REASON_BYTES)
-    fields.integer("generation"), fields.flag("complete"), fields.number("total_s")
-    ranks = fields.object("ranks")
-    if not all(rank.isdecimal() and isinstance(source, str) for rank, source in ranks.items()):
-        raise DaemonError(f"field 'ranks' must be sources by rank, got {str(ranks)[:80]}")
-    fields.optional_integer("restored_step"), fields.optional_integer("steps_lost")
-    return event

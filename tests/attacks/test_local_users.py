@@ -21,11 +21,12 @@ from second_user import MALLORY, as_mallory
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format import wire
+from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
+from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.trust.private import open_directory
 from resilient_run.launcher import daemon_link
-from resilient_run.launcher.daemon_link import JobRequest
 from resilient_run.launcher.rendezvous import claim
 
 pytestmark = [
@@ -303,15 +304,15 @@ def test_no_log_is_written_in_a_directory_that_took_the_checked_ones_place(
         theirs.rename(path)
 
     monkeypatch.setattr(daemon_link, "open_directory", check_and_lose)
-    request = JobRequest(
+    request = JobSpec(
         run_id="run",
         host="a",
         replicas=2,
         nproc=1,
-        etcd={},
+        etcd=EtcdConfig(endpoints=("127.0.0.1:2379",)),
         addr="127.0.0.1",
         memory_limit_bytes=None,
-        policy={},
+        policy=Policy(),
         injection=False,
     )
     settings = Settings(run_dir=host.run_dir, shm_dir=host.shm_dir)

@@ -104,7 +104,7 @@ def test_what_was_planted_is_neither_written_nor_read_nor_deleted(
         lambda: store(tier, (1, 9)),
         lambda: tier.refuse((1, 8)),
         lambda: tier.prune(1),
-        lambda: tier.url((1, 8)),
+        lambda: tier.read_ranges((1, 8), 0, [(0, 8)]),
     ]
     for act in acts:
         with pytest.raises(TierError, match=REFUSED):
