@@ -508,11 +508,11 @@ def test_all_hosts_together_are_as_slow_as_the_slowest(timeline: Told, caplog: p
     "value", [{}, {"ranks": {"x": "local"}}, {"ranks": {"0": 1}}, {"total_s": "1"}, {"steps_lost": "0"}, {"host": None}]
 )
 def test_an_event_in_etcd_that_is_none_counts_as_nothing(value: dict[str, Any]) -> None:
-    event = {"host": "a", "kind": "k", "cause": "c", "generation": 2, "complete": True, "total_s": 1.0}
-    event |= {"ranks": {"0": "local"}, "restored_step": None, "steps_lost": 0}
+    recovery = replace(RECOVERY, generation=2, cause="c", ranks={"0": "local"}, steps_lost=0)
     mirror, key = rendezvous_mirror(), "rdzv/recovered/2/a"
-    assert View.of(mirror.apply({key: Entry(value=event, revision=1)})).recovered == {(2, "a"): event}
-    damaged = Entry(value={**event, **value} if value else {}, revision=2)
+    written = Entry(value=recovery.to_value(), revision=1)
+    assert View.of(mirror.apply({key: written})).recovered == {(2, "a"): recovery}
+    damaged = Entry(value={**recovery.to_value(), **value} if value else {}, revision=2)
     assert not View.of(mirror.apply({key: damaged})).recovered
 
 
