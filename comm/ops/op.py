@@ -70,7 +70,7 @@ def _on_gpu(device: torch.device) -> Backend:
     except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own
         _log.warning(
             "gradients on %s are compressed by torch's operations, because kernels cannot be compiled for it (%s: %s): "
-            "pip install 'resilient-run[cuda]'",
+            "pip install 'numba-cuda>=0.20' 'numpy<2.5'",
             device,
             type(error).__name__,
             error,

@@ -270,12 +270,16 @@ def _gpus(plan: RunPlan) -> Iterator[Finding]:
         yield fail("gpus", f"{found}, for {plan.nproc} ranks", "fewer ranks (--nproc-per-node), or more GPUs")
     else:
         yield ok("gpus", f"{found} (CUDA {seen['cuda']})")
-    for module, extra, why in (
-        ("numba_cuda", "cuda", "step() waits for the copy of the state to the host"),
-        ("pynvml", "nvml", "GPUs that break are not noticed"),
+    for module, remedy, why in (
+        (
+            "numba_cuda",
+            "pip install 'numba-cuda>=0.20' 'numpy<2.5'",
+            "step() waits for the copy of the state to the host",
+        ),
+        ("pynvml", "pip install 'nvidia-ml-py>=12.535'", "GPUs that break are not noticed"),
     ):
         if find_spec(module) is None:
-            yield warn("gpu-extras", f"{module} is not installed: {why}", f"pip install 'resilient-run[{extra}]'")
+            yield warn("gpu-extras", f"{module} is not installed: {why}", remedy)
 
 
 def _existing(path: Path) -> Path:

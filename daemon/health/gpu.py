@@ -148,7 +148,7 @@ def open_gpus(policy: DetectPolicy) -> Gpus | None:
     try:
         import pynvml  # optional, and only where this is called
     except ImportError:
-        log.debug("GPUs are not watched: pynvml is not installed (pip install resilient-run[nvml])")
+        log.debug("GPUs are not watched: pynvml is not installed (pip install 'nvidia-ml-py>=12.535')")
         return None
     try:
         pynvml.nvmlInit()
