@@ -21,12 +21,12 @@ PAGE: Final = Path(__file__).with_name("commands.md")
 
 _HEAD: Final = """# Commands
 
-Every command and option, as `--help` has them. The environment variable sets the same as its option.
+Every command and option, as `--help` has them, and the environment variable that sets the same.
 
 ## Completion
 
-`resilient-run --rr-print-completion SHELL` prints a script that completes its options and torchrun's. It needs
-[shtab](https://tqdm.github.io/shtab): `pip install '.[completion]'` in a clone of the repository.
+`resilient-run --rr-print-completion SHELL` prints a script that completes its options and torchrun's (extra
+`completion`). Print it again after an upgrade.
 
 ```sh
 mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions ~/.zfunc
@@ -35,20 +35,16 @@ resilient-run --rr-print-completion fish > ~/.config/fish/completions/resilient-
 resilient-run --rr-print-completion zsh > ~/.zfunc/_resilient-run
 ```
 
-Bash needs the package `bash-completion`, or `source FILE` in `~/.bashrc`. Zsh needs `fpath+=(~/.zfunc)` before
-`compinit` in `~/.zshrc`. Print the script again after an upgrade.
-
-For `resilientctl`, `resilient-inject` and `resilient-comm`, put a line like this into `~/.bashrc`; other shells have
-`zsh_source` and `fish_source`:
+Bash needs the package `bash-completion`; zsh needs `fpath+=(~/.zfunc)` before `compinit` in `~/.zshrc`. For the other
+commands, put a line like this into `~/.bashrc` (or with `zsh_source`, `fish_source`):
 
 ```sh
 eval "$(_RESILIENTCTL_COMPLETE=bash_source resilientctl)"
 ```"""
 _LAUNCHER: Final = "Start a training script as `torchrun` does, with all of its options and the following ones."
-_COLUMNS: Final = ("option", "variable", "default", "meaning")
 _METAVARS: Final = {"INTEGER RANGE": "N", "INTEGER": "N", "FLOAT RANGE": "X", "FLOAT": "X"}
 
-_Row = tuple[str, str, str, str]
+_Row = tuple[str, str]
 
 
 def page() -> str:
@@ -95,12 +91,10 @@ def _section(
 
 
 def _table(rows: Sequence[_Row]) -> Iterator[str]:
-    """Yield a table with those of the columns that have something in them."""
-    shown = [column for column in range(len(_COLUMNS)) if any(row[column] for row in rows)]
-    yield f"| {' | '.join(_COLUMNS[column] for column in shown)} |"
-    yield f"|{'---|' * len(shown)}"
-    for row in rows:
-        yield f"| {' | '.join(row[column] for column in shown)} |"
+    yield "| option | meaning |"
+    yield "|---|---|"
+    for names, meaning in rows:
+        yield f"| {names} | {meaning} |"
 
 
 def _row(option: click.Option, context: click.Context) -> _Row:
@@ -108,17 +102,18 @@ def _row(option: click.Option, context: click.Context) -> _Row:
     if not option.is_flag:
         metavar = option.make_metavar(context)
         names += f" {_cell(_METAVARS.get(metavar, metavar))}"
-    variable = f"`{option.envvar}`" if option.envvar else ""
+    if option.envvar:
+        names += f"<br>`{option.envvar}`"
     values = option.default if isinstance(option.default, tuple) else (option.default,)
     default = ", ".join(f"`{value}`" for value in values) if option.show_default and option.default is not None else ""
     if option.is_flag and option.secondary_opts:
         default = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
-    return names, variable, default, _cell(option.help or "")
+    return names, _cell(option.help or "") + (f" Default: {default}." if default else "")
 
 
 def _exit_row(name: str, values: str = "", *, meaning: str) -> _Row:
     names = f"`{name}` {_cell(values.strip('[]'))}".rstrip()
-    return names, "", "", _cell(meaning)
+    return names, _cell(meaning)
 
 
 def _cell(text: str) -> str:

@@ -63,11 +63,8 @@ def write_docs(path: Path, rows: list[dict[str, Any]]) -> None:
     """Put a row per loop into the table of `path`, in place of those that are there."""
     about = {loop.name: loop.about for loop in LOOPS}
     kept = [line for line in path.read_text().splitlines() if not line.startswith("| `")]
-    at = kept.index("|---|---|---|---|") + 1
-    kept[at:at] = [
-        " | ".join((f"| `{row['name']}`", about[row["name"]], *cells(row))).replace("|  |", "| |") + " |"
-        for row in rows
-    ]
+    at = kept.index("| loop | what it does | kills |") + 2
+    kept[at:at] = [f"| {loop} | {about[row['name']]} | {kills} |" for row in rows for loop, kills in [cells(row)]]
     path.write_text("\n".join(kept) + "\n")
 
 

@@ -383,10 +383,10 @@ def table(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row's last two cells in docs/internals/loops.md: its library, "" for torch, and its kills."""
-    library = "" if row["library"] == "torch" else f"{row['library']} {row['version']}".strip()
+    """Return a row's first and last cell in docs/internals/loops.md: its loop, with the library, and its kills."""
+    library = "" if row["library"] == "torch" else f" ({row['library']} {row['version']})"
     wrong = "" if row["result"] == "bit-identical" else f": {row['wrong']} wrong, {row['result']}"
-    return [library, f"{row['kills']}{wrong}"]
+    return [f"`{row['name']}`{library}", f"{row['kills']}{wrong}"]
 
 
 def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
