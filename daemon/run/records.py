@@ -152,11 +152,11 @@ class Introduction(Record):
         port: The port there.
         every: Of how many steps it can send one checkpoint.
         sign: Of life, of its ranks; "" is none.
-        injection: Whether its launcher allows faults on purpose.
+        injection: Whether its launcher allows faults on purpose; whoever writes anything else here changes nothing.
     """
 
     addr: str
     port: int = limited(low=1, high=65535)
     every: int = limited(low=1)
     sign: str = ""
-    injection: bool = False
+    injection: bool = limited(False, read=lambda values, name: values.values.get(name) is True)
