@@ -793,7 +793,7 @@ def test_job_that_is_written_again_holds_nobody_up(alone: Alone) -> None:
     running.report_failure(kind="worker", message="it reports, and hears of it")
     wait_until(lambda: running.closed is not None)
     assert running.closed is not None
-    assert "rdzv/job is damaged (rdzv/job: field 'token'" in running.closed.reason
+    assert "rdzv/job is damaged (agreement: field 'token'" in running.closed.reason
 
 
 @pytest.mark.parametrize("formed", [False, True])
