@@ -45,7 +45,7 @@ def test_commits_that_stand_still_reach_log_events_and_status(cluster: Cluster, 
         return dict(found["protection"])
 
     # Commits may be late while the job begins on a busy machine; then it says so too.
-    wait_until(lambda: job()["protected"], timeout_s=60, what="protection", host=host)
+    wait_until(lambda: job()["protected"], timeout_s=150, what="protection", host=host)
     before = host.output.count("protected again at step")
     os.kill(etcd.pid, signal.SIGSTOP)
     try:
