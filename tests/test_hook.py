@@ -22,6 +22,7 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register, synchronize
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.runtime import lanes
 from resilient_run.comm.zen.zen import Zen
 
 pytestmark = pytest.mark.jobs
@@ -186,6 +187,18 @@ def test_errors_of_a_scheme_are_raised_by_backward() -> None:
     hook = GradientHook(model, scheme=Broken(Transport(dist.group.WORLD)), world=Transport(dist.group.WORLD))
     model.register_comm_hook(hook, synchronize)
     with pytest.raises(RuntimeError, match=r"cannot sum weight"):
+        model(torch.ones(1, 300)).sum().backward()
+    hook.close()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.timeout(60)
+def test_errors_before_a_sum_are_raised_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU has failed: the thread cannot follow the event that comes first."""
+    model = DistributedDataParallel(nn.Linear(300, 100))
+    hook = register(model, "topk")
+    monkeypatch.setattr(lanes, "recorded", lambda device: object())
+    with pytest.raises(RuntimeError, match="wait_event"):
         model(torch.ones(1, 300)).sum().backward()
     hook.close()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from resilient_run.comm.net.scheme import Reduction, Stage
+from resilient_run.comm.runtime import lanes as lanes_module
 from resilient_run.comm.runtime.lanes import Lanes
 
 STAGES: tuple[Stage, ...] = ("prepare", "communicate", "settle")
@@ -82,4 +83,15 @@ def test_error_of_a_stage_reaches_all_who_wait() -> None:
     for index in range(2):
         with pytest.raises(OSError, match="no more memory"):
             lanes.take(index)
+    lanes.close()
+
+
+@pytest.mark.timeout(60)
+def test_error_before_a_stage_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU has failed: a lane cannot follow the event that comes first."""
+    monkeypatch.setattr(lanes_module, "recorded", lambda device: object())
+    lanes = Lanes(STAGES, 1, torch.device("cpu"))
+    lanes.put(0, Noted("first", []))
+    with pytest.raises(AttributeError, match="wait_event"):
+        lanes.take(0)
     lanes.close()

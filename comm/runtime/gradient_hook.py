@@ -84,7 +84,7 @@ class GradientHook(BucketSum):
             used=self._used_of(names),
             is_last=bucket.is_last(),
         )
-        self._worker.submit(partial(self._serve, submitted))
+        self._worker.submit(partial(self._answer, submitted), failed=partial(self._fail, submitted))
         if self._precedes_ddp and submitted.is_last:
             # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
             # that differ in the order may wait for each other for ever.
@@ -104,12 +104,6 @@ class GradientHook(BucketSum):
             "a gradient hook belongs to one DistributedDataParallel, and is neither copied nor pickled with it: copy "
             "or save model.module, wrap the copy, and register a hook for it"
         )
-
-    def _serve(self, submitted: Submitted) -> None:
-        try:
-            self._answer(submitted)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-            self._fail(submitted, error)
 
     def _answer(self, submitted: Submitted) -> None:
         submitted.future.set_result(self._average(submitted, submitted.buffer))

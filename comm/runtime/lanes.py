@@ -37,16 +37,26 @@ class Worker:
         """Whether no more tasks are taken."""
         return self._closed
 
-    def submit(self, task: Callable[[], None], after: Any = None) -> "Future[None]":
-        """Return a future of the task; on CUDA it follows the event `after`, or what the current stream has to do."""
+    def submit(
+        self, task: Callable[[], None], after: Any = None, failed: Callable[[Any], None] | None = None
+    ) -> "Future[None]":
+        """Return a future of the task; on CUDA it follows the event `after`, or what the current stream has to do.
+
+        The worker calls `failed` with what went wrong in the task or before it.
+        """
         done: Future[None] = Future()
         after = after or recorded(self._device)
 
         def run() -> None:
             try:
-                if after is not None:
-                    self._stream.wait_event(after)
-                task()
+                try:
+                    if after is not None:
+                        self._stream.wait_event(after)
+                    task()
+                except BaseException as error:
+                    if failed is not None:
+                        failed(error)
+                    raise
             except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
                 done.set_exception(error)
             else:
@@ -131,21 +141,16 @@ class Lanes:
 
     def _hand_over(self, lane: int, index: int, reduction: Reduction, event: Any) -> None:
         if lane < len(self._lanes):
-            self._lanes[lane][1].submit(partial(self._pass, lane, index, reduction), event)
+            self._lanes[lane][1].submit(partial(self._pass, lane, index, reduction), event, self.fail)
             return
         with self._changed:
             self._passed[index] = reduction, event
             self._changed.notify_all()
 
     def _pass(self, lane: int, index: int, reduction: Reduction) -> None:
-        if self._error is not None:
-            return
-        try:
+        if self._error is None:
             _keep(reduction.tensors())
             getattr(reduction, self._lanes[lane][0])()
-        except Exception as error:  # noqa: BLE001 (it belongs to whoever takes the sum)
-            self.fail(error)
-        else:
             self._hand_over(lane + 1, index, reduction, recorded(self._device))
 
 
