@@ -18,6 +18,7 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import register
 from resilient_run.comm.trial.advice import BASE, choice, methods
 from resilient_run.comm.trial.trial import Trial
+from resilient_run.comm.zen.zen import Zen
 from resilient_run.launcher.netlab import NetLab
 
 SCRIPT = str(Path(__file__).with_name("auto_trainer.py"))
@@ -130,10 +131,16 @@ def test_a_state_of_another_hook_is_refused(model: DistributedDataParallel) -> N
     with pytest.raises(CommError, match="auto cannot go on from the state of 'powersgd'"):
         hook.load_state_dict({"scheme": "powersgd", "kept": {}})
     with pytest.raises(CommError, match=r"auto chose .onebit. for this job; give register\(\) the same lossy= as then"):
-        hook.load_state_dict({"chosen": "onebit", "scheme": {}})
-    hook.load_state_dict({"chosen": None, "scheme": {}})
-    assert hook.state_dict() == {"chosen": None, "scheme": {}}
+        hook.load_state_dict({"scheme": "auto", "chosen": "onebit", "memory": {}})
+    undecided = hook.state_dict()
+    assert undecided == {"scheme": "auto", "chosen": None, "memory": {}}
+    hook.load_state_dict(undecided)
+    with pytest.raises(CommError, match="zen cannot go on from the state of 'auto'"):
+        Zen(hook.world).load_state_dict(undecided)
     loss = model(torch.ones(2, 3)).sum()
     loss.backward()
     assert torch.equal(model.module.weight.grad, torch.full((1, 3), 2.0))
+    hook.load_state_dict({"scheme": "auto", "chosen": "zen", "memory": Zen(hook.world).state_dict()})
+    with pytest.raises(CommError, match=r"auto has chosen 'zen' since this state; load it after register\(\)"):
+        hook.load_state_dict(undecided)
     hook.close()

@@ -190,22 +190,24 @@ class AutoHook(TriedHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, None while nothing is, and what that remembers."""
-        return {"chosen": self.chosen, "scheme": super().state_dict()}
+        return {"scheme": "auto", "chosen": self.chosen, "memory": super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; without a choice in it, try anew.
 
         Raises:
-            CommError: It is of another hook, or its method is none of those of this one.
+            CommError: It is of another hook, its method is none of those of this one, or this one has another already.
         """
-        if state.keys() != {"chosen", "scheme"}:
+        if state.get("scheme") != "auto":
             raise CommError(f"auto cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
         chosen = state["chosen"]
+        if self.chosen not in (None, chosen):
+            raise CommError(f"auto has chosen {self.chosen!r} since this state; load it after register()")
         if chosen not in (None, BASE, self.chosen, *self._schemes):
             raise CommError(f"auto chose {chosen!r} for this job; give register() the same lossy= as then")
         if self.chosen is None and chosen is not None:
             self._take(chosen)
-        super().load_state_dict(state["scheme"])
+        super().load_state_dict(state["memory"])
 
     def _choose(self, trial: Trial) -> None:
         name = trial.recommended
