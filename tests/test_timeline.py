@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import recovery_phases
 
+from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.goodput import PHASES, Recovery, read_ledger
 from resilient_run.daemon.base.logs import log_formatter
 from resilient_run.daemon.etcd.client import Entry
@@ -474,6 +475,16 @@ def test_a_newcomer_s_cause_gives_way_to_that_of_a_survivor() -> None:
     told = whole([survivor, newcomer])
     assert (told["kind"], told["cause"], told["slowest"]) == ("host_lost", "host b is lost", "b")
     assert whole([newcomer, replace(survivor, kind="worker_exit")])["cause"] == "rank 0 exited"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"resized": []}, {"resized": [2]}, {"ranks": {"9" * 5000: "local"}}, {"ranks": {"-1": "local"}}]
+)
+def test_an_event_of_which_no_sum_can_be_made_is_refused(changed: dict[str, Any]) -> None:
+    """Else it would end the launcher that sums up."""
+    assert Recovery.parse({**RECOVERY.to_value(), "resized": [2, 1]}).resized == (2, 1)
+    with pytest.raises(DaemonError, match=f"field '{next(iter(changed))}' must be"):
+        Recovery.parse({**RECOVERY.to_value(), **changed})
 
 
 def test_a_host_that_is_recovering_joins_nothing(timeline: Told) -> None:

@@ -22,9 +22,16 @@ PHASES = ("detect", "decide", "stop", "rendezvous", "spawn", "restore", "first_s
 
 def _ranks(values: Fields, name: str) -> dict[str, str]:
     ranks = values.object(name)
-    if not all(rank.isdecimal() and isinstance(source, str) for rank, source in ranks.items()):
+    if not all(rank.isdecimal() and len(rank) < 10 and isinstance(source, str) for rank, source in ranks.items()):
         raise values.wrong(name, "sources by rank")
     return ranks
+
+
+def _sizes(values: Fields, name: str) -> tuple[int, ...]:
+    sizes = tuple(values.integers(name))
+    if len(sizes) != 2:
+        raise values.wrong(name, "two numbers of ranks")
+    return sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +65,14 @@ class Recovery(Record):
         "",
         high=MAX_CAUSE_BYTES,
         shown=True,
-        read=lambda values, name: printable(str(values.values[name]), MAX_CAUSE_BYTES),
+        read=lambda values, name: values.made(name, "text", lambda cause: printable(str(cause), MAX_CAUSE_BYTES)),
     )
     complete: bool
     restored_step: int | None = None
     sources: tuple[str, ...] = ()
     ranks: Mapping[str, str] = limited(factory=dict, read=_ranks)
     steps_lost: int | None = None
-    resized: tuple[int, ...] | None = None
+    resized: tuple[int, ...] | None = limited(None, read=_sizes)
     phases_s: Mapping[str, float] = limited(
         inline=True,
         read=lambda values, _: {
