@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from resilient_run.ckpt.errors import WireError
+from resilient_run.ckpt.format import wire
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.coordination import Coordinator
@@ -15,6 +17,7 @@ from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.leased import LeasedKeys
 from resilient_run.daemon.run.mirror import Mirror, host_name
 from resilient_run.daemon.run.view import JobView
+from resilient_run.launcher.rendezvous.rounds import rendezvous_mirror
 
 MEMBER = {"session": "s", "nproc": 1, "role": "", "addr": "x", "pid": 1, "ready": 2, "label": ""}
 DEAD = {
@@ -35,6 +38,24 @@ def test_a_key_of_no_host_counts_as_nothing(key: str) -> None:
     assert list(mirror.ignored) == [key]
     assert not any(mirror.folders.values())
     assert mirror.apply({key: None}).ignored == {}
+
+
+@pytest.mark.parametrize(("key", "field"), [("rdzv/closed", "reason"), ("rdzv/recovered/1/a", "cause")])
+def test_a_key_that_is_nested_as_deeply_as_can_be_read_counts_as_nothing(key: str, field: str) -> None:
+    """Whoever says what is wrong with it has less of the stack left than whoever has read it."""
+
+    def nested(depth: int) -> dict[str, Any] | None:
+        value = f'"failed": true, "{field}": {"[" * depth}{"]" * depth}'
+        try:
+            return wire.decode(
+                f'{{"run_id": "r", "host": "a", "kind": "k", "generation": 1, "unix_s": 1, {value}}}'.encode()
+            )
+        except WireError:
+            return None
+
+    value = next(found for depth in range(2000, 0, -1) if (found := nested(depth)) is not None)
+    mirror = rendezvous_mirror().apply({key: Entry(value=value, revision=1)})
+    assert list(mirror.ignored) == [key]
 
 
 def test_a_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,7 @@ class Fields:
         value = self.values.get(name)
         if type(value) is int and low <= value <= high:
             return value
-        raise self.wrong(name, f"an integer {_range(low, high, MAX_INTEGER)}")
+        raise self.wrong(name, f"an integer {_range(value, low, high, MAX_INTEGER)}")
 
     def optional_integer(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> int | None:
         """Return the integer field `name`, None when it is null or missing."""
@@ -52,7 +52,7 @@ class Fields:
         value = self.values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
             return float(value)
-        raise self.wrong(name, f"a number {_range(low, high, MAX_NUMBER)}")
+        raise self.wrong(name, f"a number {_range(value, low, high, MAX_NUMBER)}")
 
     def optional_number(self, name: str) -> float | None:
         """Return the number in the field `name`, None when it is null or missing."""
@@ -142,12 +142,15 @@ class Fields:
         """Return what `make` makes of the field `name`; where it refuses that, `wanted` says what the field must be."""
         try:
             return make(self.values[name])
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, RecursionError) as error:
             raise DaemonError(f"{self.wrong(name, wanted)}: {error!r}") from error
 
     def wrong(self, name: str, wanted: str) -> DaemonError:
         """Return the error that says what the field `name` must be, and what it is."""
-        got = repr(self.values[name])[:80] if name in self.values else "nothing"
+        try:
+            got = repr(self.values[name])[:80] if name in self.values else "nothing"
+        except RecursionError:  # it was read with less on the stack than there is now
+            got = "what is nested too deeply"
         return DaemonError(f"{self.what}: field '{name}' must be {wanted}, got {got}")
 
 
@@ -157,9 +160,10 @@ def is_text(value: Any, high: int = MAX_TEXT_BYTES) -> TypeGuard[str]:
     return isinstance(value, str) and value != "" and value.isprintable() and len(value.encode()) <= high
 
 
-def _range(low: float, high: float, most: float) -> str:
+def _range(value: Any, low: float, high: float, most: float) -> str:
     shown = [format(bound, "g") if isinstance(bound, float) else str(bound) for bound in (low, high)]
-    return f"of at least {shown[0]}" if high == most else "from {} to {}".format(*shown)
+    is_great = isinstance(value, int | float) and value > high
+    return f"of at least {shown[0]}" if high == most and not is_great else "from {} to {}".format(*shown)
 
 
 def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
