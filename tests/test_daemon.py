@@ -1,5 +1,6 @@
 """A job on real daemons, one per loopback host: commit, repair, restore, refusals, and the ends of jobs."""
 
+import asyncio
 import os
 import re
 import shutil
@@ -21,13 +22,22 @@ from hosts import PAYLOAD_BYTES, TOPOLOGY, Hosts, corrupt, payload, restored_byt
 from resilient_run import __version__
 from resilient_run.ckpt.errors import DaemonError, MemoryBudgetError, RestoreError, TopologyError
 from resilient_run.ckpt.format.slot import Slot
+from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.base.policy import Policy
 from resilient_run.daemon.base.settings import Settings
 from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.etcd.client import EtcdConfig
+from resilient_run.daemon.trainers.sessions import Sessions
 from resilient_run.launcher.daemon_link import DaemonLink
 
 pytestmark = pytest.mark.jobs
+
+
+def test_slot_of_a_size_that_none_can_have_is_refused_by_name() -> None:
+    asked = Fields({"capacity_bytes": 4096, "payload_offset": 8192}, "allocate")
+    nobody: Any = None  # it is refused before anybody is asked
+    with pytest.raises(DaemonError, match="allocate: field 'capacity_bytes' must be an integer from 8192 to"):
+        asyncio.run(Sessions.handle(nobody, nobody, "allocate", asked))
 
 
 def test_single_host_commits_its_own_captures(hosts: Hosts) -> None:

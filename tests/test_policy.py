@@ -7,6 +7,8 @@ import pytest
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.base.spec import JobSpec
+from resilient_run.daemon.etcd.config import EtcdConfig
 from resilient_run.launcher import cli
 from resilient_run.launcher.config import RunConfig
 
@@ -29,12 +31,23 @@ def test_nothing_said_is_the_default_and_what_is_said_comes_back() -> None:
             "root: field 'stalled_recoveries' must be an integer of at least 1",
         ),
         ({"root": {"stalled_recoveries": 0}}, "must be an integer of at least 1, got 0"),
+        ({"root": {"stalled_recoveries": 1 << 63}}, f"must be an integer from 1 to {(1 << 63) - 1}, got {1 << 63}"),
+        ({"detect": {"hang_floor_s": float("inf")}}, r"must be a number from 0.1 to 1e\+09, got inf"),
         ({"root": {"stalled_recoveries": True}}, "must be an integer of at least 1, got True"),
     ],
 )
 def test_wrong_settings_are_named(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(DaemonError, match=message):
         Policy.parse(tables)
+
+
+def test_ports_of_a_job_are_in_order() -> None:
+    etcd = EtcdConfig(endpoints=("host:2379",))
+    job = JobSpec(run_id="run", host="a", replicas=2, nproc=1, etcd=etcd, addr="a", policy=Policy(), first_port=29600)
+    assert JobSpec.parse(job.to_value()) == job
+    assert JobSpec.parse({**job.to_value(), "last_port": 29601}).ports == range(29600, 29602)
+    with pytest.raises(DaemonError, match="field 'last_port' must be an integer from 29600 to 65535, got 29599"):
+        JobSpec.parse({**job.to_value(), "last_port": 29599})
 
 
 def test_launcher_reads_the_file(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ def _read_key(values: Fields, name: str) -> str | None:
     return None if key is None else checked_key(key, values.what)
 
 
+def _read_last_port(values: Fields, name: str) -> int:
+    return values.integer(name, low=values.integer("first_port", low=1, high=65535), high=65535)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec(Record):
     """What a launcher says about its job when it opens it; equal specs continue, a different one starts the job anew.
@@ -65,7 +69,7 @@ class JobSpec(Record):
     injection: bool = False
     run_key: str | None = limited(None, repr=False, read=_read_key)
     first_port: int | None = limited(None, low=1, high=65535, compare=False)
-    last_port: int | None = limited(None, low=1, high=65535, compare=False)
+    last_port: int | None = limited(None, read=_read_last_port, compare=False)
     address: tuple[str, int] = limited(("", 0), outside=True)
 
     @property

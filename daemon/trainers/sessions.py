@@ -23,7 +23,7 @@ from ..run.hang import HangDetector
 from ..run.rounds import Round
 from ..run.view import JobView
 from ..slots.memory import SLOTS_PER_RANK, host_bytes
-from ..slots.slots import Geometry, JobSlots
+from ..slots.slots import Geometry, JobSlots, read_size
 from .trainer import Event, Trainer
 
 log = logging.getLogger(__name__)
@@ -196,8 +196,9 @@ class Sessions:
         """
         match op:
             case "allocate":
+                size = read_size(fields, "capacity_bytes")
                 return await trainer.allocate(
-                    Geometry.parse({**fields.values, "used_bytes": fields.integer("capacity_bytes")}, op)
+                    Geometry(capacity_bytes=size, payload_offset=fields.integer("payload_offset"))
                 )
             case "restore":
                 return await trainer.restore()
