@@ -39,7 +39,7 @@ RUN = "begun"
 class Sampler:
     """State that a rank has for itself."""
 
-    def __init__(self, at: int = 0) -> None:
+    def __init__(self, at: Any = 0) -> None:
         self.at = at
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,6 +274,84 @@ def test_generators_go_on_in_the_same_world_size(tmp_path: Path, ctl: Callable[.
     assert load(found, rng=True, epoch=0) == ""
     assert torch.equal(torch.rand(3), expected[0])
     assert np.random.rand(3).tolist() == expected[1].tolist()
+
+
+class Scaled(torch.nn.Module):
+    """A convolution whose weights lie in memory by channel, and a scalar."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.inner = torch.nn.Conv2d(3, 4, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=dtype))
+
+    def train_with(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        data = torch.arange(192.0).view(1, 3, 8, 8).to(self.scale.dtype)
+        (self.inner(data) * self.scale).square().sum().backward()
+        optimizer.step()
+
+
+def test_fused_optimizer_goes_on_with_the_same_bits(imported: Callable[..., Captures]) -> None:
+    pairs = [(model := Scaled(), torch.optim.AdamW(model.parameters(), fused=True)) for _ in range(2)]
+    (before, optimizer), (after, other) = pairs
+    before.train_with(optimizer)
+    load(imported({"model": before.state_dict(), "optimizer": optimizer.state_dict()}), model=after, optimizer=other)
+    for model, its in pairs:
+        model.train_with(its)
+    torch.testing.assert_close(before.state_dict(), after.state_dict(), rtol=0, atol=0)
+
+
+def test_states_of_parameters_are_not_rounded(imported: Callable[..., Captures]) -> None:
+    before, after = Scaled(torch.bfloat16), Scaled(torch.bfloat16)
+    optimizer, other = (torch.optim.AdamW(model.parameters(), fused=True) for model in (before, after))
+    before.train_with(optimizer)
+    for held in optimizer.state.values():
+        held |= {"step": torch.tensor(1001.0), "exp_avg": torch.rand(held["exp_avg"].shape)}
+    load(imported({"model": before.state_dict(), "optimizer": optimizer.state_dict()}), model=after, optimizer=other)
+    torch.testing.assert_close(optimizer.state_dict()["state"], other.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_model_of_another_dtype_trains_on(imported: Callable[..., Captures]) -> None:
+    before, after = Scaled(), Scaled(torch.bfloat16)
+    optimizer, other = (torch.optim.Adafactor(model.parameters()) for model in (before, after))
+    before.train_with(optimizer)
+    load(imported({"model": before.state_dict(), "optimizer": optimizer.state_dict()}), model=after, optimizer=other)
+    assert {key: value.dtype for key, value in other.state[after.inner.weight].items()} == {
+        "step": torch.float32, "row_var": torch.bfloat16, "col_var": torch.bfloat16
+    }  # fmt: skip
+    after.train_with(other)
+
+
+def test_values_keep_the_dtype_that_they_had(imported: Callable[..., Captures]) -> None:
+    sampler, mean = Sampler(torch.zeros(1)), torch.tensor([1 / 3], dtype=torch.float64)
+    state = TrainingState({"sampler": sampler, "mean": torch.zeros(1)}, rng=False)
+    load_import(state, imported({"sampler": {"at": mean}, "mean": mean}), rank=0, world_size=1)
+    for found in (sampler.at, state.values["mean"]):
+        torch.testing.assert_close(found, mean, rtol=0, atol=0)
+
+
+def test_what_ranks_had_under_one_name_goes_back_to_each(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    def stage(rank: int) -> dict[str, Any]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(3 + rank, 3 + rank) for _ in range(1 + rank)))
+        model.register_buffer("mean", torch.full((3,), rank))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + rank)
+        model(torch.ones(1, 3 + rank)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    stages, slots = [stage(rank) for rank in range(2)], []
+    for rank, held in enumerate(stages):
+        objects = {"model": {"module": dict(held["model"].state_dict())}, "optimizer": held["optimizer"].state_dict()}
+        tree = {"objects": objects, "values": {}, "rng": None}
+        slots.append(make_slot(tmp_path / f"{rank}.slot", tree, rank=rank, world_size=2))
+    export(of_slots(slots), tmp_path / "exported", "dcp")
+    assert ctl(tmp_path / "exported").exit_code == 0
+    for rank, held in enumerate(stages):
+        restored = stage(rank)
+        restored["optimizer"].param_groups[0]["lr"] = 9
+        load(opened(str(tmp_path / "tier"), 3), rank=rank, world_size=2, **restored)
+        assert_equal(held, restored)
+        slots[rank].close()
 
 
 def test_what_no_state_can_hold_is_left_out(tmp_path: Path, ctl: Callable[..., Result]) -> None:

@@ -106,9 +106,13 @@ class _TakingOver:
         self._rank = rank
         # A tensor in the state, what its content is, and the parameter whose state it is, if it is one's.
         self._contents: list[tuple[Any, _Stored, Any]] = []
+        self._dtypes: dict[int, str] = {}  # of parameters, by id, as the import has them
+        self._names: dict[int, list[str]] = {}  # that `get_optimizer_state_dict` may have given to parameters, by id
+        for module in state.modules.values():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                self._names.setdefault(id(parameter), []).append(name)
         self._objects = {name: value for name, value in found.items() if name != RANKS}
         self._values = self._objects
-        self._own: dict[str, Any] = {}
         self._rng = None
         if ranks := found.get(RANKS):
             self._take_ranks(ranks, rank, world_size)
@@ -120,15 +124,16 @@ class _TakingOver:
             raise StateError(f"what it has below {RANKS} was not written by `resilientctl export` of all ranks")
         if len(parts) == world_size:
             own = ranks[str(rank)]
-            self._own, values, self._rng = own.get("objects", {}), own.get("values", {}), own.get("rng")
+            changes, values, self._rng = own.get("objects", {}), own.get("values", {}), own.get("rng")
         else:
             # Of a model one rank's is right for all, as DistributedDataParallel takes rank 0's buffers.
             kinds = torch.nn.Module | torch.optim.Optimizer
             whole = tuple(f"{name}." for name, item in self._state.objects.items() if isinstance(item, kinds))
             paths = {path for part in parts for path in part.get("objects", {})}
-            self._own = {path: _ABSENT for path in paths if not f"{path}.".startswith(whole)}
+            changes = {path: _ABSENT for path in paths if not f"{path}.".startswith(whole)}
             first, *others = (part.get("values", {}) for part in parts)
             values = {name: value for name, value in first.items() if _is_same(value, name, others)}
+        self._objects = _changed(self._objects, "", {f".{path}": value for path, value in changes.items()})
         self._values = {**self._objects, **values}
 
     def tree(self) -> dict[str, Any]:
@@ -176,8 +181,12 @@ class _TakingOver:
 
     def _leaf(self, tensor: Any, spec: TensorSpec, stored: _Stored, like: Any) -> Made:
         if like is not None:
-            spec = replace(spec, dtype=_dtype(stored, like), device=like.device.type)
-            tensor = like if tuple(like.shape) == spec.shape else tensor
+            spec = replace(spec, dtype=self._dtype(stored, like), device=like.device.type)
+            if tuple(like.shape) == spec.shape:
+                # Fused optimizers take for granted that a state lies in memory as its parameter does.
+                laid_out = torch.empty_like(like.to_local() if hasattr(like, "to_local") else like, device="meta")
+                spec = replace(spec, stride=None if laid_out.is_contiguous() else laid_out.stride())
+                tensor = like
         if not hasattr(tensor, "to_local"):
             return _whole(stored, spec)
         shard, local = shard_spec(tensor), tuple(tensor.to_local().shape)
@@ -206,37 +215,57 @@ class _TakingOver:
         for key, value in taken.items():
             if isinstance(current[key], torch.Tensor) and not _fits(value, current[key]):
                 raise StateError(f"{name}.{key} is {_shown(value)} there, {_shown(current[key])} in the model")
-        return self._merge(name, current, taken)
+        for key, parameter in item.named_parameters(remove_duplicate=False):
+            if isinstance(stored := taken.get(key), _Stored):
+                self._dtypes[id(parameter)] = stored.spec.dtype
+        return self._merge(name, current, taken, is_cast=True)
 
     def _optimizer(self, name: str, optimizer: torch.optim.Optimizer, current: Any, found: Any) -> Any:
         groups, states = _parts(name, found)
         before, now = ([len(group.get("params", ())) for group in each] for each in (groups, optimizer.param_groups))
         if groups and before != now:
             raise StateError(f"{name}: parameter groups of {before} tensors there, of {now} in the optimizer")
-        made = dict(current["state"])
-        parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-        for index, (parameter, group) in enumerate(parameters):
-            called = [str(index), *_names_of(parameter, self._state)]
-            key = next((key for key in called if key in states), None)
-            if key is not None:
-                likes = {} if group.get("capturable") or group.get("fused") else {"step": None}
-                made[index] = {
-                    part: self._merge(f"{name}.state.{key}.{part}", _ABSENT, value, likes.get(part, parameter))
-                    for part, value in states[key].items()
-                }
-            elif states:
-                self.absent.append(f"{name}.state.{called[-1]}")
         if not groups:
             self.absent.append(f"{name}.param_groups")
         merged = [
             {**self._merge(f"{name}.param_groups.{index}", group, groups[index]), "params": group["params"]}
             for index, group in enumerate(current["param_groups"] if groups else ())
-        ]
-        return {**current, "state": made, "param_groups": merged or current["param_groups"]}
+        ] or current["param_groups"]
+        made = dict(current["state"])
+        several = zip(optimizer.param_groups, merged, strict=True)
+        parameters = [(parameter, group) for held, group in several for parameter in held["params"]]
+        for index, (parameter, group) in enumerate(parameters):
+            called = [str(index), *self._names.get(id(parameter), ())]
+            key = next((key for key in called if key in states), None)
+            if key is not None:
+                # As torch's optimizers load it.
+                on_device = group.get("capturable") or group.get("fused")
+                step = torch.empty((), dtype=torch.float32, device=parameter.device) if on_device else None
+                made[index] = {
+                    part: self._merge(
+                        f"{name}.state.{key}.{part}", _ABSENT, value, step if part == "step" else parameter
+                    )
+                    for part, value in states[key].items()
+                }
+            elif states:
+                self.absent.append(f"{name}.state.{called[-1]}")
+        return {**current, "state": made, "param_groups": merged}
 
-    def _merge(self, path: str, current: Any, found: Any, like: Any = None) -> Any:
-        """Return `found`, with what only `current` has, and `current`'s keys: DCP turns all of them into text."""
-        found = self._own.get(path, found)
+    def _dtype(self, stored: _Stored, like: torch.Tensor) -> str:
+        """Return the dtype that a state of the parameter `like` has: that of the parameter now, if it had it before.
+
+        torch's optimizers cast all of them when they load, which would round those that one keeps in another dtype.
+        """
+        before = stored.spec.dtype
+        is_cast = like.is_floating_point() and getattr(torch, before).is_floating_point
+        is_cast = is_cast and before == self._dtypes.get(id(like), before)
+        return str(like.dtype).removeprefix("torch.") if is_cast else before
+
+    def _merge(self, path: str, current: Any, found: Any, like: Any = None, *, is_cast: bool = False) -> Any:
+        """Return `found`, with what only `current` has, and `current`'s keys: DCP turns all of them into text.
+
+        `is_cast`: tensors get the dtypes that `current` has.
+        """
         if found is _ABSENT:
             self.absent.append(path)
             return current
@@ -247,21 +276,17 @@ class _TakingOver:
             numbers = bool(keys) and all(type(key) is int for key in merged)
             for text, value in found.items():
                 key = keys.get(text, int(text) if numbers and text.isdecimal() else text)
-                item = self._merge(f"{path}.{text}", merged.get(key, _ABSENT), value)
-                if item is not _ABSENT:
-                    merged[key] = item
+                merged[key] = self._merge(f"{path}.{text}", merged.get(key, _ABSENT), value, is_cast=is_cast)
             self.absent += [f"{path}.{text}" for text in keys if text not in found]
             return merged
         self.taken += 1
         if type(found) in (list, tuple):
-            items = [self._merge(f"{path}.{index}", _ABSENT, item) for index, item in enumerate(found)]
-            # A list without one of its items would be another list.
-            return current if any(item is _ABSENT for item in items) else type(found)(items)
+            return type(found)(self._merge(f"{path}.{index}", _ABSENT, item) for index, item in enumerate(found))
         if not isinstance(found, _Stored):
             return found
-        if not _fits(found, current):
+        shape, dtype = found.spec.shape, getattr(torch, found.spec.dtype)
+        if not _fits(found, current) or (current.dtype != dtype and not is_cast):
             # One element, so that it takes no memory.
-            shape, dtype = found.spec.shape, getattr(torch, found.spec.dtype)
             current = torch.empty((1,) * len(shape), dtype=dtype, device="cpu").expand(shape)
         self._contents.append((current, found, like))
         return current
@@ -272,11 +297,18 @@ def _fits(found: Any, current: Any) -> bool:
     return isinstance(found, _Stored) and isinstance(current, torch.Tensor) and found.spec.shape == tuple(current.shape)
 
 
-def _dtype(stored: _Stored, like: torch.Tensor) -> str:
-    """Return the dtype that a state of the parameter `like` has, as torch's optimizers load it."""
-    is_like = tuple(like.shape) == stored.spec.shape and like.is_floating_point()
-    cast = is_like and getattr(torch, stored.spec.dtype).is_floating_point
-    return str(like.dtype).removeprefix("torch.") if cast else stored.spec.dtype
+def _changed(tree: Any, path: str, changes: dict[str, Any]) -> Any:
+    """Return `tree`, which is at the dotted `path`, with the `changes`; `_ABSENT` takes something away."""
+    if path in changes:
+        return changes[path]
+    if isinstance(tree, dict):
+        items = {key: _changed(item, f"{path}.{key}", changes) for key, item in tree.items()}
+        return type(tree)({key: item for key, item in items.items() if item is not _ABSENT})
+    if type(tree) in (list, tuple):
+        several = [_changed(item, f"{path}.{index}", changes) for index, item in enumerate(tree)]
+        # A list without one of its items would be another list.
+        return _ABSENT if any(item is _ABSENT for item in several) else type(tree)(several)
+    return tree
 
 
 def _is_part(part: Any) -> bool:
@@ -309,12 +341,6 @@ def _parts(name: str, found: Any) -> tuple[list[dict[Any, Any]], dict[Any, dict[
             if whole and all(isinstance(item, dict) for item in [*groups, *states.values()]):
                 return groups, states
     raise StateError(f"{name} is no state of an optimizer there")
-
-
-def _names_of(parameter: torch.Tensor, state: TrainingState) -> list[str]:
-    """Return the names that `get_optimizer_state_dict` may have given to a parameter."""
-    named = (pair for module in state.modules.values() for pair in module.named_parameters(remove_duplicate=False))
-    return [name for name, each in named if each is parameter]
 
 
 def _flat(found: Any, names: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
