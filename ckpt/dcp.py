@@ -138,10 +138,11 @@ class ItemReader(StorageReader):
 
         Raises:
             StateError: Parts are not there; nothing was loaded.
+            RestoreError: Something is damaged; what was read before it is loaded.
         """
         self._check_parts(plan, planner)
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        for item, found in zip(tensors, read(self._captures, list(map(self._part, tensors))), strict=True):
+        for item, found in zip(tensors, read(self._captures, map(self._part, tensors)), strict=True):
             target = planner.resolve_tensor(item).detach()
             target.copy_(found)
             planner.commit_tensor(item, target)
@@ -153,6 +154,7 @@ class ItemReader(StorageReader):
                 data.seek(0)
                 planner.load_bytes(item, data)
         self._items = {}
+        del self._captures
         done: Future[None] = Future()
         done.set_result(None)
         return done

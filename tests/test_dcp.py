@@ -1,7 +1,9 @@
 """`torch.distributed.checkpoint` over slots: saved and loaded by its own calls, also into another world size."""
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from launchers import run_trainers
 from test_export import make_slot, shard, state
 
 from resilient_run import Checkpointer, MemoryTier, PersistedReader
-from resilient_run.ckpt.convert.captures import in_memory, of_slots
+from resilient_run.ckpt.convert.captures import Captures, in_memory, of_slots
 from resilient_run.ckpt.convert.export import export
 from resilient_run.ckpt.dcp import ItemReader
 from resilient_run.ckpt.errors import DaemonError, SlotError, StateError
@@ -49,6 +51,20 @@ def test_parts_of_all_ranks_load_as_one(reader_of: Callable[..., ItemReader]) ->
     dcp.load(target, storage_reader=reader_of(dict(enumerate([*WHOLE.chunk(4), WHOLE[:0]]))), no_dist=True)
     assert torch.equal(target["model"]["weight"], WHOLE)
     assert target["epochs"] == [3, "x"]
+
+
+def test_a_reader_does_not_keep_what_it_has_read(tmp_path: Path) -> None:
+    read = []
+
+    def open_() -> Captures:
+        captures = of_slots([make_slot(tmp_path / "slot", state(0), rank=0, world_size=1)])
+        read.append(weakref.ref(captures))
+        return captures
+
+    reader = ItemReader(open_)
+    dcp.load({"model": dict(torch.nn.Linear(3, 2).state_dict())}, storage_reader=reader, no_dist=True)
+    gc.collect()
+    assert [captures() for captures in read] == [None]
 
 
 def test_missing_parts_are_refused_and_nothing_is_loaded(reader_of: Callable[..., ItemReader]) -> None:

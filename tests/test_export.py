@@ -1,7 +1,10 @@
 """`resilientctl export`: what it writes is loaded by plain torch, with whole tensors and nothing lost."""
 
+import base64
+import json
 import os
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from click.testing import CliRunner, Result
 from cluster import wait_until
 from hosts import TOPOLOGY, Host, Hosts, Trainer
 
+from resilient_run.ckpt.convert.assembly import read
 from resilient_run.ckpt.convert.captures import of_slots
-from resilient_run.ckpt.convert.export import RANKS, export, gather
-from resilient_run.ckpt.errors import StateError
+from resilient_run.ckpt.convert.export import RANKS, export, gather, unite
+from resilient_run.ckpt.errors import SlotError, StateError
 from resilient_run.ckpt.format.manifest import ShardSpec, encode, encode_tensors, plan_payload
-from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
+from resilient_run.ckpt.format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, plan_layout
 from resilient_run.ckpt.state.tree import Flattener
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import EtcdConfig
@@ -128,6 +132,62 @@ def test_partial_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"model\.weight: a shard placed as \('P', 'sum'\) cannot be put together"):
         gather(of_slots([slot]))
     slot.close()
+
+
+@pytest.mark.parametrize("node", [[], ["x"], ["x", 99], ["x", "0"], ["l", ["x", -1]], ["d", [["l", 1]], [1]]])
+def test_malformed_tree_is_refused(tmp_path: Path, node: Any) -> None:
+    slot = with_manifest(tmp_path, lambda manifest: manifest["tree"][2][0][2].__setitem__(0, node))
+    with pytest.raises(SlotError, match="manifest tree is malformed"):
+        gather(of_slots([slot]))
+    slot.close()
+
+
+@pytest.mark.parametrize("compared", [[], 1, {"model": [1]}, {"model": 1}, {"other": [1, 0]}, {"model": [1, []]}])
+def test_malformed_digests_are_no_digests(tmp_path: Path, compared: Any) -> None:
+    values = f"{0:016x}{base64.b64encode(bytes(8)).decode()}"
+    slot = with_manifest(tmp_path, lambda manifest: manifest.update(compared=compared, digests=values))
+    assert gather(of_slots([slot]))["model"].keys() == {"weight", "bias"}
+    slot.close()
+
+
+def with_manifest(tmp_path: Path, change: Callable[[Any], object]) -> Slot:
+    """Return a slot whose manifest is changed, with right checksums."""
+    slot = make_slot(tmp_path / "slot", state(0), rank=0, world_size=1)
+    header, table = slot.expect(slot.buffer[:HEADER_BYTES])
+    manifest = json.loads(slot.manifest())
+    change(manifest)
+    slot.publish(
+        run_id="run", topology=TOPOLOGY, rank=0, world_size=1, generation=1, step=3,
+        payload_bytes=header.payload_bytes, manifest=json.dumps(manifest, separators=(",", ":")).encode(),
+        checksums=table,
+    )  # fmt: skip
+    return slot
+
+
+def test_large_arrays_are_compared_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resilient_run.ckpt.convert.captures._KEPT_CHUNKS", 4)
+    monkeypatch.setattr("resilient_run.ckpt.convert.assembly._BATCH_BYTES", 2 * CHUNK_BYTES)
+    slots = []
+    for rank in range(2):
+        arrays = {"same": np.ones(16 << 17), "other": np.ones(16 << 17)}
+        arrays["other"][-1] = rank
+        tree = {"objects": {"buffer": arrays}, "values": {}, "rng": None}
+        slots.append(make_slot(tmp_path / str(rank), tree, rank=rank, world_size=2))
+    captures = of_slots(slots)
+    tracemalloc.start()
+    unite(captures)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 16 * CHUNK_BYTES
+    captures = of_slots(slots)
+    leaves = unite(captures)[0].made
+    before = captures.read_bytes
+    assert next(read(captures, leaves))[0] == 1
+    assert captures.read_bytes - before < 17 * CHUNK_BYTES
+    found = gather(captures)[RANKS]
+    assert [list(found[rank]["objects"]) for rank in ("0", "1")] == [[], ["buffer.other"]]
+    for slot in slots:
+        slot.close()
 
 
 def complete(trainer: Trainer, scratch: Path) -> None:

@@ -153,7 +153,13 @@ def test_generators_are_a_ranks_own_or_derived(made: Callable[..., Holders]) -> 
         set_rng(before)
 
 
-def test_buffers_that_differ_are_the_lowest_ranks(made: Callable[..., Holders]) -> None:
+@pytest.mark.parametrize("digests", [4096, 2])
+def test_buffers_that_differ_are_the_lowest_ranks(
+    made: Callable[..., Holders], monkeypatch: pytest.MonkeyPatch, digests: int
+) -> None:
+    # With few digests, each is of parameters and buffers.
+    monkeypatch.setattr("resilient_run.ckpt.format.digests.MAX_DIGESTS", digests)
+
     def register(rank: int, ranks: int) -> dict[str, Any]:
         held = objects(replicated, 3, ranks)
         held["model"](torch.full((3, 6), float(rank + 1)))

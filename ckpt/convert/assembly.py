@@ -4,20 +4,24 @@ An `Assembly` walks the manifests of all ranks at once and decides for every lea
 what is to be made is a subclass: `reshape.py` what one rank of another number has, `export.py` whole tensors.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ..errors import SlotError, StateError
 from ..format.manifest import Manifest, Node, TensorSpec, plan_payload
+from ..format.slot import CHUNK_BYTES
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from .captures import Captures
 from .payload import Made, Piece, fill
 from .pieces import Box, missing, place
+
+_BATCH_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +108,9 @@ class Assembly:
         self._rank = rank
         self._saved = {each: entries(captured.manifest.tree) for each, captured in captures.ranks.items()}
         for each, parts in self._saved.items():
+            # What is malformed is found now.
+            manifest = captures.ranks[each].manifest
+            unflatten(manifest.tree, manifest.tensors.__getitem__)
             if parts.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
                 raise SlotError(f"the manifest of rank {each} has the parts {list(parts)}, not objects, values and rng")
         self._first = min(self._saved)
@@ -247,13 +254,23 @@ class Assembly:
         for rank, index in indices.items():
             other = ranks[rank].digests.get(index)
             if digest is not None and other is not None and digest[0] == other[0]:
-                found += [rank] if digest[1] != other[1] else []
-            elif (rank, index) != one:
+                if digest[1] == other[1]:
+                    continue
+                if digest[2]:
+                    found.append(rank)
+                    continue
+            if (rank, index) != one:
                 read.append(rank)
-                self._captures.want(rank, *self._extent(rank, index))
-        if read:
-            data = self._captures.data(one[0], *self._extent(*one))
-            found += [rank for rank in read if self._captures.data(rank, *self._extent(rank, indices[rank])) != data]
+        (begin, end), at = self._extent(*one), 0
+        while read and begin + at < end:
+            # Of large leaves some at a time.
+            size = min(max(CHUNK_BYTES, _BATCH_BYTES // len(read)), end - begin - at)
+            starts = {rank: self._extent(rank, indices[rank])[0] + at for rank in read}
+            for rank, start in starts.items():
+                self._captures.want(rank, start, start + size)
+            data = self._captures.data(one[0], begin + at, begin + at + size)
+            unlike = [rank for rank, start in starts.items() if self._captures.data(rank, start, start + size) != data]
+            found, read, at = found + unlike, [rank for rank in read if rank not in unlike], at + size
         return found
 
     def _extent(self, rank: int, index: int) -> tuple[int, int]:
@@ -305,14 +322,19 @@ def filled(captures: Captures, tree: Node, leaves: Sequence[Made], told: list[st
     return Assembled(manifest=manifest, payload=fill(captures, leaves, layout), told=told)
 
 
-def read(captures: Captures, leaves: Sequence[Made]) -> list[Any]:
-    """Return what `leaves` are, read now.
+def read(captures: Captures, leaves: Iterable[Made]) -> Iterator[Any]:
+    """Yield what `leaves` are, of which some are read at a time.
 
     Raises:
         RestoreError: Nobody has a verified copy of something.
     """
-    found = filled(captures, None, leaves, [])
-    return list(map(found.leaf, range(len(leaves))))
+    left = deque(leaves)
+    while left:
+        batch, size_bytes = list[Made](), 0
+        while left and size_bytes < _BATCH_BYTES:
+            batch.append(left.popleft())
+            size_bytes += batch[-1].spec.nbytes
+        yield from map(filled(captures, None, batch, []).leaf, range(len(batch)))
 
 
 def has_key(node: Node, key: str) -> bool:

@@ -20,6 +20,7 @@ from ..format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_hea
 _BATCH_BYTES: Final = 64 << 20
 _BATCH_RANGES: Final = 1024
 _RUN_CHUNKS: Final = 32
+_KEPT_CHUNKS: Final = 256
 _MAX_BYTES: Final = 1 << 44
 
 
@@ -48,13 +49,14 @@ class Captured:
         header: Its header.
         manifest: Its manifest.
         table: The XXH3-64 of each chunk.
-        digests: Of leaves that have one, by index: what two must have in common to be compared, and the digest.
+        digests: Of leaves that have one, by index: what two must have in common to be compared, the digest, and
+            whether it is of that leaf alone.
     """
 
     header: SlotHeader
     manifest: Manifest
     table: npt.NDArray[np.uint64]
-    digests: dict[int, tuple[Hashable, int]]
+    digests: dict[int, tuple[Hashable, int, bool]]
 
 
 def only(read: Callable[[int, list[tuple[int, int]]], bytes | bytearray], damaged: str) -> Ask:
@@ -179,13 +181,13 @@ class Captures:
         )
 
     def fetch(self, *, keep: bool = True) -> None:
-        """Read and verify what is wanted and not here; without `keep`, forget the rest.
+        """Read and verify what is wanted and not here; without `keep`, or if it is much, forget the rest.
 
         Raises:
             RestoreError: Nobody has a verified copy of it.
         """
         wanted, self._wanted = self._wanted, set()
-        if not keep:
+        if not keep or len(self._chunks) > _KEPT_CHUNKS:
             self._chunks = {each: data for each, data in self._chunks.items() if each in wanted}
         wanted -= self._chunks.keys()
         runs: list[tuple[int, range]] = []
@@ -264,26 +266,27 @@ class _Item:
         return self.end - self.start
 
 
-def _digests(raw: bytes, manifest: Manifest) -> dict[int, tuple[Hashable, int]]:
+def _digests(raw: bytes, manifest: Manifest) -> dict[int, tuple[Hashable, int, bool]]:
     """Return the digests of leaves by index, as `Captured` has them: those of one leaf are of its bytes alone."""
-    found: dict[int, tuple[Hashable, int]] = {}
+    found: dict[int, tuple[Hashable, int, bool]] = {}
     try:
-        by_structure = digests.parse(raw)
-        compared = json.loads(raw)["compared"]
-    except (SlotError, KeyError, ValueError):
-        return found
-    parts = leaf_parts(leaf_paths(manifest.tree))
-    for (structure, values), (name, (together, *starts)) in zip(by_structure.items(), compared.items(), strict=True):
-        cut = is_large(manifest.tensors, parts[name])
-        groups = {index: number for number, index in enumerate(starts)}
-        number = -1
-        for index in parts[name]:
-            number = groups.get(index, number)
-            spec = manifest.tensors[index]
-            if together == 1 and index in groups:
-                first_bytes = CHUNK_BYTES - manifest.offsets[index] % CHUNK_BYTES if cut else spec.nbytes
-                found[index] = (min(first_bytes, spec.nbytes), spec.nbytes), int(values[number])
-            # Whether an integer tensor was compared nobody knows here.
-            elif together > 1 and number >= 0 and spec.kind == "torch" and spec.nbytes and "float" in spec.dtype:
-                found[index] = (structure, number), int(values[number])
+        by_structure, compared = digests.parse(raw), json.loads(raw)["compared"]
+        parts = leaf_parts(leaf_paths(manifest.tree))
+        for (structure, values), (name, (together, *starts)) in zip(
+            by_structure.items(), compared.items(), strict=True
+        ):
+            cut = is_large(manifest.tensors, parts[name])
+            groups = {index: number for number, index in enumerate(starts)}
+            number = -1
+            for index in parts[name]:
+                number = groups.get(index, number)
+                spec = manifest.tensors[index]
+                if together == 1 and index in groups:
+                    first_bytes = CHUNK_BYTES - manifest.offsets[index] % CHUNK_BYTES if cut else spec.nbytes
+                    found[index] = (min(first_bytes, spec.nbytes), spec.nbytes), int(values[number]), True
+                # Whether an integer tensor was compared nobody knows here.
+                elif together > 1 and number >= 0 and spec.kind == "torch" and spec.nbytes and "float" in spec.dtype:
+                    found[index] = (structure, number), int(values[number]), False
+    except (SlotError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
     return found

@@ -74,9 +74,10 @@ def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size
 def _opened(captures: Captures) -> tuple[dict[str, Any], dict[Any, Any]]:
     """Return what an import tells of itself, and its state with `_Stored` in place of tensors."""
     manifest = captures.ranks[0].manifest
-    leaves: dict[int, Any] = {index: _Stored(index, spec) for index, spec in enumerate(manifest.tensors)}
-    plain = [index for index, spec in enumerate(manifest.tensors) if spec.kind != "torch"]
-    leaves |= zip(plain, read(captures, [_whole(leaves[index], leaves[index].spec) for index in plain]), strict=True)
+    leaves: list[Any] = [_Stored(index, spec) for index, spec in enumerate(manifest.tensors)]
+    plain = [each for each in leaves if each.spec.kind != "torch"]
+    for stored, content in zip(plain, read(captures, [_whole(each, each.spec) for each in plain]), strict=True):
+        leaves[stored.index] = content
     parts = entries(manifest.tree)
     about, state = (unflatten(parts.get(name), leaves.__getitem__) for name in ("values", "objects"))
     if not isinstance(about, dict) or not isinstance(state, dict):
