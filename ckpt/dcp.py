@@ -150,7 +150,7 @@ class ItemReader(StorageReader):
             if item.type is LoadItemType.BYTE_IO:
                 # DCP takes an object that is no tensor as a pickle only; this one is of plain data made here.
                 data = io.BytesIO()
-                torch.save(self._items[item.storage_index.fqn], data)
+                torch.save(_read_all(self._captures, self._items[item.storage_index.fqn]), data)
                 data.seek(0)
                 planner.load_bytes(item, data)
         self._items = {}
@@ -356,6 +356,15 @@ class _Given(TrainingState):
 
     def flatten(self) -> Flattener:
         return Flattener({"objects": self._given, "values": {}, "rng": None})
+
+
+def _read_all(captures: Captures, value: Any) -> Any:
+    """Return `value`, of which DCP makes one item, as it does of a tuple, with the tensors in it."""
+    if isinstance(value, Made):
+        return next(read(captures, [value]))
+    if isinstance(value, dict):
+        return type(value)({key: _read_all(captures, item) for key, item in value.items()})
+    return type(value)(_read_all(captures, item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _holes(name: str, made: Made) -> int:

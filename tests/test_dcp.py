@@ -53,6 +53,14 @@ def test_parts_of_all_ranks_load_as_one(reader_of: Callable[..., ItemReader]) ->
     assert target["epochs"] == [3, "x"]
 
 
+def test_tensors_in_tuples_are_loaded(tmp_path: Path) -> None:
+    tree = {"objects": {"pair": (1, [{"at": torch.arange(3)}])}, "values": {}, "rng": None}
+    slot = make_slot(tmp_path / "slot", tree, rank=0, world_size=1)
+    target: dict[str, Any] = {"pair": None}
+    dcp.load(target, storage_reader=ItemReader(lambda: of_slots([slot])), no_dist=True)
+    torch.testing.assert_close(target, {"pair": (1, [{"at": torch.arange(3)}])})
+
+
 def test_a_reader_does_not_keep_what_it_has_read(tmp_path: Path) -> None:
     read = []
 
