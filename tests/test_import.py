@@ -322,6 +322,33 @@ def test_model_of_another_dtype_trains_on(imported: Callable[..., Captures]) -> 
     after.train_with(other)
 
 
+class Extra(torch.nn.Module):
+    """What `get_extra_state()` returns has no fixed form."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (torch.arange(5), torch.zeros(2)),
+        ({"scale": torch.tensor([1 / 3], dtype=torch.float64)}, {"scale": torch.zeros(1)}),
+    ],
+)
+def test_extra_state_is_what_it_was(imported: Callable[..., Captures], saved: Any, now: Any) -> None:
+    model = Extra(now)
+    load(imported({"model": Extra(saved).state_dict()}), model=model)
+    torch.testing.assert_close(model.state, saved, rtol=0, atol=0)
+
+
 def test_values_keep_the_dtype_that_they_had(imported: Callable[..., Captures]) -> None:
     sampler, mean = Sampler(torch.zeros(1)), torch.tensor([1 / 3], dtype=torch.float64)
     state = TrainingState({"sampler": sampler, "mean": torch.zeros(1)}, rng=False)

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import SlotError, StateError
 from ..format.manifest import TensorSpec
+from ..state.fits import is_extra
 from ..state.held import fsdp1_units
 from ..state.state import TrainingState, get_rng
 from ..state.tree import Flattener, entries, same, shard_spec, unflatten
@@ -214,12 +215,12 @@ class _TakingOver:
         self._unused += [f"{name}.{key}" for key in flat if key not in current]
         taken = {key: flat[key] for key in current if key in flat}
         for key, value in taken.items():
-            if isinstance(current[key], torch.Tensor) and not _fits(value, current[key]):
+            if isinstance(current[key], torch.Tensor) and not is_extra(key) and not _fits(value, current[key]):
                 raise StateError(f"{name}.{key} is {_shown(value)} there, {_shown(current[key])} in the model")
         for key, parameter in item.named_parameters(remove_duplicate=False):
             if isinstance(stored := taken.get(key), _Stored):
                 self._dtypes[id(parameter)] = stored.spec.dtype
-        return self._merge(name, current, taken, is_cast=True)
+        return self._merge(name, current, taken, is_model=True)
 
     def _optimizer(self, name: str, optimizer: torch.optim.Optimizer, current: Any, found: Any) -> Any:
         groups, states = _parts(name, found)
@@ -262,10 +263,10 @@ class _TakingOver:
         is_cast = is_cast and before == self._dtypes.get(id(like), before)
         return str(like.dtype).removeprefix("torch.") if is_cast else before
 
-    def _merge(self, path: str, current: Any, found: Any, like: Any = None, *, is_cast: bool = False) -> Any:
+    def _merge(self, path: str, current: Any, found: Any, like: Any = None, *, is_model: bool = False) -> Any:
         """Return `found`, with what only `current` has, and `current`'s keys: DCP turns all of them into text.
 
-        `is_cast`: tensors get the dtypes that `current` has.
+        `is_model`: tensors, but those in other dicts, get the dtypes that `current` has.
         """
         if found is _ABSENT:
             self.absent.append(path)
@@ -277,7 +278,8 @@ class _TakingOver:
             numbers = bool(keys) and all(type(key) is int for key in merged)
             for text, value in found.items():
                 key = keys.get(text, int(text) if numbers and text.isdecimal() else text)
-                merged[key] = self._merge(f"{path}.{text}", merged.get(key, _ABSENT), value, is_cast=is_cast)
+                of_model = is_model and not isinstance(value, dict)
+                merged[key] = self._merge(f"{path}.{text}", merged.get(key, _ABSENT), value, is_model=of_model)
             self.absent += [f"{path}.{text}" for text in keys if text not in found]
             return merged
         self.taken += 1
@@ -286,7 +288,7 @@ class _TakingOver:
         if not isinstance(found, _Stored):
             return found
         shape, dtype = found.spec.shape, getattr(torch, found.spec.dtype)
-        if not _fits(found, current) or (current.dtype != dtype and not is_cast):
+        if not _fits(found, current) or (current.dtype != dtype and not is_model):
             # One element, so that it takes no memory.
             current = torch.empty((1,) * len(shape), dtype=dtype, device="cpu").expand(shape)
         self._contents.append((current, found, like))
