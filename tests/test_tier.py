@@ -70,6 +70,18 @@ def test_exact_slot_comes_back(tmp_path: Path, target: str, slot: Slot) -> None:
     copy.close()
 
 
+def test_what_was_published_anew_is_read_anew(target: str, slot: Slot) -> None:
+    tier, other = Tier(target, "run"), Tier(target, "run", level=19)
+    store(other, slot)
+    start = slot.payload_offset
+    slot.buffer[start : start + FRAME_BYTES] = bytes(FRAME_BYTES)
+    for _ in range(2):
+        tier.check_whole((1, 7))
+        assert sum(len(frame) for _, frame in tier.read((1, 7), 0)) == slot.header().used_bytes
+        other.refuse((1, 7))
+        store(other, slot)
+
+
 def test_nothing_is_published_before_its_manifest(target: str, slot: Slot) -> None:
     tier = Tier(target, "run")
     assert tier.published() == []

@@ -164,6 +164,7 @@ class Tier:
                 data = self._fs.cat_file(where, start=0, end=_MAX_MANIFEST_BYTES)
             try:
                 self._manifests = {pair: Persisted.load(data, run_id=self._run_id, pair=pair)}
+                self._begins = {}
             except SlotError as error:
                 raise SlotError(f"{MANIFEST} of {what} in {self.shown}: {error}") from error
         return self._manifests[pair]
@@ -174,6 +175,8 @@ class Tier:
         Raises:
             SlotError: One has not, or the pair is not published, or its manifest is damaged.
         """
+        # Somebody may have imported anew.
+        self._manifests.pop(pair, None)
         for rank, file in self.manifest(pair).ranks.items():
             path = f"{self._directory(pair)}/{_rank_name(rank)}"
             with self._storage(f"look at {path}"):
