@@ -523,7 +523,7 @@ class Checkpointer:
         captures = Captures(ask, run_id=env.run_id, pair=plan, world_size=1 if imported else self._made_by)
         make = take_over if imported else reshape
         made = make(self._state, captures, rank=env.rank, world_size=env.world_size)
-        self._load_state(made.manifest, made.payload, plan[1])
+        self._load_state(made.manifest, made.payload, plan[1], made.untouched)
         told = list(made.told)
         if not imported and not self._knows_world:
             told.append(
@@ -540,8 +540,10 @@ class Checkpointer:
         whole = torch.frombuffer(slot.buffer, dtype=torch.uint8)
         self._load_state(manifest, whole[header.payload_offset : header.used_bytes], header.step)
 
-    def _load_state(self, manifest: Manifest, payload: torch.Tensor, step: int) -> None:
-        others = self._state.load(manifest, payload)
+    def _load_state(
+        self, manifest: Manifest, payload: torch.Tensor, step: int, untouched: frozenset[str] = frozenset()
+    ) -> None:
+        others = self._state.load(manifest, payload, untouched)
         if others:
             warnings.warn(
                 f"not everything is what step {step} had, which may be right for what is applied later "

@@ -109,7 +109,7 @@ def opened(target: str, step: int) -> Captures:
 
 def load_import(state: TrainingState, imported: Captures, *, rank: int, world_size: int) -> str:
     made = take_over(state, imported, rank=rank, world_size=world_size)
-    assert not state.load(made.manifest, made.payload)
+    assert not state.load(made.manifest, made.payload, made.untouched)
     return "; ".join(made.told)
 
 
@@ -320,6 +320,18 @@ def test_model_of_another_dtype_trains_on(imported: Callable[..., Captures]) -> 
         "step": torch.float32, "row_var": torch.bfloat16, "col_var": torch.bfloat16
     }  # fmt: skip
     after.train_with(other)
+
+
+class Filled(Sampler):
+    """Takes no state from before it was used."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("it is empty")
+
+
+def test_an_object_that_is_absent_loads_nothing(imported: Callable[..., Captures]) -> None:
+    found = imported({"model": torch.nn.Linear(2, 2).state_dict()})
+    assert "does not have sampler, which begin" in load(found, model=torch.nn.Linear(2, 2), sampler=Filled(at=3))
 
 
 class Extra(torch.nn.Module):

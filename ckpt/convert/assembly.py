@@ -32,11 +32,13 @@ class Assembled:
         manifest: The manifest.
         payload: The payload, uint8 on the CPU.
         told: What a person should know.
+        untouched: Names of objects that have this state already, and shall not load it.
     """
 
     manifest: Manifest
     payload: torch.Tensor
     told: list[str]
+    untouched: frozenset[str] = frozenset()
 
     def leaf(self, index: int) -> Any:
         """Return leaf `index`, a tensor as a view of the payload."""

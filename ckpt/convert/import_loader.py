@@ -69,7 +69,8 @@ def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size
     flat.add("shared", flat.shared)
     flat.add("kinds", flat.kinds)
     told = taking.told()
-    return filled(captures, flat.node, leaves, [f"{where}: {'; '.join(told)}"] if told else [])
+    made = filled(captures, flat.node, leaves, [f"{where}: {'; '.join(told)}"] if told else [])
+    return replace(made, untouched=frozenset(state.objects).intersection(taking.absent))
 
 
 def _opened(captures: Captures) -> tuple[dict[str, Any], dict[Any, Any]]:

@@ -25,7 +25,7 @@ from .values import renew
 from .verify import Comparison, Difference
 
 
-def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> list[str]:
+def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor, untouched: frozenset[str]) -> list[str]:
     """Do what `TrainingState.load` says."""
     current = state.flatten()
     loader = _LeafLoader(manifest, payload, current)
@@ -67,6 +67,8 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor) -> lis
     trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
     before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
+        if name in untouched:
+            continue
         with _loading(f"{name}: load_state_dict()", doubts.get(name, "")), sharing_kept(state.objects[name]):
             load_into(state.objects[name], without_uncastable(loaded) if _holds(state.objects[name]) else loaded)
     for tensors in before:

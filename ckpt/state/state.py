@@ -230,8 +230,10 @@ class TrainingState:
         shapes = sorted({tuple(shard.device_mesh.mesh.shape) for shard in flat.shards.values()})
         return xxhash.xxh3_64_intdigest(json.dumps([world_size, shapes]).encode())
 
-    def load(self, manifest: Manifest, payload: torch.Tensor) -> list[str]:
+    def load(self, manifest: Manifest, payload: torch.Tensor, untouched: frozenset[str] = frozenset()) -> list[str]:
         """Replace the state by the one in `payload` (uint8, on the CPU); nothing keeps a reference to it.
+
+        The objects `untouched` have their state already, and are only compared.
 
         Returns:
             Plain values of objects of others that are not what was loaded, for a warning.
@@ -247,7 +249,7 @@ class TrainingState:
         from .loading import load
 
         with no_collection():
-            return load(self, manifest, payload)
+            return load(self, manifest, payload, untouched)
 
     def find_trained(self) -> None:
         """Look for the modules and optimizers of the objects, which may make others when they load."""
