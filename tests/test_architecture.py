@@ -1,6 +1,7 @@
 """The walks in docs/internals/architecture.md name what is there, and its picture is what its source draws."""
 
 import ast
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -149,6 +150,17 @@ def picture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_picture_is_what_its_source_draws(picture: ModuleType) -> None:
     assert picture.PICTURE.read_text() == picture.draw(), "draw it anew: python docs/step_picture.py"
     assert f"](../{picture.PICTURE.name})" in DOCUMENT
+
+
+def test_the_terminal_of_readme_shows_the_run_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    recording = import_module("recording")
+    recorded = json.loads(recording.RECORD.read_text())
+    assert recording.PICTURE.read_text() == recording.draw(recorded), "draw it anew: python docs/recording.py"
+    readme = (ROOT / "README.md").read_text()
+    assert f"](docs/{recording.PICTURE.name})" in readme
+    (recovered,) = (line for _, line in recorded["lines"] if "recovered in" in line)
+    assert f"{recovered.split()[3]} s later training goes on" in readme
 
 
 def test_pictures_of_the_concepts_are_what_their_source_draws(monkeypatch: pytest.MonkeyPatch) -> None:
