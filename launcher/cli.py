@@ -191,6 +191,12 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
     with _signals_unwind(args.signals_to_handle), ExitStack() as stack:
         if _is_single_node(args):
             args.rdzv_backend, args.rdzv_endpoint = BACKEND, stack.enter_context(_embedded_etcd())
+            if args.standalone and args.rdzv_id != "none" and config.policy.persist.target:
+                log.warning(
+                    "--standalone replaces --rdzv-id=%s by a random id, so this run begins with nothing that "
+                    "--rr-persist holds; leave --standalone out to continue that run",
+                    args.rdzv_id,
+                )
             if args.standalone or args.rdzv_id == "none":
                 args.rdzv_id = str(uuid.uuid4())
             args.standalone = False

@@ -193,6 +193,17 @@ def test_run_id_is_kept_unless_standalone(monkeypatch: pytest.MonkeyPatch) -> No
     assert _run_args(monkeypatch, "--rdzv-id=mine", "--standalone")[0].rdzv_id != "mine"
 
 
+def test_standalone_warns_that_a_run_in_the_persistent_tier_does_not_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = ["--rdzv-id=mine", f"--rr-persist={tmp_path}"]
+    _run_args(monkeypatch, *line)
+    _run_args(monkeypatch, "--standalone", line[1])
+    assert not caplog.records
+    _run_args(monkeypatch, "--standalone", *line)
+    assert "--standalone replaces --rdzv-id=mine by a random id" in caplog.text
+
+
 def test_etcd_backend_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=somewhere:2379", "--rdzv-id=x", "--rr-host-id=me"]
     args, agent = _run_args(monkeypatch, *line)

@@ -150,6 +150,14 @@ def test_malformed_digests_are_no_digests(tmp_path: Path, compared: Any) -> None
     slot.close()
 
 
+def test_a_place_that_cannot_be_is_a_plain_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = ["export", "--run-id=run", "--from=persist", f"--target={tmp_path}", f"--to={tmp_path / 'file' / 'out'}"]
+    result = CliRunner().invoke(resilientctl, line)
+    assert result.exit_code == 1
+    assert result.output == f"Error: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n"
+
+
 def with_manifest(tmp_path: Path, change: Callable[[Any], object]) -> Slot:
     """Return a slot whose manifest is changed, with right checksums."""
     slot = make_slot(tmp_path / "slot", state(0), rank=0, world_size=1)

@@ -71,7 +71,7 @@ def test_a_live_run_is_refused(etcd_endpoint: str, etcd_config: EtcdConfig) -> N
         (("a/b",), "must not be empty or contain '/'"),
         (("",), "must not be empty or contain '/'"),
         (("a", "--etcd-endpoint", "host:port"), "neither host[:port]"),
-        (("a", "--etcd-conf", "cert"), "--etcd-conf"),
+        (("a", "--etcd-conf", "cert"), "between the commas of --etcd-conf goes NAME=VALUE"),
         (("a", "--etcd-conf", "cert=/x"), "both cert= and key="),
         ((), "RUN_ID"),
     ],

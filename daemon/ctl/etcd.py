@@ -44,7 +44,10 @@ def parse_etcd(endpoint: str, conf: str) -> EtcdConfig:
         click.UsageError: They do not say it.
     """
     try:
-        options = dict(item.split("=", 1) for item in conf.split(",") if item.strip())
+        items = [item for item in conf.split(",") if item.strip()]
+        if any("=" not in item for item in items):
+            raise ValueError("between the commas of --etcd-conf goes NAME=VALUE")
+        options = dict(item.split("=", 1) for item in items)
         return EtcdConfig.parse(endpoint, {name.strip(): value.strip() for name, value in options.items()})
     except ValueError as error:
         raise click.UsageError(f"--etcd-endpoint or --etcd-conf: {error}") from error

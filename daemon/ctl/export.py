@@ -60,9 +60,9 @@ def export(
     from resilient_run.ckpt.convert.export import export as write
     from resilient_run.ckpt.convert.export import is_free
 
-    if not is_free(to):
-        raise click.ClickException(f"{to} exists already, and is no empty directory of yours; choose another --to")
     try:
+        if not is_free(to):
+            raise click.ClickException(f"{to} exists already, and is no empty directory of yours; choose another --to")
         if source == "memory":
             captures = _from_memory(_job(settings, run_id), step)
         else:
