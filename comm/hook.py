@@ -19,9 +19,8 @@ from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice, ch
 from .runtime.gradient_hook import GradientHook, synchronize
 from .trial.advice import Method, methods
 from .trial.trial import Trial
-from .trial.tried import AutoHook, TriedHook
+from .trial.tried import AUTO, AutoHook, TriedHook
 
-AUTO: Final = "auto"
 _AUTO_OPTIONS: Final = {"lossy": False, "seconds": 30.0}
 
 
@@ -77,9 +76,7 @@ def make_hook(
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
-    given = _given(model)
-    check_alike(given, scheme=scheme, **options, least_elements=least_elements)
-    check_number("least_elements", int, least_elements)
+    given = _given(model, scheme=scheme, **options, least_elements=least_elements)
     ranks_per_host = _ranks_per_host(given, ranks_per_host)
     check_choice(scheme, options, ranks=given.size // ranks_per_host)
     ranks = _Ranks.of(model, given, ranks_per_host)
@@ -97,7 +94,7 @@ def make_tried(
     leads: bool = True,
 ) -> TriedHook:
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
-    given = _given(model)
+    given = _given(model, least_elements=least_elements)
     ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
     schemes = _schemes(ranks, tried, least_elements)
     return TriedHook(model, trial, schemes, world=ranks.world, least_elements=least_elements, leads=leads)
@@ -111,9 +108,7 @@ def _make_auto(
     least_elements: int,
     **options: Any,
 ) -> GradientHook:
-    given = _given(model)
-    check_alike(given, scheme=scheme, **options, least_elements=least_elements)
-    check_number("least_elements", int, least_elements)
+    given = _given(model, scheme=scheme, **options, least_elements=least_elements)
     if others := options.keys() - _AUTO_OPTIONS.keys():
         raise CommError(f"auto has no option {', '.join(sorted(others))}; it has {', '.join(_AUTO_OPTIONS)}")
     options = _AUTO_OPTIONS | options
@@ -164,11 +159,14 @@ def _schemes(ranks: _Ranks, tried: Sequence[Method], least_elements: int) -> dic
     return {each.name: _made(ranks, each.scheme, each.options, least_elements) for each in tried if each.scheme}
 
 
-def _given(model: DistributedDataParallel) -> Transport:
-    """Return the ranks over the group that is there, so that a mistake leaves nothing behind."""
+def _given(model: DistributedDataParallel, *, least_elements: int, **alike: Any) -> Transport:
+    """Return the ranks, which are given the same, over the group that is there: a mistake leaves nothing behind."""
     ignored = model.parameters_to_ignore
     device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
-    return Transport(model.process_group, device)
+    given = Transport(model.process_group, device)
+    check_alike(given, **alike, least_elements=least_elements)
+    check_number("least_elements", int, least_elements)
+    return given
 
 
 def _ranks_per_host(world: Transport, given: int | None) -> int:

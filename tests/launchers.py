@@ -25,6 +25,7 @@ import prepared
 from torch.distributed import TCPStore
 
 from resilient_run.launcher import daemon_link
+from resilient_run.launcher.netlab import NetLab
 from resilient_run.launcher.workers import warm, zygote
 from resilient_run.launcher.workers.prctl import adopting_orphans
 
@@ -174,6 +175,22 @@ def run_trainers(arguments: Sequence[str], size: int, *, timeout_s: float = 240.
         ended = list(pool.map(lambda process: process.communicate(timeout=timeout_s), processes))
     assert [process.returncode for process in processes] == [0] * size, "".join(err for _, err in ended)
     return "".join(out for out, _ in ended)
+
+
+def run_on_hosts(lab: NetLab, arguments: Sequence[str], *, timeout_s: float = 240.0) -> list[tuple[str, str]]:
+    """Return what each rank of a `start_python` printed to stdout and stderr, one on each host of a lab.
+
+    All must succeed.
+    """
+    shared = {"WORLD_SIZE": str(len(lab.hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29500"}
+    workers = [
+        start_python(arguments, {**os.environ, **host.env, **shared, "RANK": str(rank)}, host.prefix, **_PIPES)
+        for rank, host in enumerate(lab.hosts)
+    ]
+    ended = [worker.communicate(timeout=timeout_s) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * len(workers), "".join(err for _, err in ended)
+    return ended
 
 
 class _Forked(subprocess.Popen[Any]):

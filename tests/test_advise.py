@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launchers import run_python, run_trainers, start_python
+from launchers import run_on_hosts, run_python, run_trainers
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, NOTHING, OWN, Method, advice, methods, recommended
@@ -155,30 +154,7 @@ def test_a_script_that_ends_is_no_advice(options: tuple[str, ...], code: int, me
 
 @pytest.mark.lab
 def test_sparse_gradients_on_a_slow_network_are_told_to_be_sent_as_such(netlab: Callable[..., NetLab]) -> None:
-    lab = netlab(2, rate="100mbit")
-    workers = [
-        start_python(
-            [*ADVISE, SCRIPT, "--rows", "30000"],
-            {
-                **os.environ,
-                **host.env,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": lab.hosts[0].address,
-                "MASTER_PORT": "29500",
-                "OMP_NUM_THREADS": "1",
-            },
-            host.prefix,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, host in enumerate(lab.hosts)
-    ]
-    ended = [worker.communicate(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "".join(err for _, err in ended)
+    ended = run_on_hosts(netlab(2, rate="100mbit"), [*ADVISE, SCRIPT, "--rows", "30000"])
     found = answer(ended[0][0])
     assert not ended[1][0], "the first rank reports"
     # Which of them is the fastest depends on how busy the machine is; a dense sum of 30,000 rows is not.

@@ -4,6 +4,7 @@ An `Assembly` walks the manifests of all ranks at once and decides for every lea
 what is to be made is a subclass: `reshape.py` what one rank of another number has, `export.py` whole tensors.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ class Rule:
         )
 
 
-class Assembly:
+class Assembly(ABC):
     """Puts a tree together.
 
     Attributes:
@@ -168,9 +169,9 @@ class Assembly:
             [self._walk(_below(path, unflatten(key, str)), held, rule) for key, held in children.values()],
         ]
 
+    @abstractmethod
     def _differs(self, path: str, rule: Rule, others: Mapping[int, Node]) -> None:
         """Hear that `others` have something else at `path` than the first rank, which is taken."""
-        raise NotImplementedError
 
     def _leaf(self, path: str, indices: Mapping[int, int], rule: Rule) -> Node:
         first = min(indices)

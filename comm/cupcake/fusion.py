@@ -6,6 +6,7 @@ encoding are done; the optimizer waits for the last decoding. Decoding last is t
 waits for it but the optimizer.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupCosts:
+class GroupCosts(ABC):
     """What groups cost.
 
     Attributes:
@@ -46,9 +47,9 @@ class GroupCosts:
     forward_s: float
     bytes_per_element: float
 
+    @abstractmethod
     def over(self, sizes_bytes: Floats, compressed: bool) -> Floats:
         """Return the seconds for encoding, communicating and decoding groups of sizes before compression (3, …)."""
-        raise NotImplementedError
 
 
 def groups_of(ends: Sequence[int], *, compressed: bool = True) -> Strategy:

@@ -23,6 +23,8 @@ from ..runtime.gradient_hook import GradientHook, Submitted, parts
 from .advice import BASE, NOTHING, OWN, choice
 from .trial import Trial
 
+AUTO: Final = "auto"
+
 _NANOSECONDS: Final = 1e9
 
 Own = Callable[[GradBucket], Future[Tensor]]
@@ -155,29 +157,12 @@ class AutoHook(TriedHook):
     Its state is what was chosen and what that remembers, so that a restored job goes on with it. As long as nothing is
     chosen, it trains as DDP does.
 
-    Args:
-        model: Its parameters have the names.
-        trial: Says whose turn it is.
-        schemes: Name of a method → its scheme.
-        world: All ranks of the model.
-        least_elements: From how many elements on a gradient is large.
-
     Attributes:
         chosen: The method, "all-reduce" if none pays, None while methods are tried.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        trial: Trial,
-        schemes: Mapping[str, Scheme],
-        *,
-        world: Transport,
-        least_elements: int,
-    ) -> None:
-        super().__init__(model, trial, schemes, world=world, least_elements=least_elements)
-        self.chosen: str | None = None
-        self._begins = True
+    chosen: str | None = None
+    _begins = True
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Return a future of the averaged bucket; chooses at the beginning of a backward pass."""
@@ -190,7 +175,7 @@ class AutoHook(TriedHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, None while nothing is, and what that remembers."""
-        return {"scheme": "auto", "chosen": self.chosen, "memory": super().state_dict()}
+        return {"scheme": AUTO, "chosen": self.chosen, "memory": super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; without a choice in it, try anew.
@@ -198,7 +183,7 @@ class AutoHook(TriedHook):
         Raises:
             CommError: It is of another hook, its method is none of those of this one, or this one has another already.
         """
-        if state.get("scheme") != "auto":
+        if state.get("scheme") != AUTO:
             raise CommError(f"auto cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
         chosen = state["chosen"]
         if self.chosen not in (None, chosen):
