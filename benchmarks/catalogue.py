@@ -363,7 +363,7 @@ BENCHMARKS: Final = (
             Result(
                 name="zen-delay",
                 arguments="--hosts 3 4 6 8 --delay-ms 20 --elements 200000 --workloads LSTM BERT --schemes dense "
-                "'agsparse, rows' 'sparcml, rows' 'sparse-ps, rows' zen",
+                "'agsparse, rows' 'sparcml, rows' 'sparse-ps, rows' 'zen, gather' zen",
                 minutes=10,
             ),
             Result(
@@ -773,7 +773,7 @@ BENCHMARKS: Final = (
             *PLANNED,
             *LAB,
             "comm/cli",
-            "comm/cupcake",
+            *RIVALS,
             "comm/espresso",
             "comm/profiler.py",
             "comm/synchronizer.py",

@@ -24,11 +24,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from baselines import planners
 from curves import Points, plot, seconds_to_common
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
-from resilient_run.comm.cli.plan import plan as plan_command
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -49,6 +49,9 @@ Job = Callable[[Sequence[str]], Iterator[str]]
 
 def plans(job: Job, options: Any, folder: Path) -> dict[str, tuple[str, ...]]:
     """Measure, plan, and return contender → the options of `planned_gpt.py`."""
+    planners.register()
+    from resilient_run.comm.cli.plan import plan as plan_command  # it lists the planners that there are
+
     model = folder / "model.json"
     profile = ["--steps", str(PROFILED_STEPS), "--profile", str(model)]
     list(job([sys.executable, str(EXAMPLES / "planned_gpt.py"), *size(options), *profile]))

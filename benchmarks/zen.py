@@ -29,6 +29,7 @@ SCHEMES = (
     *(f"{name}{what}" for name in ("agsparse", "sparcml", "sparse-ps") for what in ("", ", rows")),
     "omnireduce",
     "zen, elements",
+    "zen, gather",
     "zen",
     "index-free",
 )
@@ -76,7 +77,7 @@ def survey(workload: str, *, ranks: int, options: Any) -> Sparsity:
 def limit_s(scheme: str, sparse: Sparsity, rate_bit_s: int) -> float:
     """Return the time of the scheme's own formula; where there is none that without indices, as for rows."""
     kind = scheme.removesuffix(", rows")
-    name = {"zen, elements": "zen", "zen": "index-free"}.get(kind, kind)
+    name = {"zen, elements": "zen", "zen, gather": "index-free", "zen": "index-free"}.get(kind, kind)
     limit_bytes = RECEIVED_BYTES.get(name, RECEIVED_BYTES["index-free"])(sparse)
     # The formulas of coordinates count an index for each value.
     return 8 * limit_bytes / rate_bit_s / (1 if kind == scheme else 2)

@@ -22,6 +22,7 @@ options = json.loads(sys.argv[1])
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, rows": (name, ROWS) for name in ("agsparse", "sparcml", "sparse-ps")},
     "zen": ("zen", {"profile_steps": 1}),
+    "zen, gather": ("zen", {"route": "gather"}),
     "zen, elements": ("zen", {"route": "parallel", "rows": ()}),
 }
 

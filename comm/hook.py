@@ -90,14 +90,13 @@ def make_tried(
     tried: Sequence[Method],
     *,
     ranks_per_host: int | None,
-    least_elements: int = LEAST_ELEMENTS,
     leads: bool = True,
 ) -> TriedHook:
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
-    given = _given(model, least_elements=least_elements)
+    given = _given(model, least_elements=LEAST_ELEMENTS)
     ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
-    schemes = _schemes(ranks, tried, least_elements)
-    return TriedHook(model, trial, schemes, world=ranks.world, least_elements=least_elements, leads=leads)
+    schemes = _schemes(ranks, tried, LEAST_ELEMENTS)
+    return TriedHook(model, trial, schemes, world=ranks.world, least_elements=LEAST_ELEMENTS, leads=leads)
 
 
 def _make_auto(

@@ -1,1 +1,1 @@
-"""Measures: how long schemes take, what links and compressors cost, and how sparse gradients are."""
+"""Measures: how long schemes take, and what links and compressors cost."""

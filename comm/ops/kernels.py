@@ -124,20 +124,19 @@ class CudaKernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self._kernel = cuda.jit(function)
 
-    def launch(self, threads: int, *arguments: Tensor | float, block: int | None = None) -> None:
+    def launch(self, threads: int, *arguments: Tensor | float) -> None:
         """Run at least `threads` threads on torch's current stream (does not wait); nothing when there are none.
 
         Args:
             threads: How many, at least.
             arguments: Contiguous tensors on one CUDA device, or on the CPU in the simulator, and numbers; half
                 precision as `bits`.
-            block: Threads of a block, for kernels whose blocks work together.
         """
         if threads == 0:
             return
         # Numba warns of small grids, which small tensors have by nature.
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
-        per_block = block or (_SIMULATED_THREADS_PER_BLOCK if config.ENABLE_CUDASIM else _THREADS_PER_BLOCK)
+        per_block = _SIMULATED_THREADS_PER_BLOCK if config.ENABLE_CUDASIM else _THREADS_PER_BLOCK
         blocks = -(-threads // per_block)
         if config.ENABLE_CUDASIM:
             self._kernel[blocks, per_block](*(a if not isinstance(a, Tensor) else host(a) for a in arguments))

@@ -1,4 +1,4 @@
-"""What planners read and write: models, systems, clusters, plans, and the decision tree."""
+"""What planners read and write: models, clusters, plans, and the decision tree."""
 
 from .plan import Plan
 

@@ -1,8 +1,9 @@
 """Zen's hierarchical hash: partition by parallel hashing, with serial memory for what collides (Algorithm 3.2).
 
 Where the printed algorithm slips, this is what its text means: a slot holds index + 1, since 0 is an index; r1 and r2
-are sizes per partition; a slot is taken by compare-and-swap; nothing is written behind a partition's serial memory. The
-partition (`partition`) gives the same sets exactly and faster, and is what Zen uses unless it is told to hash.
+are sizes per partition; of several that want a slot, the last one written has it; nothing is written behind a
+partition's serial memory. The partition (`partition`) gives the same sets exactly and faster, and is what Zen uses
+unless it is told to hash.
 """
 
 from dataclasses import dataclass, replace
@@ -64,8 +65,7 @@ class Hashed(NamedTuple):
 def hierarchical_hash(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
     """Return the elements of `dense` at `indices` by the part that owns them, found by hashing.
 
-    Each part has the same set of entries as with `partition`; their order, and how many spilled, are of no meaning and
-    differ between implementations.
+    Each part has the same set of entries as with `partition`; their order, and how many spilled, are of no meaning.
 
     Args:
         dense: G, of any shape.

@@ -13,7 +13,6 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
-from ..base.fields import Fields
 from ..base.policy import RootPolicy
 from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
@@ -22,7 +21,7 @@ from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..peers.tree import ReportTree
 from ..run import keys
 from ..run.observation import Observation
-from ..run.records import CLOSED_TTL_S, Closed, Failure
+from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
 from ..run.report import Claims, Said
 from ..run.view import JobView
 from .committer import Committer
@@ -355,7 +354,7 @@ def _named(host: str) -> list[str]:
 def _decided(found: Entry) -> tuple[dict[str, Any], ...]:
     """Return the decisions that are written down, none if somebody has damaged them."""
     try:
-        return tuple(Fields(found.value, keys.DECISIONS).objects("decisions"))
+        return parse_decisions(found.value)
     except DaemonError:
         return ()
 

@@ -13,7 +13,7 @@ from ..base.fields import Fields
 from ..etcd.client import Entry
 from . import keys
 from .quarantine import Quarantine
-from .records import Agreement, Closed, Failure
+from .records import Agreement, Closed, Failure, parse_decisions
 from .rounds import Member, Round
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ _KEYS: Keys = {
     keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
     keys.CLOSED: of(Closed),
-    keys.DECISIONS: lambda entry: tuple(Fields(entry.value, keys.DECISIONS).objects("decisions")),
+    keys.DECISIONS: lambda entry: parse_decisions(entry.value),
 }
 _FOLDERS: Folders = {
     keys.MEMBERS: (host_name, lambda name, entry: Member.parse(entry.value, host=name, arrival=entry.created)),

@@ -1,10 +1,12 @@
 """What launchers and the root write of a run beside its rounds: what it is, why a generation broke, how it ended."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ..base.codec import UNIX_S, Record, limited
+from ..base.fields import Fields
+from . import keys
 
 CLOSED_TTL_S = 10
 """How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
@@ -160,3 +162,12 @@ class Introduction(Record):
     every: int = limited(low=1)
     sign: str = ""
     injection: bool = limited(False, read=lambda values, name: values.values.get(name) is True)
+
+
+def parse_decisions(value: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return what roots decided, oldest first, as `root/decisions` has it.
+
+    Raises:
+        DaemonError: The value is no list of decisions.
+    """
+    return tuple(Fields(value, keys.DECISIONS).objects("decisions"))

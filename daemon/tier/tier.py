@@ -202,8 +202,8 @@ class Tier:
             file = FileWriter(self._fs, f"{self._directory(pair)}/{_rank_name(rank)}", self._part)
         return RankWriter(file, guarded, self._level)
 
-    def read(self, pair: Pair, rank: int, wanted: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield number and content of the frames `wanted`, by default all, of the slot file of `rank`, in their order.
+    def read(self, pair: Pair, rank: int, wanted: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield number and content of the frames `wanted` of the slot file of `rank`, in their order.
 
         The caller verifies the whole. Where frames begin is found by going through the file, and remembered.
 
@@ -219,7 +219,7 @@ class Tier:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise SlotError(f"{what} is no file of this format")
             decompressor = zstandard.ZstdDecompressor()
-            for number in range(count) if wanted is None else sorted(wanted):
+            for number in sorted(wanted):
                 if number >= count:
                     raise SlotError(f"{what} has {used_bytes} bytes, less than were asked for")
                 known = -1
@@ -230,8 +230,6 @@ class Tier:
                     stored_bytes, checksum = _read_prefix(file, size, what)
                     begins[known + 1 :] = begins[known + 1 :] or [begins[known] + _FRAME.size + stored_bytes]
                 yield number, _read_frame(file, decompressor, stored_bytes, size, checksum, what)
-            if wanted is None and file.read(1):
-                raise SlotError(f"{what} goes on after its end")
         self._begins[pair, rank] = begins
 
     def read_ranges(self, pair: Pair, rank: int, ranges: Sequence[tuple[int, int]]) -> bytes:
