@@ -154,9 +154,9 @@ def test_picture_is_what_its_source_draws(picture: ModuleType) -> None:
 
 def test_the_terminal_of_readme_shows_the_run_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
-    recording = import_module("recording")
+    recording = import_module("recorded_run")
     recorded = json.loads(recording.RECORD.read_text())
-    assert recording.PICTURE.read_text() == recording.draw(recorded), "draw it anew: python docs/recording.py"
+    assert recording.PICTURE.read_text() == recording.draw(recorded), "draw it anew: python docs/recorded_run.py"
     readme = (ROOT / "README.md").read_text()
     assert f"](docs/{recording.PICTURE.name})" in readme
     (recovered,) = (line for _, line in recorded["lines"] if "recovered in" in line)

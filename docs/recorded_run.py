@@ -1,6 +1,6 @@
 """Draws the terminal of README: a worker that is killed and comes back, line by line at the moments of a real run.
 
-    python docs/recording.py [--record]
+    python docs/recorded_run.py [--record]
 
 With `--record` the command is run, and what it prints is written to recording.json; without, that is drawn again.
 """
