@@ -13,7 +13,7 @@ from resilient_run.ckpt.errors import DaemonError
 from .base.logs import RepeatFilter, log_formatter
 from .base.process import raise_limits
 from .base.settings import find_settings
-from .base.spec import parse_size
+from .base.spec import Finite, parse_size
 from .daemon import Daemon, DaemonOptions
 from .options import directories
 
@@ -29,13 +29,13 @@ from .options import directories
 )
 @click.option(
     "--idle-exit",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=0.0,
     help="Seconds without jobs and slots after which it ends; 0: never.",
 )
 @click.option(
     "--orphan-ttl",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=900.0,
     show_default=True,
     help="Seconds that slots are kept after their launcher is gone.",

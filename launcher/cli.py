@@ -31,6 +31,7 @@ from .api import installed
 from .config import RunConfig, options
 from .etcd_server import EmbeddedEtcd, EtcdServerError
 from .rendezvous.rendezvous import leave_all
+from .torch_options import refuse_unusable
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class ResilientRun(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the job."""
+        refuse_unusable(ctx.obj)
         run(ctx.obj, RunConfig.from_params(ctx.params))
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:

@@ -15,7 +15,7 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.policy import PersistPolicy, Policy
 from resilient_run.daemon.base.settings import Settings, find_settings
-from resilient_run.daemon.base.spec import parse_ports, parse_size
+from resilient_run.daemon.base.spec import Finite, parse_ports, parse_size
 from resilient_run.daemon.run.rounds import MAX_WORLD_SIZE
 from resilient_run.daemon.trust.private import open_to_append
 from resilient_run.daemon.trust.secret import check_url, find_key
@@ -218,7 +218,7 @@ def options() -> list[click.Parameter]:
         _option(
             "--rr-elastic",
             metavar="SECONDS",
-            type=click.FloatRange(min=0),
+            type=Finite(min=0),
             help="With --nnodes MIN:MAX: wait this long for a lost host, then shrink; grow at most this often. "
             "Default: keep the number of ranks.",
         ),

@@ -51,6 +51,42 @@ def configure(*args: str) -> RunConfig:
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ("--nnodes=a:b", "a number of hosts, or MIN:MAX"),
+        ("--nnodes=3:2", "a number of hosts, or MIN:MAX"),
+        ("--nproc-per-node=0", "a number of workers"),
+        ("--nproc-per-node=many", "a number of workers"),
+        ("--rdzv-conf=lease_ttl", "KEY=VALUE"),
+        ("--max-restarts=-1", "0 or more"),
+        ("--monitor-interval=nan", "a number of seconds above 0"),
+        ("--redirects=0:1,1:x", "0 to 3"),
+        ("--tee=9", "0 to 3"),
+        ("--local-ranks-filter=0,one", "ranks of this host"),
+        ("--event-log-handler=file", "console, dynamic_rendezvous or null"),
+        ("--local-addr=no-such-host.invalid", "a name or an address of this host"),
+        ("--log-dir=/proc/logs", "a directory that you may write to"),
+    ],
+)
+def test_what_torchs_parser_takes_and_its_launcher_cannot_use(
+    option: str, allowed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = option.partition("=")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([option, "--standalone", "train.py"])
+    assert ended.value.code == 2
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if name in line]
+    assert value in told
+    assert allowed in told
+
+
+@pytest.mark.parametrize("option", ["--rr-elastic=nan", "--rr-elastic=inf"])
+def test_number_of_seconds_is_finite(option: str) -> None:
+    with pytest.raises(click.BadParameter, match="not a finite number"):
+        configure(option)
+
+
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     config = configure()

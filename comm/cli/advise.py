@@ -29,9 +29,7 @@ from .job import from_environment
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
-@click.option(
-    "--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="How long to measure, about."
-)
+@click.option("--seconds", type=click.IntRange(1), default=60, show_default=True, help="How long to measure, about.")
 @click.option(
     "--ranks-per-host", type=click.IntRange(1), help="Consecutive ranks of a host; as `register` finds it if not given."
 )
@@ -39,7 +37,7 @@ from .job import from_environment
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def advise(
-    module: bool, seconds: float, ranks_per_host: int | None, as_json: bool, script: str, args: tuple[str, ...]
+    module: bool, seconds: int, ranks_per_host: int | None, as_json: bool, script: str, args: tuple[str, ...]
 ) -> None:
     """Report whether another sum of gradients pays in a training job, how much, and what to write for it.
 

@@ -13,6 +13,7 @@ import click
 
 from ..errors import CommError
 from ..schemes import SCHEMES
+from .share import Share
 
 _TIMEOUT = timedelta(seconds=300)
 _WARM_UP = 4  # memory is allocated, and Zen plans after three
@@ -49,7 +50,7 @@ def _elements(text: str) -> int:
 @click.option(
     "--density",
     "densities",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Share(),
     multiple=True,
     default=(0.01,),
     show_default=True,

@@ -1,7 +1,9 @@
 """What a launcher says about its job when it opens it, and how it reads sizes and ports from its command line."""
 
+import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -96,6 +98,21 @@ def parse_ports(context: click.Context, param: click.Parameter, text: str | None
     if not ports or ports[0] < 1 or ports[-1] > 65535:
         raise click.BadParameter(f"{text!r} is no port or range of ports: write 29600 or 29600-29609", context, param)
     return ports
+
+
+class Finite(click.FloatRange):
+    """A number in a range. click lets nan through, and infinity where the range is open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number.
+
+        Raises:
+            click.BadParameter: It is none, not finite, or out of the range.
+        """
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 def parse_size(context: click.Context, param: click.Parameter, text: str | None) -> int | None:

@@ -1,7 +1,6 @@
 """`resilientctl doctor`: is this host fit for a run, and is the run protected?"""
 
 import json
-import math
 import os
 import sys
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.settings import Settings
-from ..base.spec import parse_ports
+from ..base.spec import Finite, parse_ports
 from ..doctor.etcd import etcd_checks
 from ..doctor.examine import FAIL, WARN, Finding, examine
 from ..doctor.host import host_checks
@@ -26,17 +25,9 @@ from .etcd import etcd_options, parse_etcd
 _SHOWN = {FAIL: "FAIL", WARN: "warn"}
 
 
-def _finite(context: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and math.isnan(value):
-        raise click.BadParameter("nan is no size", context, param)
-    return value
-
-
 @click.command()
 @etcd_options(None)
-@click.option(
-    "--state-gb", type=click.FloatRange(0, 1e6, min_open=True), callback=_finite, help="GiB of one rank's state."
-)
+@click.option("--state-gb", type=Finite(0, 1e6, min_open=True), help="GiB of one rank's state.")
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on this host.")
 @click.option(
     "--replicas",

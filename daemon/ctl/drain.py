@@ -8,6 +8,7 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
+from ..base.spec import Finite
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
 from ..run.mirror import Mirror, pair_of_entry
@@ -23,7 +24,7 @@ from .etcd import check_run_id, etcd_options, parse_etcd
 @click.option(
     "--for",
     "avoided_s",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
@@ -32,7 +33,7 @@ from .etcd import check_run_id, etcd_options, parse_etcd
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=600.0,
     show_default=True,
     metavar="SECONDS",

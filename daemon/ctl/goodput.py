@@ -8,8 +8,9 @@ import click
 from resilient_run.ckpt.errors import DaemonError
 
 from ..base.goodput import PHASES, Ledger, read_ledger
+from ..base.spec import Finite
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = Finite(min=0, min_open=True)
 
 
 @click.command()

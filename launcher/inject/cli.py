@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.spec import Finite
 from resilient_run.daemon.etcd.client import EtcdConfig, EtcdError
 from resilient_run.daemon.run.faults import KINDS, Order, Scope
 
@@ -66,12 +67,12 @@ def list_kinds(as_json: bool) -> None:
 @click.option("--rank", type=click.IntRange(min=0), help="The rank to strike, or whose host or replica.")
 @click.option("--host", help="The host to strike, or that holds the replica; default: the one that runs the rank.")
 @click.option("--at-step", type=click.IntRange(min=0), help="Wait until this many steps are completed there.")
-@click.option("--after", "after_s", type=click.FloatRange(min=0), default=0.0, help="Seconds to wait after that.")
+@click.option("--after", "after_s", type=Finite(min=0), default=0.0, help="Seconds to wait after that.")
 @click.option("-p", "--parameter", "parameters", multiple=True, metavar="NAME=VALUE", help="As `list` shows them.")
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=60.0,
     show_default=True,
     help="Seconds to wait for it to strike, --after not included; then it is taken back.",
